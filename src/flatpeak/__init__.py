@@ -1,0 +1,28 @@
+"""flatpeak: GRPO post-training that climbs to flat reward peaks.
+
+Importing this package imports no torch; the names below load what they need on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatpeak.config import RunConfig
+    from flatpeak.errors import UserError
+    from flatpeak.training.api import RunResult, train
+
+__version__ = "0.1.0"
+__all__ = ["RunConfig", "RunResult", "UserError", "__version__", "train"]
+
+_HOMES = {
+    "RunConfig": "flatpeak.config",
+    "RunResult": "flatpeak.training.api",
+    "UserError": "flatpeak.errors",
+    "train": "flatpeak.training.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'flatpeak' has no attribute {name!r}")

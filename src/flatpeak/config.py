@@ -1,0 +1,61 @@
+"""RunConfig: one recipe, composed of the Config each component owns."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.policy.config import ModelConfig, ReferenceConfig
+from flatpeak.rewards.config import NumberConfig, RewardConfig
+from flatpeak.rollout.config import RolloutConfig
+from flatpeak.runs.config import RunSectionConfig
+from flatpeak.schema import StrictConfig
+from flatpeak.tasks.config import ArithmeticConfig, PromptConfig, TaskConfig
+from flatpeak.training.config import (
+    AdvantageConfig,
+    CurriculumConfig,
+    KLConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    SFTConfig,
+    TrainingConfig,
+)
+
+
+class RunConfig(StrictConfig):
+    """Everything that decides what a run does. The keys are the sections of a recipe."""
+
+    run: RunSectionConfig = RunSectionConfig()
+    model: ModelConfig
+    task: TaskConfig = ArithmeticConfig()
+    prompt: PromptConfig = PromptConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: dict[str, RewardConfig] = Field(default={"correctness": NumberConfig()}, min_length=1)
+    advantage: AdvantageConfig = AdvantageConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    kl: KLConfig = KLConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    curriculum: CurriculumConfig | None = None
+    sft: SFTConfig = SFTConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.rollout.group_size < 2 and self.advantage.baseline != "none":
+            raise ValueError(
+                f"rollout.group_size={self.rollout.group_size} with advantage.baseline={self.advantage.baseline}: "
+                "a group baseline needs at least 2 completions; raise rollout.group_size or set "
+                "advantage.baseline=none and advantage.scale=none"
+            )
+        if self.rollout.prompts_per_step < self.training.minibatches:
+            raise ValueError(
+                f"training.minibatches={self.training.minibatches} exceeds rollout.prompts_per_step="
+                f"{self.rollout.prompts_per_step}: each minibatch needs at least one whole group"
+            )
+        if self.evaluation.samples and max(self.evaluation.k) > self.evaluation.samples:
+            raise ValueError(
+                f"evaluation.k={list(self.evaluation.k)} needs evaluation.samples of at least {max(self.evaluation.k)}"
+            )
+        return self

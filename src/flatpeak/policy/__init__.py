@@ -1,0 +1,1 @@
+"""The model: loading, attention, token log-probabilities, decoding."""

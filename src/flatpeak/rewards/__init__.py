@@ -1,0 +1,1 @@
+"""Completions in, scores out."""

@@ -1,0 +1,1 @@
+"""Prompts in, groups of completions out."""

@@ -1,0 +1,38 @@
+"""Configuration of rollouts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flatpeak.schema import StrictConfig
+from flatpeak.types import SamplingParams
+
+
+class RolloutConfig(StrictConfig):
+    """How many completions a step draws, and how."""
+
+    prompts_per_step: Annotated[int, Field(ge=1)] = 32
+    group_size: Annotated[int, Field(ge=1)] = 8
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    stop: tuple[str, ...] = ()
+    engine: Literal["auto", "native", "generate"] = "auto"
+    """auto: native where the architecture is proven, else transformers' generate, with a notice."""
+    max_rows: Annotated[int, Field(ge=1)] = 512
+    """Most completions decoded side by side."""
+
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of training rollouts."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            stop=self.stop,
+        )

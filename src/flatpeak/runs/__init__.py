@@ -1,0 +1,1 @@
+"""Run directory, checkpoints, metrics, rollout log."""

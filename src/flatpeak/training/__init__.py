@@ -1,0 +1,1 @@
+"""Batches, objective, optimizer, curriculum, trainer."""

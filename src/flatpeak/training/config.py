@@ -1,0 +1,133 @@
+"""Configuration of the objective, the optimizer and the training loop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from flatpeak.rewards.config import RewardConfig
+from flatpeak.schema import StrictConfig
+from flatpeak.tasks.config import TaskConfig
+
+Normalization = Literal["sequence_mean", "constant", "token_mean", "longest", "sequence_sum"]
+
+
+class AdvantageConfig(StrictConfig):
+    """From rewards to advantages; see functional.group_advantages."""
+
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    scale: Literal["std", "batch_std", "none"] = "std"
+    eps: Annotated[float, Field(ge=0)] = 1e-6
+
+    @model_validator(mode="after")
+    def _no_scale_without_baseline(self) -> AdvantageConfig:
+        if self.baseline == "none" and self.scale != "none":
+            raise ValueError("advantage.baseline=none needs advantage.scale=none: raw rewards are not standardized")
+        return self
+
+
+class ObjectiveConfig(StrictConfig):
+    """The per-token loss and how tokens are weighted."""
+
+    loss: Literal["clipped_surrogate", "unclipped_surrogate", "policy_gradient", "truncated_policy_gradient"] = (
+        "clipped_surrogate"
+    )
+    ratio: Literal["token", "sequence"] = "token"
+    """sequence: one importance ratio per completion, the exponential of its mean log-ratio (GSPO)."""
+    normalization: Normalization = "sequence_mean"
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    cap: Annotated[float, Field(gt=0)] = 5.0
+    """CISPO: the ratio's upper bound, absolute."""
+    entropy_coefficient: float = 0.0
+    """Adds -coefficient * entropy per token to the loss."""
+    truncated: Literal["keep", "mask", "zero_reward", "soft_penalty"] = "keep"
+    """Completions cut at max_new_tokens: keep; mask (out of the loss and its denominators, still in the group's
+    baseline); zero_reward; soft_penalty (DAPO's soft overlong punishment over the last `overlong_buffer` tokens)."""
+    overlong_buffer: Annotated[int, Field(ge=1)] = 32
+
+
+class KLConfig(StrictConfig):
+    """The penalty for leaving the reference."""
+
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+    ratio_weighted: bool = False
+    """Multiply the per-token KL by the importance ratio (TRL's default), which makes its gradient unbiased."""
+
+    @model_validator(mode="after")
+    def _k1_has_no_gradient(self) -> KLConfig:
+        if self.coefficient > 0 and self.estimator == "k1" and self.placement == "loss" and not self.ratio_weighted:
+            raise ValueError(
+                "kl.estimator=k1 in the loss has zero expected gradient on-policy: use k3 or k2, "
+                "kl.placement=reward, or kl.ratio_weighted=true"
+            )
+        return self
+
+
+class OptimizerConfig(StrictConfig):
+    """AdamW (or SGD) with warm-up and a schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are clipped to this norm; null: not clipped."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What linear and cosine end at, as a fraction of learning_rate."""
+
+
+class DynamicSamplingConfig(StrictConfig):
+    """DAPO: groups whose rewards are all equal are replaced by fresh prompts, up to a budget."""
+
+    max_resamples: Annotated[int, Field(ge=0)] = 0
+    """How many more rounds of rollouts a step may draw; 0 is off."""
+
+
+class TrainingConfig(StrictConfig):
+    """The length of training and how a rollout batch is used."""
+
+    steps: Annotated[int, Field(ge=0)] = 100
+    epochs_per_rollout: Annotated[int, Field(ge=1)] = 1
+    minibatches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer updates per epoch: the rollout batch is cut into so many minibatches of whole groups."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = 16384
+    """Token budget of one forward and backward pass: memory only, never the gradient."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Stop once the evaluation metric reaches this."""
+
+
+class CurriculumConfig(StrictConfig):
+    """A first task, until a step or a pass rate is reached; then the main one."""
+
+    task: TaskConfig
+    steps: Annotated[int, Field(ge=1)]
+    """At most so many steps of the first task."""
+    until_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Move on as soon as a step's mean of the accuracy reward reaches this."""
+    rewards: dict[str, RewardConfig] | None = None
+    """Rewards of the first task; null: the same as the main task's."""
+    in_sft: bool = True
+    """Whether SFT sees the first task's rationales too."""
+
+
+class SFTConfig(StrictConfig):
+    """Supervised fine-tuning on rationales before RL; loss on completions only."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    """0: no SFT."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
+    normalization: Normalization = "token_mean"
+    stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Stop once greedy accuracy on training problems set aside for it reaches this; checked every `check_every`."""
+    check_every: Annotated[int, Field(ge=1)] = 50
+    check_size: Annotated[int, Field(ge=1)] = 200
