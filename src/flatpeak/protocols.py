@@ -119,3 +119,15 @@ class SavesModel(Protocol):
     def __call__(self, directory: Path) -> None:
         """Write the files."""
         ...
+
+
+class Progress(Protocol):
+    """Who watches a run: a live display, or nobody."""
+
+    def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """One step of a stage (`sft`, `train`, `eval`) is done; `metrics` are the step's."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Something the user should know, once."""
+        ...
