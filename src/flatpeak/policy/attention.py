@@ -1,0 +1,167 @@
+"""flatpeak's attention function, which unmodified transformers modules call in place of their own.
+
+What it attends over travels with each call as the keyword argument `attention_context` of the model, never as a
+global: globals break under threads and under activation checkpointing, whose recomputation runs in the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from flatpeak.policy.packing import PackedRow, Segments
+
+NAME = "flatpeak"
+IGNORABLE = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
+"""Keywords that models hand down to attention although they do not change its result."""
+
+
+class AttentionRefused(RuntimeError):
+    """The architecture asks for something this attention function does not do."""
+
+
+class AttentionContext(Protocol):
+    """What one forward pass attends over."""
+
+    calls: list[int]
+    """The layer index of every call, for the start-up probe."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """query [B, Hq, L, D], key and value [B, Hkv, L, D] of the new tokens -> [B, L, Hq, D]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRule:
+    """How one layer scores keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of query [B, Hq, L, D] over key, value [B, Hkv, K, D]; mask bool, or None for plain causal."""
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=self.dropout,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        repeats = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * self.scale
+        scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")).float(), dim=-1).to(value.dtype)
+        return F.dropout(weights, self.dropout) @ value.repeat_interleave(repeats, 1)
+
+
+class PackedContext:
+    """Attention within a packed row: prompts to themselves, responses to their prompt and to themselves."""
+
+    def __init__(self, row: PackedRow, *, keep_keys: bool = False) -> None:
+        self.row = row
+        self.calls: list[int] = []
+        self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_keys else None
+        self._masks: dict[tuple[str, int | None], Tensor | None] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """See AttentionContext; B is 1 and L the row's length."""
+        self.calls.append(layer)
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [S, H, D]
+        prompts, responses = self.row.prompts, self.row.responses
+        num_prompt_tokens = len(prompts.slots)
+        prompt_k, prompt_v = prompts.pad(k[:num_prompt_tokens]), prompts.pad(v[:num_prompt_tokens])
+        if self.kept is not None:
+            self.kept[layer] = (prompt_k, prompt_v)
+        outputs = [
+            prompts.unpad(rule(prompts.pad(q[:num_prompt_tokens]), prompt_k, prompt_v, self._prompt_mask(rule.window)))
+        ]
+        if responses is not None:
+            span = slice(num_prompt_tokens, num_prompt_tokens + len(responses.slots))
+            keys = torch.cat([prompt_k.index_select(0, self.row.prompt_N), responses.pad(k[span])], dim=2)
+            values = torch.cat([prompt_v.index_select(0, self.row.prompt_N), responses.pad(v[span])], dim=2)
+            attended = rule(responses.pad(q[span]), keys, values, self._response_mask(responses, rule.window))
+            outputs.append(responses.unpad(attended))
+        num_filler = len(q) - sum(map(len, outputs))
+        if num_filler:
+            outputs.append(q.new_zeros(num_filler, q.shape[1], v.shape[2]))
+        return torch.cat(outputs)[None]
+
+    def _prompt_mask(self, window: int | None) -> Tensor | None:
+        """None (plain causal: padding stands right of every token) unless a window is shorter than the prompts."""
+        longest = self.row.prompts.longest
+        if window is None or window >= longest:
+            return None
+        if ("prompt", window) not in self._masks:
+            place = torch.arange(longest, device=self.row.token_ids_S.device)
+            distance = place[:, None] - place[None, :]
+            self._masks["prompt", window] = (distance >= 0) & (distance < window)
+        return self._masks["prompt", window]
+
+    def _response_mask(self, responses: Segments, window: int | None) -> Tensor | None:
+        """[N, 1, Lr, Lp + Lr]: the real prompt tokens and the earlier response tokens, within the window."""
+        if ("response", window) not in self._masks:
+            device = self.row.token_ids_S.device
+            prompt_lengths_N = self.row.prompts.lengths.index_select(0, self.row.prompt_N)
+            prompt_place = torch.arange(self.row.prompts.longest, device=device)
+            place = torch.arange(responses.longest, device=device)
+            on_prompt = (prompt_place < prompt_lengths_N[:, None])[:, None, :].expand(-1, responses.longest, -1)
+            on_own = (place[:, None] >= place[None, :]).expand(responses.count, -1, -1)
+            if window is not None:
+                distance = (prompt_lengths_N[:, None] + place)[:, :, None] - prompt_place
+                on_prompt = on_prompt & (distance < window)
+                on_own = on_own & (place[:, None] - place[None, :] < window)
+            self._masks["response", window] = torch.cat([on_prompt, on_own], dim=-1)[:, None]
+        return self._masks["response", window]
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_context: AttentionContext | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers. Raises AttentionRefused at any keyword it would not honour."""
+    if attention_context is None:
+        raise AttentionRefused(
+            "this model is held by a flatpeak policy: call policy.plain_attention() around a forward pass of your own"
+        )
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in IGNORABLE)
+    if unknown or attention_mask is not None:
+        raise AttentionRefused(f"attention was given {unknown or ['attention_mask']}, which the native engine ignores")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise AttentionRefused("attention modules have no layer_idx")
+    rule = AttentionRule(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window,
+        softcap=softcap,
+        dropout=dropout,
+    )
+    return attention_context.attend(layer, query, key, value, rule), None
+
+
+def register() -> None:
+    """Make the function known to transformers. Masks are the context's business: the mask function makes none."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

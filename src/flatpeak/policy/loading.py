@@ -1,0 +1,82 @@
+"""From a model section to a policy: an existing model, or a new one with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from flatpeak.errors import UserError
+from flatpeak.policy.config import ModelConfig, NewModelConfig
+from flatpeak.policy.policy import Policy
+from flatpeak.policy.tokenizers import build_tokenizer
+
+
+def pick_device(name: str) -> torch.device:
+    """auto is cuda where there is one, else cpu."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"model.device={name}: not a torch device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"model.device={name}: torch sees no CUDA device; use model.device=cpu or auto")
+    return device
+
+
+def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> Policy:
+    """The policy a recipe names. `texts` are what a new tokenizer is built from, `seed` what new weights derive from."""
+    device = pick_device(config.device)
+    if config.new is not None:
+        model, tokenizer = make_model(config.new, texts=texts, seed=seed)
+    else:
+        assert config.path is not None
+        tokenizer = load_tokenizer(config)
+        model = _from_pretrained(AutoModelForCausalLM, config.path, config, dtype=torch.float32)
+    return Policy(model.to(device), tokenizer, dropout=config.dropout)
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer of an existing model."""
+    assert config.path is not None
+    return _from_pretrained(AutoTokenizer, config.path, config)
+
+
+def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tuple[Any, Any]:
+    """A tokenizer built from `texts` and a model with random weights around it. The caller's RNG is left alone."""
+    tokenizer = build_tokenizer(config.tokenizer, texts)
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    try:
+        model_config = AutoConfig.for_model(
+            config.architecture, **{"vocab_size": len(tokenizer), **special, **config.config}
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"model.new cannot be built: {_first_line(error)}") from error
+    return model, tokenizer
+
+
+def _from_pretrained(auto: Any, path: str, config: ModelConfig, **kwargs: Any) -> Any:
+    local = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not local.is_dir():
+        raise UserError(f"model.path={path}: no such directory")
+    try:
+        return auto.from_pretrained(
+            str(local) if local.is_dir() else path,
+            revision=config.revision or "main",
+            trust_remote_code=config.trust_remote_code,
+            **kwargs,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path} does not load: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,157 @@
+"""The policy: a causal language model that scores packed completions and decodes new ones, from the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatpeak.errors import UserError
+from flatpeak.functional.logprobs import token_logprobs
+from flatpeak.policy import attention
+from flatpeak.policy.cache import KEY_MULTIPLE, KeyValueCache
+from flatpeak.policy.dropout import silence_dropout
+from flatpeak.policy.head import read_head
+from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, pack_batch, pack_prompts
+from flatpeak.policy.padded import padded_token_logprobs
+from flatpeak.policy.support import probe, unsupported
+from flatpeak.protocols import Tokenizer
+from flatpeak.types import Batch
+
+
+class Policy:
+    """A transformers model behind one interface; implements protocols.Decoder where `native` is true.
+
+    Where the architecture is not proven with flatpeak's attention, `native` is false, `notice` says why, scoring
+    pads, and rollouts need transformers' own `generate`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, *, dropout: bool = False) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.eos_token_ids = _eos_token_ids(self.causal, tokenizer)
+        self.context_length: int | None = getattr(self.causal.config, "max_position_embeddings", None)
+        self.head = read_head(self.causal)
+        if not dropout:
+            silence_dropout(model)
+        self._own_attention = self.causal.config._attn_implementation or "eager"
+        self.notice = unsupported(self.causal)
+        self.native = self.notice is None
+        if self.native:
+            attention.register()
+            self.causal.set_attn_implementation(attention.NAME)
+            self.notice = probe(self)
+            self.native = self.notice is None
+            if not self.native:
+                self.release()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.linear.weight.device
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The model below its output layer."""
+        trunk: nn.Module = getattr(self.causal, self.causal.base_model_prefix)
+        return trunk
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable ones."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def token_logprobs(self, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of, and entropy at, each response token: two float32 [T], of softmax(logits / temperature).
+
+        Dropout, if the policy has any, is active exactly when gradients are.
+        """
+        self.model.train(torch.is_grad_enabled())
+        if not self.native:
+            return padded_token_logprobs(self.causal, batch, temperature=temperature)
+        row = pack_batch(batch)
+        hidden_TD = self._hidden(row, attention.PackedContext(row)).index_select(0, row.source_T)
+        return token_logprobs(
+            hidden_TD,
+            self.head.linear.weight,
+            batch.tokens_T,
+            bias_V=self.head.linear.bias,
+            softcap=self.head.softcap,
+            logit_scale=self.head.logit_scale,
+            temperature=temperature,
+        )
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, copies: int, max_new_tokens: int
+    ) -> tuple[KeyValueCache, Tensor]:
+        """See protocols.Decoder."""
+        self._evaluate()
+        row = pack_prompts(prompts, device=self.device, multiple=KEY_MULTIPLE)
+        context = attention.PackedContext(row, keep_keys=True)
+        hidden_PD = self._hidden(row, context).index_select(0, row.source_T)
+        cache = KeyValueCache(context, copies=copies, max_new_tokens=max_new_tokens)
+        filler = -len(prompts) % ROW_MULTIPLE
+        logits = self.head.logits(torch.nn.functional.pad(hidden_PD, (0, 0, 0, filler)))
+        return cache, logits[: len(prompts)]
+
+    def decode(self, state: KeyValueCache, tokens_R: Tensor) -> Tensor:
+        """See protocols.Decoder."""
+        self._evaluate()
+        state.begin_token()
+        filler = len(state.lengths_R) - len(tokens_R)
+        hidden = self.trunk(
+            input_ids=torch.nn.functional.pad(tokens_R, (0, filler))[:, None],
+            position_ids=state.positions_R[:, None],
+            use_cache=False,
+            attention_context=state,
+        ).last_hidden_state[:, 0]
+        state.end_token()
+        return self.head.logits(hidden)[: len(tokens_R)]
+
+    @contextmanager
+    def plain_attention(self) -> Iterator[Any]:
+        """The transformers model with its own attention, for a forward pass or `generate` outside flatpeak."""
+        if self.native:
+            self.causal.set_attn_implementation(self._own_attention)
+        try:
+            yield self.model
+        finally:
+            if self.native:
+                self.causal.set_attn_implementation(attention.NAME)
+
+    def release(self) -> None:
+        """Give the model its own attention back for good."""
+        self.causal.set_attn_implementation(self._own_attention)
+
+    def save(self, directory: Path) -> None:
+        """Write model and tokenizer in Hugging Face format."""
+        self.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
+
+    def _hidden(self, row: PackedRow, context: attention.PackedContext) -> Tensor:
+        hidden: Tensor = self.trunk(
+            input_ids=row.token_ids_S[None],
+            position_ids=row.positions_S[None],
+            use_cache=False,
+            attention_context=context,
+        ).last_hidden_state[0]
+        return hidden
+
+    def _evaluate(self) -> None:
+        if self.model.training:
+            self.model.eval()
+
+
+def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
+    """The union of what the tokenizer, the model and its generation config call the end of a sequence."""
+    found: set[int] = set()
+    for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    if not found:
+        raise UserError("neither tokenizer nor model names an end-of-sequence token: set tokenizer.eos_token")
+    return frozenset(found)

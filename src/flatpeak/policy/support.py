@@ -1,0 +1,71 @@
+"""Which models flatpeak's attention serves: those proven by test, and proven again by a probe when loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatpeak.policy.attention import AttentionRefused, PackedContext
+from flatpeak.policy.packing import pack_prompts
+
+if TYPE_CHECKING:
+    from flatpeak.policy.policy import Policy
+
+PROVEN = frozenset(
+    "llama qwen2 qwen3 gemma gemma2 gemma3_text mistral phi phi3 olmo2 gpt2 granite smollm3 starcoder2".split()
+)
+"""Model types that tests/policy proves equal to the plain forward pass, packed and decoded."""
+SHARED_ROPE = frozenset({"dynamic", "longrope"})
+"""Rotary scalings where the longest sequence of a batch changes all others."""
+PROBE_TOLERANCE = 1e-3
+
+
+def unsupported(model: Any) -> str | None:
+    """Why this model must fall back, judged by its configuration; None if nothing speaks against the native path."""
+    config = model.config
+    if config.model_type not in PROVEN:
+        return f"model type {config.model_type!r} is not proven with the native engine"
+    if SHARED_ROPE & _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
+        return "its rotary embedding rescales with the longest sequence of a batch (dynamic or longrope)"
+    if not hasattr(model, "set_attn_implementation"):
+        return "it has no switchable attention"
+    return None
+
+
+def _rope_types(settings: Any) -> set[str]:
+    if not isinstance(settings, dict):
+        return set()
+    nested = [_rope_types(value) for value in settings.values()]
+    return {str(settings.get(key)) for key in ("rope_type", "type") if key in settings}.union(*nested)
+
+
+@torch.no_grad()
+def probe(policy: Policy) -> str | None:
+    """Compare packed and decoded logits with the plain forward pass on two short prompts; None if they agree."""
+    layers = policy.causal.config.num_hidden_layers
+    vocabulary = policy.head.linear.weight.shape[0]
+    long, short = [[(7 * step + 3 * shift) % vocabulary for step in range(1, 9 - 4 * shift)] for shift in (0, 1)]
+    try:
+        row = pack_prompts([long[:-1], short[:-1]], device=policy.device, multiple=1)
+        context = PackedContext(row)
+        policy.model.eval()
+        packed = policy.head.logits(policy._hidden(row, context))
+        if sorted(context.calls) != list(range(layers)):
+            return f"its attention ran on layers {sorted(context.calls)} instead of once on each of {layers}"
+        state, _ = policy.prefill([long[:-1], short[:-1]], copies=1, max_new_tokens=1)
+        decoded = policy.decode(state, torch.tensor([long[-1], short[-1]], device=policy.device))
+        if sorted(state.calls) != list(range(layers)):
+            return f"decoding ran attention on layers {sorted(state.calls)} instead of once on each of {layers}"
+    except (AttentionRefused, TypeError) as error:
+        return str(error)
+    start = 0
+    for index, tokens in enumerate((long, short)):
+        with policy.plain_attention() as model:
+            plain = model(input_ids=torch.tensor([tokens], device=policy.device), use_cache=False).logits[0].float()
+        ours = torch.cat([packed[start : start + len(tokens) - 1], decoded[index : index + 1]])
+        start += len(tokens) - 1
+        gap = (ours - plain).abs().max().item()
+        if not gap <= PROBE_TOLERANCE * max(1.0, plain.abs().max().item()):
+            return f"native logits differ from the plain forward pass by {gap:.2g}"
+    return None

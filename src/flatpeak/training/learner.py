@@ -1,0 +1,79 @@
+"""One optimizer update from one minibatch, the same for supervised and reinforcement learning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flatpeak.policy.policy import Policy
+from flatpeak.training.batch import micro_batches
+from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.objective import Objective, TokenStatistics
+from flatpeak.training.optimizer import build_optimizer, set_learning_rate
+from flatpeak.types import Batch
+
+
+@dataclass(kw_only=True, slots=True)
+class UpdateStatistics:
+    """What one update did, over all its micro-batches."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    skipped: bool = False
+    """The gradient was not finite, so the weights were left as they were."""
+    tokens: list[TokenStatistics] = field(default_factory=list)
+
+
+class Learner:
+    """Holds the optimizer; `update` accumulates a minibatch's gradient, clips it once and steps."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+    ) -> None:
+        self.policy = policy
+        self.objective = objective
+        self.config = optimizer
+        self.optimizer = build_optimizer(policy.parameters(), optimizer)
+        self.temperature = temperature
+        self.micro_batch_tokens = micro_batch_tokens
+
+    def update(self, minibatch: Batch, *, rate: float) -> UpdateStatistics:
+        """One step of the optimizer. A gradient that is not finite changes nothing and is reported as skipped."""
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.zero_grad()
+        statistics = self.accumulate_gradients(minibatch)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm or float("inf"))
+        statistics.grad_norm = float(grad_norm)
+        statistics.skipped = not bool(torch.isfinite(grad_norm))
+        if not statistics.skipped:
+            self.optimizer.step()
+        return statistics
+
+    def accumulate_gradients(self, minibatch: Batch) -> UpdateStatistics:
+        """Add the gradient of sum_i w_i sum_t loss_it to `.grad`, one micro-batch at a time."""
+        statistics = UpdateStatistics()
+        for micro in micro_batches(minibatch, self.micro_batch_tokens):
+            logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
+            loss_T, tokens = self.objective(logprobs_T, entropy_T, micro)
+            loss = (loss_T * micro.weights_N.index_select(0, micro.sequence_T)).sum()
+            loss.backward()
+            statistics.loss += float(loss.detach())
+            statistics.tokens.append(tokens)
+        return statistics
+
+
+@torch.no_grad()
+def score(policy: Policy, batch: Batch, *, temperature: float, micro_batch_tokens: int) -> Tensor:
+    """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and without gradients."""
+    pieces = [
+        policy.token_logprobs(micro, temperature=temperature)[0] for micro in micro_batches(batch, micro_batch_tokens)
+    ]
+    return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.old_logprobs_T.device)

@@ -1,0 +1,105 @@
+"""What a training step reports. Every name is defined in docs/metrics.md."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from flatpeak.training.collect import Rollouts
+from flatpeak.training.learner import UpdateStatistics
+from flatpeak.training.shaping import ShapedRewards, informative
+from flatpeak.types import Score
+
+
+class Clock:
+    """Wall time since it was made."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    def seconds(self) -> float:
+        """So far."""
+        return time.perf_counter() - self.started
+
+
+def step_metrics(
+    rollouts: Rollouts,
+    shaped: ShapedRewards,
+    updates: Sequence[UpdateStatistics],
+    *,
+    clock: Clock,
+    learning_rate: float,
+) -> dict[str, float]:
+    """Rewards, policy, rollouts, optimizer, time and memory of one step."""
+    seconds = clock.seconds()
+    lengths = [len(c.token_ids) for group in rollouts.groups for c in group.completions]
+    truncated = [c.finish_reason == "length" for group in rollouts.groups for c in group.completions]
+    repetition = [repeated_fraction(c.token_ids) for group in rollouts.groups for c in group.completions]
+    known = shaped.rewards_PG[shaped.valid_PG]
+    missing = [score is None for row in rollouts.scores.total for score in row]
+    return {
+        "reward/mean": float(known.mean()) if len(known) else float("nan"),
+        "reward/std": float(known.std()) if len(known) > 1 else float("nan"),
+        "reward/missing_fraction": _mean(missing),
+        **{f"reward/{name}": _mean_known(part) for name, part in rollouts.scores.parts.items()},
+        "groups/informative_fraction": float(informative(shaped.rewards_PG, shaped.valid_PG).float().mean()),
+        "groups/drawn": float(rollouts.drawn),
+        **policy_metrics(updates),
+        "rollout/length_mean": _mean(lengths),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/truncated_fraction": _mean(truncated),
+        "rollout/repetition": _mean(repetition),
+        "optimizer/learning_rate": learning_rate,
+        "optimizer/updates": float(len(updates)),
+        "time/rollout": rollouts.rollout_seconds,
+        "time/reward": rollouts.reward_seconds,
+        "time/train": seconds - rollouts.rollout_seconds - rollouts.reward_seconds,
+        "time/step": seconds,
+        "throughput/response_tokens_per_second": sum(lengths) / seconds,
+        "memory/peak_gib": peak_memory_gib(),
+    }
+
+
+def policy_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
+    """Means over the updates of a step, and over all the tokens that had a pass."""
+    tokens = [statistics for update in updates for statistics in update.tokens]
+    count = sum(statistics.tokens for statistics in tokens)
+    metrics = {
+        "policy/loss": _mean([update.loss for update in updates]),
+        "policy/grad_norm": _mean([update.grad_norm for update in updates if not update.skipped]),
+        "optimizer/skipped": float(sum(update.skipped for update in updates)),
+    }
+    if count:
+        metrics["policy/entropy"] = sum(float(s.entropy) for s in tokens) / count
+        metrics["policy/ratio_mean"] = sum(float(s.ratio) for s in tokens) / count
+        metrics["policy/ratio_max_gap"] = max(float(s.max_ratio_gap) for s in tokens)
+        metrics["policy/clip_fraction"] = sum(float(s.clipped) for s in tokens) / count
+        if all(s.kl is not None for s in tokens):
+            metrics["policy/kl_reference"] = sum(float(s.kl) for s in tokens if s.kl is not None) / count
+    return metrics
+
+
+def repeated_fraction(token_ids: Sequence[int], *, n: int = 4) -> float:
+    """The fraction of n-grams that occurred before in the same completion; 0 for short ones."""
+    grams = [tuple(token_ids[start : start + n]) for start in range(len(token_ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def peak_memory_gib() -> float:
+    """Peak memory so far: the accelerator's where there is one, else the process's resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _mean_known(part: Sequence[Sequence[Score]]) -> float:
+    return _mean([score for row in part for score in row if score is not None])

@@ -1,0 +1,63 @@
+"""From scores to the rewards that advantages are computed from: missing scores, truncation, KL in the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatpeak.training.config import ObjectiveConfig
+from flatpeak.training.objective import KL_ESTIMATORS
+from flatpeak.types import Batch, Group, Scores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapedRewards:
+    """Rewards as tensors over the step's P groups of G completions."""
+
+    rewards_PG: Tensor
+    """float32, 0 where missing."""
+    valid_PG: Tensor
+    """bool: not missing; only these enter baselines and scales."""
+    trained_PG: Tensor
+    """bool: valid, and not masked for being truncated; only these enter the loss and its denominators."""
+
+
+def shape_rewards(
+    groups: Sequence[Group], scores: Scores, config: ObjectiveConfig, *, max_new_tokens: int, group_baseline: bool
+) -> ShapedRewards:
+    """Apply `objective.truncated` to the total scores.
+
+    soft_penalty adds DAPO's soft overlong punishment (Yu et al. 2025, equation 13), with B the buffer and L the limit:
+    0 up to L - B tokens, then (L - B - length) / B, which is -1 at L. Under a group baseline a group with fewer than
+    two valid scores counts as missing.
+    """
+    rewards_PG = torch.tensor([[0.0 if score is None else score for score in row] for row in scores.total])
+    valid_PG = torch.tensor([[score is not None for score in row] for row in scores.total])
+    truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group.completions] for group in groups])
+    if group_baseline:
+        valid_PG &= valid_PG.sum(dim=1, keepdim=True) >= 2
+    if config.truncated == "zero_reward":
+        rewards_PG = rewards_PG.masked_fill(truncated_PG, 0.0)
+    if config.truncated == "soft_penalty":
+        lengths_PG = torch.tensor([[len(c.token_ids) for c in group.completions] for group in groups])
+        over_PG = (lengths_PG - (max_new_tokens - config.overlong_buffer)).clamp(min=0)
+        rewards_PG = rewards_PG - valid_PG * over_PG / config.overlong_buffer
+    trained_PG = valid_PG & ~truncated_PG if config.truncated == "mask" else valid_PG
+    return ShapedRewards(rewards_PG=rewards_PG, valid_PG=valid_PG, trained_PG=trained_PG)
+
+
+def informative(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
+    """bool [P]: groups whose valid rewards differ; only these have a policy gradient under a group baseline."""
+    highest = rewards_PG.masked_fill(~valid_PG, float("-inf")).amax(dim=1)
+    lowest = rewards_PG.masked_fill(~valid_PG, float("inf")).amin(dim=1)
+    return (valid_PG.sum(dim=1) >= 2) & (highest != lowest)
+
+
+def kl_penalty_N(batch: Batch, *, estimator: str, coefficient: float) -> Tensor:
+    """coefficient * sum_t KL_t(sampler, reference) of each completion, float32 [N]: what a KL in the reward costs."""
+    assert batch.reference_logprobs_T is not None
+    kl_T = KL_ESTIMATORS[estimator](batch.old_logprobs_T, batch.reference_logprobs_T)
+    return coefficient * torch.zeros_like(batch.weights_N).index_add(0, batch.sequence_T, kl_T)

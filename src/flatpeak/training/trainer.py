@@ -1,0 +1,153 @@
+"""GRPO and its relatives: `train_step` is the paper's algorithm box, `train` repeats it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flatpeak.functional import group_advantages
+from flatpeak.policy.policy import Policy
+from flatpeak.protocols import Sampler
+from flatpeak.rollout.config import RolloutConfig
+from flatpeak.rollout.randomness import derive_seed
+from flatpeak.training.batch import collate, minibatches, take
+from flatpeak.training.collect import Rollouts, collect
+from flatpeak.training.config import AdvantageConfig, TrainingConfig
+from flatpeak.training.curriculum import Phase, Progression
+from flatpeak.training.journal import Journal
+from flatpeak.training.learner import Learner, UpdateStatistics, score
+from flatpeak.training.metrics import Clock, step_metrics
+from flatpeak.training.optimizer import learning_rate
+from flatpeak.training.shaping import ShapedRewards, kl_penalty_N, shape_rewards
+from flatpeak.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The sections of a recipe that the trainer reads."""
+
+    seed: int
+    rollout: RolloutConfig
+    advantage: AdvantageConfig
+    training: TrainingConfig
+
+
+class Trainer:
+    """Improves a policy by reinforcement learning."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        sampler: Sampler,
+        phases: Sequence[Phase],
+        reference: Policy | None,
+        config: TrainerConfig,
+        journal: Journal,
+    ) -> None:
+        self.learner = learner
+        self.sampler = sampler
+        self.phases = phases
+        self.reference = reference
+        self.config = config
+        self.journal = journal
+        self.progression = Progression.start(phases)
+
+    def train(self, *, first_step: int = 1) -> None:
+        """Step, record, evaluate, save, until the steps are done, the goal is reached, or a signal asks to stop."""
+        if first_step == 1:
+            self.journal.evaluate("train", 0)
+            self.journal.checkpoint(self, 0)
+        for step in range(first_step, self.config.training.steps + 1):
+            metrics = self.train_step(step)
+            self.journal.record("train", step, self.config.training.steps, metrics)
+            reached = self.journal.evaluate_if_due("train", step, goal=self.config.training.stop_at)
+            self.journal.checkpoint_if_due(self, step, last=reached or step == self.config.training.steps)
+            if reached or self.journal.stopped:
+                break
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Sample groups, score them, improve the policy."""
+        clock = Clock()
+        rollouts = self.collect(step)
+        shaped = self.shape(rollouts)
+        batch = self.attach_reference(collate(rollouts.groups, shaped.valid_PG, device=self.learner.policy.device))
+        advantages_PG = self.advantages(shaped, batch)
+        batch = attach_advantages(batch, advantages_PG, shaped)
+
+        rate = learning_rate(self.learner.config, step=step, total_steps=self.config.training.steps)
+        updates: list[UpdateStatistics] = []
+        for epoch in range(self.config.training.epochs_per_rollout):
+            for minibatch in minibatches(
+                batch,
+                self.config.training.minibatches,
+                normalization=self.learner.objective.config.normalization,
+                max_tokens=self.config.rollout.max_new_tokens,
+                seed=derive_seed(self.config.seed, "minibatches", step, epoch),
+                all_tokens=self.learner.objective.needs_all_tokens,
+            ):
+                updates.append(self.learner.update(minibatch, rate=rate))
+
+        phase = self.phases[self.progression.phase]
+        metrics = step_metrics(rollouts, shaped, updates, clock=clock, learning_rate=rate)
+        self.journal.rollouts(step, rollouts, advantages_PG)
+        self.progression.step_done(self.phases, pass_rate=metrics.get(f"reward/{phase.accuracy}", 0.0))
+        return metrics
+
+    def collect(self, step: int) -> Rollouts:
+        """Sample and score the step's groups, and move on in the data."""
+        place = self.progression
+        rollouts = collect(
+            self.sampler,
+            self.phases[place.phase],
+            self.config.rollout,
+            cursor=place.cursors[place.phase],
+            seed=derive_seed(self.config.seed, "step", step),
+            max_resamples=self.config.training.dynamic_sampling.max_resamples,
+        )
+        place.cursors[place.phase] = rollouts.cursor
+        return rollouts
+
+    def shape(self, rollouts: Rollouts) -> ShapedRewards:
+        """Scores as tensors, truncated completions treated as the objective says."""
+        return shape_rewards(
+            rollouts.groups,
+            rollouts.scores,
+            self.learner.objective.config,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            group_baseline=self.config.advantage.baseline != "none",
+        )
+
+    def attach_reference(self, batch: Batch) -> Batch:
+        """Score the batch once with the reference, if one is kept: its log-probabilities serve every epoch."""
+        if self.reference is None:
+            return batch
+        logprobs_T = score(
+            self.reference,
+            batch,
+            temperature=self.learner.temperature,
+            micro_batch_tokens=self.learner.micro_batch_tokens,
+        )
+        return replace(batch, reference_logprobs_T=logprobs_T)
+
+    def advantages(self, shaped: ShapedRewards, batch: Batch) -> Tensor:
+        """Advantages [P, G] of the rewards, less the KL penalty where that is placed in the reward."""
+        rewards_PG, kl = shaped.rewards_PG, self.learner.objective.kl
+        if kl.coefficient > 0 and kl.placement == "reward":
+            penalty_N = kl_penalty_N(batch, estimator=kl.estimator, coefficient=kl.coefficient).cpu()
+            rewards_PG = rewards_PG.masked_scatter(shaped.valid_PG, rewards_PG[shaped.valid_PG] - penalty_N)
+        config = self.config.advantage
+        return group_advantages(
+            rewards_PG, baseline=config.baseline, scale=config.scale, eps=config.eps, valid_PG=shaped.valid_PG
+        )
+
+
+def attach_advantages(batch: Batch, advantages_PG: Tensor, shaped: ShapedRewards) -> Batch:
+    """Give each completion its advantage, and drop those masked out of the loss."""
+    advantages_N = advantages_PG[shaped.valid_PG].to(batch.advantages_N.device)
+    batch = replace(batch, advantages_N=advantages_N)
+    trained_N = shaped.trained_PG[shaped.valid_PG]
+    return batch if bool(trained_N.all()) else take(batch, torch.nonzero(trained_N)[:, 0])
