@@ -7,18 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatpeak.api import RunResult, sft, train
     from flatpeak.config import RunConfig
     from flatpeak.errors import UserError
-    from flatpeak.training.api import RunResult, train
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "RunResult", "UserError", "__version__", "train"]
+__all__ = ["RunConfig", "RunResult", "UserError", "__version__", "sft", "train"]
 
 _HOMES = {
     "RunConfig": "flatpeak.config",
-    "RunResult": "flatpeak.training.api",
+    "RunResult": "flatpeak.api",
     "UserError": "flatpeak.errors",
-    "train": "flatpeak.training.api",
+    "sft": "flatpeak.api",
+    "train": "flatpeak.api",
 }
 
 

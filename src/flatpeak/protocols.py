@@ -96,8 +96,11 @@ class Decoder(Protocol):
         """
         ...
 
-    def decode(self, state: DecodeState, tokens_R: Tensor) -> Tensor:
-        """Append one token, int64 [R], to each live row; the logits that follow, float32 [R, V]."""
+    def decode(self, state: Any, tokens_R: Tensor) -> Tensor:
+        """Append one token, int64 [R], to each live row; the logits that follow, float32 [R, V].
+
+        `state` is what this decoder's `prefill` returned.
+        """
         ...
 
 

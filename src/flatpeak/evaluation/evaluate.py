@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.functional import bootstrap_interval, maj_at_k, pass_at_k
-from flatpeak.protocols import Sampler
+from flatpeak.functional.estimators import bootstrap_interval, maj_at_k, pass_at_k
+from flatpeak.protocols import Reward, Sampler
 from flatpeak.types import Completion, Group, Prompt, SamplingParams, Scores
 
 
@@ -24,6 +24,21 @@ class Grader(Protocol):
     def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
         """The answer that reward part `name` reads in a completion."""
         ...
+
+
+@dataclass(frozen=True)
+class TextAnswers:
+    """A reward of the caller's that cannot read answers: completions with the same text give the same answer."""
+
+    reward: Reward
+
+    def __call__(self, groups: Sequence[Group]) -> Scores:
+        """Score every completion."""
+        return self.reward(groups)
+
+    def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
+        """The stripped text."""
+        return completion.text.strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +65,13 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Every metric's mean."""
         return {metric: self.mean(metric) for metric in self.values}
+
+    def first(self, size: int | None) -> Evaluation:
+        """The evaluation of only the first so many questions: what periodic evaluations see too."""
+        if size is None or size >= self.size:
+            return self
+        values = {metric: values[:size] for metric, values in self.values.items()}
+        return replace(self, size=size, values=values, ids=self.ids[:size], rows=self.rows[:size])
 
     def as_dict(self) -> dict[str, Any]:
         """Means and 95% bootstrap intervals, for summaries."""

@@ -1,1 +1,38 @@
 """The mathematics: tensors in, tensors out."""
+
+from flatpeak.functional.advantages import group_advantages
+from flatpeak.functional.curvature import hessian_vector_product, regularized_gradient
+from flatpeak.functional.estimators import PairedDifference, bootstrap_interval, maj_at_k, paired_bootstrap, pass_at_k
+from flatpeak.functional.kl import kl_k1, kl_k2, kl_k3
+from flatpeak.functional.logprobs import token_logprobs
+from flatpeak.functional.losses import (
+    clipped_surrogate,
+    importance_ratio,
+    policy_gradient,
+    sequence_importance_ratio,
+    truncated_policy_gradient,
+    unclipped_surrogate,
+)
+from flatpeak.functional.weights import completion_weights
+
+__all__ = [
+    "PairedDifference",
+    "bootstrap_interval",
+    "clipped_surrogate",
+    "completion_weights",
+    "group_advantages",
+    "hessian_vector_product",
+    "importance_ratio",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "maj_at_k",
+    "paired_bootstrap",
+    "pass_at_k",
+    "policy_gradient",
+    "regularized_gradient",
+    "sequence_importance_ratio",
+    "token_logprobs",
+    "truncated_policy_gradient",
+    "unclipped_surrogate",
+]

@@ -21,7 +21,7 @@ IGNORABLE = frozenset({"position_ids", "cache_position", "use_cache", "output_at
 """Keywords that models hand down to attention although they do not change its result."""
 
 
-class AttentionRefused(RuntimeError):
+class UnservedAttentionError(RuntimeError):
     """The architecture asks for something this attention function does not do."""
 
 
@@ -141,17 +141,19 @@ def attention_forward(
     attention_context: AttentionContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers. Raises AttentionRefused at any keyword it would not honour."""
+    """The function registered with transformers. Raises UnservedAttentionError at any keyword it would not honour."""
     if attention_context is None:
-        raise AttentionRefused(
+        raise UnservedAttentionError(
             "this model is held by a flatpeak policy: call policy.plain_attention() around a forward pass of your own"
         )
     unknown = sorted(name for name, given in others.items() if given is not None and name not in IGNORABLE)
     if unknown or attention_mask is not None:
-        raise AttentionRefused(f"attention was given {unknown or ['attention_mask']}, which the native engine ignores")
+        raise UnservedAttentionError(
+            f"attention was given {unknown or ['attention_mask']}, which the native engine ignores"
+        )
     layer = getattr(module, "layer_idx", None)
     if layer is None:
-        raise AttentionRefused("attention modules have no layer_idx")
+        raise UnservedAttentionError("attention modules have no layer_idx")
     rule = AttentionRule(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window,

@@ -29,7 +29,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> Policy:
-    """The policy a recipe names. `texts` are what a new tokenizer is built from, `seed` what new weights derive from."""
+    """The policy a recipe names. A new tokenizer is built from `texts`, new weights are drawn from `seed`."""
     device = pick_device(config.device)
     if config.new is not None:
         model, tokenizer = make_model(config.new, texts=texts, seed=seed)

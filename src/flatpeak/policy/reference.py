@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from flatpeak.errors import UserError
 from flatpeak.policy.policy import Policy
@@ -25,9 +26,14 @@ def check_reference(policy: Policy, reference: Policy) -> None:
             "policy: give a copy, or leave reference.model null"
         )
     sizes = [model.head.linear.weight.shape[0] for model in (policy, reference)]
-    vocabularies = [getattr(model.tokenizer, "get_vocab", dict)() for model in (policy, reference)]
+    vocabularies = [_vocabulary(model.tokenizer) for model in (policy, reference)]
     if sizes[0] != sizes[1] or vocabularies[0] != vocabularies[1]:
         raise UserError(
             f"reference.model has another vocabulary ({sizes[1]} tokens, the policy {sizes[0]}): "
             "KL needs a reference with the policy's tokenizer"
         )
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    """Token ids by text; empty for a tokenizer object of the caller's that cannot tell."""
+    return dict(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else {}

@@ -6,14 +6,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatpeak.policy.attention import AttentionRefused, PackedContext
+from flatpeak.policy.attention import PackedContext, UnservedAttentionError
 from flatpeak.policy.packing import pack_prompts
 
 if TYPE_CHECKING:
     from flatpeak.policy.policy import Policy
 
 PROVEN = frozenset(
-    "llama qwen2 qwen3 gemma gemma2 gemma3_text mistral phi phi3 olmo2 gpt2 granite smollm3 starcoder2".split()
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "starcoder2",
+    }
 )
 """Model types that tests/policy proves equal to the plain forward pass, packed and decoded."""
 SHARED_ROPE = frozenset({"dynamic", "longrope"})
@@ -57,7 +72,7 @@ def probe(policy: Policy) -> str | None:
         decoded = policy.decode(state, torch.tensor([long[-1], short[-1]], device=policy.device))
         if sorted(state.calls) != list(range(layers)):
             return f"decoding ran attention on layers {sorted(state.calls)} instead of once on each of {layers}"
-    except (AttentionRefused, TypeError) as error:
+    except (UnservedAttentionError, TypeError) as error:
         return str(error)
     start = 0
     for index, tokens in enumerate((long, short)):

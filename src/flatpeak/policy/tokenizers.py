@@ -29,7 +29,7 @@ def _characters(texts: Iterable[str]) -> Tokenizer:
     characters = sorted(set().union(*texts))
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flatpeak.schema import StrictConfig
 
@@ -33,6 +33,12 @@ class LengthConfig(StrictConfig):
     weight: float = 1.0
     target: Annotated[int, Field(ge=0)]
     limit: Annotated[int, Field(ge=1)]
+
+    @model_validator(mode="after")
+    def _limit_beyond_target(self) -> LengthConfig:
+        if self.limit <= self.target:
+            raise ValueError(f"limit={self.limit} must be greater than target={self.target}")
+        return self
 
 
 class CountdownConfig(StrictConfig):

@@ -9,7 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flatpeak.functional import completion_weights
+from flatpeak.functional.weights import completion_weights
+from flatpeak.training.config import Normalization
 from flatpeak.types import Batch, Group
 
 
@@ -61,7 +62,7 @@ def take(batch: Batch, completions_M: Tensor) -> Batch:
 
 
 def minibatches(
-    batch: Batch, count: int, *, normalization: str, max_tokens: int, seed: int, all_tokens: bool
+    batch: Batch, count: int, *, normalization: Normalization, max_tokens: int, seed: int, all_tokens: bool
 ) -> Iterator[Batch]:
     """Cut the batch into `count` minibatches of whole groups, in an order drawn from `seed`.
 

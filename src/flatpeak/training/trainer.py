@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class TrainerConfig:
 class Trainer:
     """Improves a policy by reinforcement learning."""
 
+    name = "train"
+
     def __init__(
         self,
         learner: Learner,
@@ -57,15 +60,15 @@ class Trainer:
         self.progression = Progression.start(phases)
 
     def train(self, *, first_step: int = 1) -> None:
-        """Step, record, evaluate, save, until the steps are done, the goal is reached, or a signal asks to stop."""
+        """Step, record, evaluate, save: until the steps are done, the goal is reached, or a signal asks to stop."""
+        total = self.config.training.steps
         if first_step == 1:
-            self.journal.evaluate("train", 0)
-            self.journal.checkpoint(self, 0)
-        for step in range(first_step, self.config.training.steps + 1):
+            self.journal.begin(self)
+        for step in range(first_step, total + 1):
             metrics = self.train_step(step)
-            self.journal.record("train", step, self.config.training.steps, metrics)
-            reached = self.journal.evaluate_if_due("train", step, goal=self.config.training.stop_at)
-            self.journal.checkpoint_if_due(self, step, last=reached or step == self.config.training.steps)
+            self.journal.record(self.name, step, total, metrics)
+            reached = self.journal.evaluate_if_due("train", step, total=total, goal=self.config.training.stop_at)
+            self.journal.checkpoint_if_due(self, step, last=reached or step == total)
             if reached or self.journal.stopped:
                 break
 
@@ -143,6 +146,14 @@ class Trainer:
         return group_advantages(
             rewards_PG, baseline=config.baseline, scale=config.scale, eps=config.eps, valid_PG=shaped.valid_PG
         )
+
+    def state(self) -> dict[str, Any]:
+        """Where the run stands in its curriculum and data; steps derive all their randomness from their number."""
+        return asdict(self.progression)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.progression = Progression(**state)
 
 
 def attach_advantages(batch: Batch, advantages_PG: Tensor, shaped: ShapedRewards) -> Batch:

@@ -1,0 +1,238 @@
+"""`flatpeak.train` and `flatpeak.sft`: a recipe in, a run directory and a result out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatpeak.assembly import Given, Parts, announce_invariance, assemble, build_reference
+from flatpeak.config import RunConfig
+from flatpeak.experiments.report import write_report
+from flatpeak.protocols import Progress, Sampler, Task
+from flatpeak.recipe import load_recipe, parse_config
+from flatpeak.rollout.randomness import derive_seed
+from flatpeak.runs.checkpoints import CheckpointState, checkpoint_name, newest_valid, read_checkpoint
+from flatpeak.runs.directory import RunDirectory, RunPaths
+from flatpeak.runs.signals import StopSignals
+from flatpeak.runs.summary import RunSummary
+from flatpeak.training.journal import History, Journal
+from flatpeak.training.learner import Learner
+from flatpeak.training.objective import Objective
+from flatpeak.training.optimizer import load_optimizer_tensors
+from flatpeak.training.sft import SFTTrainer
+from flatpeak.training.trainer import Trainer, TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run left behind."""
+
+    path: Path
+    """The run directory."""
+    summary: RunSummary
+    """What summary.json says."""
+    report: Path
+    """The report page."""
+    exit_code: int
+    """0 when done; 130 or 143 when a signal stopped it, with a valid checkpoint left."""
+
+    @property
+    def best(self) -> Path:
+        """The best checkpoint, which `from_pretrained` loads."""
+        return self.path / "checkpoints" / "best"
+
+
+class Silence:
+    """A Progress that shows nothing."""
+
+    def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def notice(self, text: str) -> None:
+        """Nothing."""
+
+
+def train(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    task: Task | None = None,
+    reward: Any = None,
+    sampler: Sampler | None = None,
+    progress: Progress | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    command: Sequence[str] | None = None,
+) -> RunResult:
+    """Run a recipe: SFT where it asks for it, then reinforcement learning.
+
+    `config` is a RunConfig, the mapping of a recipe, or a recipe's path or name. Any of model (with its tokenizer),
+    task, reward and sampler may be the caller's own object. Raises UserError for bad input, before a run directory is
+    made; a run name that exists needs `resume` or `overwrite`.
+    """
+    given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
+    return _run(
+        config, given, progress=progress, resume=resume, overwrite=overwrite, command=command, with_training=True
+    )
+
+
+def sft(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    task: Task | None = None,
+    reward: Any = None,
+    sampler: Sampler | None = None,
+    progress: Progress | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    command: Sequence[str] | None = None,
+) -> RunResult:
+    """Only the SFT stage of a recipe; the arguments of `train`."""
+    given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
+    return _run(
+        config, given, progress=progress, resume=resume, overwrite=overwrite, command=command, with_training=False
+    )
+
+
+def _run(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    given: Given,
+    *,
+    progress: Progress | None,
+    resume: bool,
+    overwrite: bool,
+    command: Sequence[str] | None,
+    with_training: bool,
+) -> RunResult:
+    recipe = _as_config(config)
+    progress = progress or Silence()
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    saved = _saved(recipe, progress) if resume else Saved()
+    parts = assemble(recipe, given, checkpoint=saved.checkpoint, progress=progress)
+    announce_invariance(parts.policy, parts.test, progress)
+    with (
+        RunDirectory.create(
+            recipe.run, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite, command=command
+        ) as run,
+        StopSignals() as stop,
+    ):
+        journal = _journal(recipe, parts, run, stop, progress, saved)
+        try:
+            _stages(recipe, parts, journal, saved, with_training=with_training)
+            summary = journal.summarize("stopped" if journal.stopped else "done")
+            report = write_report(run.path)
+        finally:
+            journal.close()
+            parts.policy.release()
+        return RunResult(path=run.path, summary=summary, report=report, exit_code=stop.exit_code)
+
+
+def _stages(config: RunConfig, parts: Parts, journal: Journal, saved: Saved, *, with_training: bool) -> None:
+    """SFT, then RL, each from where it was left."""
+    if config.sft.steps and saved.train is None and not saved.sft_finished:
+        trainer = SFTTrainer(
+            parts.policy,
+            parts.demonstrations,
+            config=config.sft,
+            micro_batch_tokens=config.training.micro_batch_tokens,
+            check=lambda: parts.evaluate(parts.check).mean("accuracy"),
+            journal=journal,
+        )
+        if saved.sft is not None:
+            load_optimizer_tensors(trainer.learner.optimizer, saved.sft.tensors)
+        trainer.train(first_step=saved.sft.step + 1 if saved.sft else 1)
+    if with_training and not journal.stopped:
+        _reinforce(config, parts, journal, saved.train)
+
+
+def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: CheckpointState | None) -> None:
+    start = journal.run.checkpoints / checkpoint_name(0) if saved else None
+    learner = Learner(
+        parts.policy,
+        Objective(config=config.objective, kl=config.kl),
+        config.optimizer,
+        temperature=config.rollout.temperature,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+    )
+    trainer = Trainer(
+        learner,
+        sampler=parts.sampler,
+        phases=parts.phases,
+        reference=build_reference(config, parts.policy, start=start),
+        config=TrainerConfig(
+            seed=derive_seed(config.run.seed, "train"),
+            rollout=config.rollout,
+            advantage=config.advantage,
+            training=config.training,
+        ),
+        journal=journal,
+    )
+    if saved is not None:
+        load_optimizer_tensors(learner.optimizer, saved.tensors)
+        trainer.load_state(saved.state["stage"])
+    trainer.train(first_step=saved.step + 1 if saved else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The checkpoints a resumed run goes on from; empty for a new one."""
+
+    train: CheckpointState | None = None
+    sft: CheckpointState | None = None
+
+    @property
+    def newest(self) -> CheckpointState | None:
+        """The one to go on from."""
+        return self.train or self.sft
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Where its model is."""
+        return self.newest.path if self.newest else None
+
+    @property
+    def sft_finished(self) -> bool:
+        """Whether SFT is behind it."""
+        return self.sft is not None and bool(self.sft.state["stage"]["finished"])
+
+
+def _saved(config: RunConfig, progress: Progress) -> Saved:
+    checkpoints = RunPaths(Path(config.run.directory) / config.run.name).checkpoints
+    train, sft = (newest_valid(parent, notice=progress.notice) for parent in (checkpoints, checkpoints / "sft"))
+    return Saved(
+        train=read_checkpoint(train) if train else None, sft=read_checkpoint(sft) if sft and not train else None
+    )
+
+
+def _journal(
+    config: RunConfig, parts: Parts, run: RunDirectory, stop: StopSignals, progress: Progress, saved: Saved
+) -> Journal:
+    newest = saved.newest
+    if run.resumed:
+        stage = "train" if saved.train else "sft"
+        run.rewind(newest.step if newest else -1, stage=stage)
+    return Journal(
+        run,
+        config=config.run,
+        evaluation=config.evaluation,
+        evaluator=lambda size: parts.evaluate(parts.test[:size]),
+        stop=stop,
+        progress=progress,
+        history=History(**newest.state["history"]) if newest else History(),
+    )
+
+
+def _as_config(config: RunConfig | Mapping[str, Any] | str | Path) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, Mapping):
+        return parse_config(dict(config))
+    return parse_config(load_recipe(str(config), []))

@@ -1,0 +1,255 @@
+"""From a recipe to the parts of a run. Whatever is wrong with the input is found here, before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatpeak.config import RunConfig
+from flatpeak.errors import UserError
+from flatpeak.evaluation.evaluate import Evaluation, Grader, TextAnswers, evaluate
+from flatpeak.policy.config import ModelConfig
+from flatpeak.policy.loading import load_policy
+from flatpeak.policy.policy import Policy
+from flatpeak.policy.reference import check_reference, snapshot
+from flatpeak.protocols import Progress, Sampler, Task
+from flatpeak.rewards.build import as_reward, build_reward
+from flatpeak.rewards.combine import RewardSet
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.rollout.generate import GenerateEngine
+from flatpeak.rollout.invariance import batch_invariant
+from flatpeak.rollout.randomness import derive_seed
+from flatpeak.tasks.build import build_task
+from flatpeak.tasks.prompts import build_prompts, prompt_texts
+from flatpeak.training.curriculum import Phase
+from flatpeak.training.data import Stream
+from flatpeak.training.sft import Demonstration, demonstrations
+from flatpeak.types import Example, Group, Prompt, SamplingParams
+
+UNBOUNDED_CONTEXT = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a Python caller brings instead of naming it in the recipe; None is what the recipe says."""
+
+    model: Any = None
+    tokenizer: Any = None
+    task: Task | None = None
+    reward: Any = None
+    sampler: Sampler | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of."""
+
+    policy: Policy
+    sampler: Sampler
+    phases: tuple[Phase, ...]
+    test: tuple[Prompt, ...]
+    check: tuple[Prompt, ...]
+    """Training prompts set aside for `sft.stop_at`."""
+    demonstrations: Stream[Demonstration]
+    evaluate: Callable[[Sequence[Prompt]], Evaluation]
+
+
+def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progress: Progress) -> Parts:
+    """Load or build every part; with `checkpoint`, the policy is the one saved there."""
+    task = given.task or build_task(config.task)
+    first_task = build_task(config.curriculum.task) if config.curriculum else None
+    reward = _reward(config, given.reward)
+    examples = [*task.train, *task.test, *(first_task.train if first_task else ())]
+    policy = _policy(config, given, examples, checkpoint=checkpoint)
+    for notice in _notices(config, policy, given):
+        progress.notice(notice)
+
+    train, test = (
+        _prompts(examples, policy, config, progress, what=f"{task.name} {split}")
+        for examples, split in ((task.train, "train"), (task.test, "test"))
+    )
+    aside = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
+    main = Phase(
+        task=task.name, prompts=_stream(train, config, "main"), reward=reward, accuracy=config.evaluation.accuracy
+    )
+    phases: tuple[Phase, ...] = (main,)
+    shown = train[aside:]
+    if config.curriculum and first_task:
+        first_train = _prompts(first_task.train, policy, config, progress, what=f"{first_task.name} train")
+        first = Phase(
+            task=first_task.name,
+            prompts=_stream(first_train, config, "first"),
+            reward=build_reward(config.curriculum.rewards) if config.curriculum.rewards else reward,
+            accuracy=config.evaluation.accuracy,
+            max_steps=config.curriculum.steps,
+            until_pass_rate=config.curriculum.until_pass_rate,
+        )
+        phases = (first, main)
+        shown = (*shown, *first_train) if config.curriculum.in_sft else shown
+    sampler = given.sampler or build_sampler(policy, config)
+    return Parts(
+        policy=policy,
+        sampler=sampler,
+        phases=phases,
+        test=test,
+        check=train[:aside],
+        demonstrations=_demonstrations(config, shown, policy),
+        evaluate=_evaluator(config, sampler, reward, task.name),
+    )
+
+
+def build_evaluation(
+    config: RunConfig, given: Given, *, progress: Progress
+) -> tuple[Callable[[Sequence[Prompt]], Evaluation], tuple[Prompt, ...]]:
+    """Only what evaluating a model takes: the evaluator and the held-out prompts."""
+    task = given.task or build_task(config.task)
+    reward = _reward(config, given.reward)
+    policy = _policy(config, given, task.test, checkpoint=None)
+    prompts = _prompts(task.test, policy, config, progress, what=f"{task.name} test")
+    return _evaluator(config, build_sampler(policy, config), reward, task.name), prompts
+
+
+def build_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> Policy | None:
+    """The reference model, if anything asks for one: `reference.model`, or the policy as RL began.
+
+    `start` is the checkpoint RL began from when a run is resumed; None means that it begins now.
+    """
+    if config.kl.coefficient == 0 and not config.reference.keep and config.reference.model is None:
+        return None
+    path = config.reference.model or (str(start) if start else None)
+    if path is None:
+        return snapshot(policy)
+    reference = load_policy(
+        ModelConfig(path=path, device=config.model.device, trust_remote_code=config.model.trust_remote_code)
+    )
+    reference.model.requires_grad_(False)
+    check_reference(policy, reference)
+    return reference
+
+
+class PlainSampler:
+    """transformers' `generate` on a policy, under the model's own attention."""
+
+    def __init__(self, policy: Policy, *, max_rows: int) -> None:
+        self.policy = policy
+        self.engine = GenerateEngine(
+            policy.model, policy.tokenizer, eos_token_ids=policy.eos_token_ids, max_rows=max_rows
+        )
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        """See protocols.Sampler."""
+        with self.policy.plain_attention():
+            return self.engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+
+
+def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
+    """The native engine where the policy is served by it, else `generate`."""
+    wanted = config.rollout.engine
+    if wanted == "native" and not policy.native:
+        raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
+    if wanted == "generate" or not policy.native:
+        return PlainSampler(policy, max_rows=config.rollout.max_rows)
+    return NativeEngine(policy, max_rows=config.rollout.max_rows)
+
+
+def announce_invariance(policy: Policy, prompts: Sequence[Prompt], progress: Progress) -> None:
+    """Say so where completions may depend on what else is in the batch."""
+    if policy.native and not batch_invariant(policy, prompts[:3]):
+        progress.notice(
+            "on this machine a completion's log-probabilities depend on the batch in their last bits, so a token may "
+            "rarely differ with other batch settings"
+        )
+
+
+def _policy(config: RunConfig, given: Given, examples: Sequence[Example], *, checkpoint: Path | None) -> Policy:
+    if given.model is not None:
+        if given.tokenizer is None:
+            raise UserError("train(model=...) needs tokenizer=... too")
+        if checkpoint is not None:
+            saved = load_policy(ModelConfig(path=str(checkpoint), device="cpu"))
+            given.model.load_state_dict(saved.model.state_dict())
+        return Policy(given.model, given.tokenizer, dropout=config.model.dropout)
+    model = config.model
+    if checkpoint is not None:
+        model = model.model_copy(update={"path": str(checkpoint), "new": None, "revision": None})
+    texts: list[str] = []
+    if model.new is not None:
+        texts = [*prompt_texts(examples, config.prompt), *(e.rationale for e in examples if e.rationale)]
+    return load_policy(model, texts=texts, seed=derive_seed(config.run.seed, "weights"))
+
+
+def _reward(config: RunConfig, given: Any) -> Grader:
+    if given is not None:
+        reward = as_reward(given, name=config.evaluation.accuracy)
+        return reward if isinstance(reward, RewardSet) else TextAnswers(reward)
+    if config.evaluation.accuracy not in config.rewards:
+        raise UserError(
+            f"evaluation.accuracy={config.evaluation.accuracy} names no reward: choose one of "
+            f"{', '.join(config.rewards)}"
+        )
+    return build_reward(config.rewards)
+
+
+def _notices(config: RunConfig, policy: Policy, given: Given) -> list[str]:
+    notices = []
+    if policy.notice:
+        notices.append(f"native engine not used: {policy.notice}; rollouts use generate, training pads")
+    if config.rollout.sampling().filtered:
+        notices.append(
+            "rollout.top_p/top_k draw from a filtered distribution while the ratio is that of the full one: the "
+            "importance ratio is approximate"
+        )
+    if config.rollout.min_new_tokens:
+        notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
+    if config.training.epochs_per_rollout == 1 and config.training.minibatches == 1 and given.sampler is None:
+        notices.append(
+            "one update per rollout: policy/loss reads about 0 on-policy while its gradient does not; watch the reward"
+        )
+    return notices
+
+
+def _prompts(
+    examples: Iterable[Example], policy: Policy, config: RunConfig, progress: Progress, *, what: str
+) -> tuple[Prompt, ...]:
+    limit = (policy.context_length or UNBOUNDED_CONTEXT) - config.rollout.max_new_tokens
+    built = build_prompts(tuple(examples), policy.tokenizer, config.prompt, max_tokens=limit)
+    if built.dropped or built.truncated:
+        progress.notice(f"{what}: {built.dropped} overlong prompts dropped, {built.truncated} shortened")
+    return built.prompts
+
+
+def _stream(prompts: tuple[Prompt, ...], config: RunConfig, name: str) -> Stream[Prompt]:
+    if not prompts:
+        raise UserError("the task has no training prompts left: check task and prompt.overlong")
+    return Stream(items=prompts, seed=derive_seed(config.run.seed, "prompts", name))
+
+
+def _demonstrations(config: RunConfig, prompts: Sequence[Prompt], policy: Policy) -> Stream[Demonstration]:
+    found = demonstrations(prompts, policy, max_tokens=policy.context_length) if config.sft.steps else []
+    if config.sft.steps and not found:
+        raise UserError("sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0")
+    return Stream(items=found, seed=derive_seed(config.run.seed, "demonstrations"))
+
+
+def _evaluator(
+    config: RunConfig, sampler: Sampler, reward: Grader, task: str
+) -> Callable[[Sequence[Prompt]], Evaluation]:
+    def run(prompts: Sequence[Prompt]) -> Evaluation:
+        with torch.random.fork_rng():
+            return evaluate(
+                sampler,
+                prompts,
+                reward,
+                config.evaluation,
+                task=task,
+                max_new_tokens=config.rollout.max_new_tokens,
+                stop=config.rollout.stop,
+            )
+
+    return run

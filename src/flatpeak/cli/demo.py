@@ -1,0 +1,17 @@
+"""`flatpeak demo`."""
+
+from __future__ import annotations
+
+from flatpeak.cli.running import Overrides, read_config, run_and_report
+
+DEMO = "flatpeak:demo"
+
+
+def demo(overrides: Overrides = None) -> None:
+    """Make a small model, train it with SFT and GRPO, and report.
+
+    From nothing, on a CPU: SFT until the model is half right, GRPO until it is right, evaluated on held-out problems
+    before and after. An earlier run of the demo is overwritten.
+    """
+    config = read_config(DEMO, overrides)
+    run_and_report("train", config, resume=False, overwrite=True, label="demo", since="sft")

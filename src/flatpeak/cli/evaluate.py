@@ -1,0 +1,49 @@
+"""`flatpeak eval`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatpeak.errors import UserError
+
+Models = Annotated[
+    list[str],
+    typer.Argument(metavar="MODEL|KEY=VALUE", help="Runs, checkpoints or Hub names, and settings to change."),
+]
+# A model is evaluated on what it is given: these sections of a recipe say what that is.
+_SECTIONS = ("task", "prompt", "rewards", "rollout", "evaluation")
+
+
+def evaluate(
+    models: Models,
+    recipe: Annotated[str | None, typer.Option(help="Take task, prompt, rewards and evaluation from this.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+) -> None:
+    """Evaluate a model, or compare several on the same questions."""
+    paths, overrides = split_arguments(models)
+    if not paths:
+        raise UserError("eval needs a model: a run, a checkpoint directory or a Hub name")
+    if recipe is not None:
+        overrides = [*recipe_overrides(recipe), *overrides]
+    from flatpeak.evaluation.compare import compare_checkpoints
+
+    comparison = compare_checkpoints(paths, overrides)
+    typer.echo(json.dumps(comparison.as_dict()) if as_json else comparison.render())
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Models and overrides: an argument with `=` is an override unless a file or directory has that name."""
+    overrides = [argument for argument in arguments if "=" in argument and not Path(argument).exists()]
+    return [argument for argument in arguments if argument not in overrides], overrides
+
+
+def recipe_overrides(recipe: str) -> list[str]:
+    """What a recipe says about evaluation, as overrides (JSON is YAML)."""
+    from flatpeak.recipe import load_recipe
+
+    content = load_recipe(recipe)
+    return [f"{section}={json.dumps(content[section])}" for section in _SECTIONS if section in content]

@@ -1,0 +1,86 @@
+"""What `train`, `sft` and `demo` share: recipe in, run, report, last line, exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from flatpeak.config import RunConfig
+    from flatpeak.runs.summary import EvaluationStage, RunSummary
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a shipped recipe: flatpeak:NAME.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings to change, such as optimizer.learning_rate=1e-5."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run of that name first.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole recipe, defaults included; stop.")]
+
+
+def read_config(recipe: str, overrides: Sequence[str] | None) -> RunConfig:
+    """The checked recipe; imports no torch."""
+    from flatpeak.recipe import load_recipe, parse_config
+
+    return parse_config(load_recipe(recipe, overrides or ()))
+
+
+def print_config(config: RunConfig) -> None:
+    """The whole recipe as YAML."""
+    import yaml
+
+    typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
+
+
+def run_and_report(
+    stage: Literal["train", "sft"],
+    config: RunConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool = False,
+    label: str,
+    since: EvaluationStage,
+) -> None:
+    """Train, write the report, print the outcome. Exits with 130 or 143 where a signal stopped the run."""
+    from flatpeak.cli.progress import open_progress
+    from flatpeak.experiments.report import write_report
+    from flatpeak.training import api
+
+    run = api.train if stage == "train" else api.sft
+    command = ["flatpeak", *sys.argv[1:]]
+    with open_progress(sys.stderr if as_json else sys.stdout) as progress:
+        result = run(config, progress=progress, resume=resume, overwrite=overwrite, command=command)
+    report, summary = write_report(result.directory), result.summary
+    if as_json:
+        typer.echo(json.dumps({"directory": str(result.directory), "report": str(report), **asdict(summary)}))
+    elif summary.signal is None:
+        typer.echo(last_line(label, summary, since=since, report=report))
+    else:
+        typer.echo(f"{label}: stopped by signal {summary.signal} after step {summary.last_step}; go on with --resume")
+    if summary.signal is not None:
+        raise typer.Exit(128 + summary.signal)
+
+
+def last_line(label: str, summary: RunSummary, *, since: EvaluationStage, report: Path) -> str:
+    """`demo: held-out accuracy 0.41 -> 0.97 in 118 s, report: runs/demo/report.html`.
+
+    The first figure is of stage `since` (of the start, where the run had no such stage), the second of the last
+    evaluation there is.
+    """
+    first = summary.evaluation(since) or summary.evaluation("start")
+    last = summary.evaluations[-1] if summary.evaluations else None
+    before, after = (_figure(found.metrics.get("accuracy") if found else None) for found in (first, last))
+    return f"{label}: held-out accuracy {before} -> {after} in {summary.wall_seconds:.0f} s, report: {report}"
+
+
+def _figure(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f}"

@@ -1,0 +1,31 @@
+"""`flatpeak sft`."""
+
+from __future__ import annotations
+
+from flatpeak.cli.running import (
+    AsJson,
+    Overrides,
+    Overwrite,
+    PrintConfig,
+    Recipe,
+    Resume,
+    print_config,
+    read_config,
+    run_and_report,
+)
+
+
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    show_config: PrintConfig = False,
+) -> None:
+    """Fine-tune on the task's rationales, and stop there."""
+    config = read_config(recipe, overrides)
+    if show_config:
+        print_config(config)
+        return
+    run_and_report("sft", config, resume=resume, overwrite=overwrite, as_json=as_json, label="sft", since="start")

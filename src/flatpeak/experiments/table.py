@@ -1,0 +1,70 @@
+"""The run-summary table: one row per run, for spreadsheets."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
+
+COLUMNS = (
+    "run",
+    "status",
+    "task",
+    "questions",
+    "start_accuracy",
+    "sft_accuracy",
+    "final_accuracy",
+    "final_low",
+    "final_high",
+    "metric",
+    "best_step",
+    "best_value",
+    "last_step",
+    "wall_seconds",
+)
+
+
+def run_table(runs: Sequence[Path]) -> str:
+    """CSV with a header; an empty cell is a figure the run does not have. Raises UserError for what is not a run."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for run in runs:
+        writer.writerow({"run": run.as_posix()} | _row(read_summary(RunPaths(run).summary)))
+    return text.getvalue()
+
+
+def _row(summary: RunSummary) -> dict[str, Any]:
+    final = summary.evaluations[-1] if summary.evaluations else None
+    low, high = final.intervals.get("accuracy", (None, None)) if final else (None, None)
+    best = _evaluation_at(summary, summary.best_step)
+    return {
+        "status": summary.status,
+        "task": final.task if final else None,
+        "questions": final.size if final else None,
+        "start_accuracy": _accuracy(summary.evaluation("start")),
+        "sft_accuracy": _accuracy(summary.evaluation("sft")),
+        "final_accuracy": _accuracy(final),
+        "final_low": low,
+        "final_high": high,
+        "metric": summary.metric,
+        "best_step": summary.best_step,
+        "best_value": best.metrics.get(summary.metric) if best else None,
+        "last_step": summary.last_step,
+        "wall_seconds": round(summary.wall_seconds, 1),
+    }
+
+
+def _accuracy(evaluation: StageEvaluation | None) -> float | None:
+    return None if evaluation is None else evaluation.metrics.get("accuracy")
+
+
+def _evaluation_at(summary: RunSummary, step: int | None) -> StageEvaluation | None:
+    """The evaluation of an RL step; of step 0, that of the model RL began with."""
+    found = [one for one in summary.evaluations if (one.step if one.stage == "train" else 0) == step]
+    return found[-1] if found else None

@@ -1,0 +1,90 @@
+"""From the rewards of groups to advantages."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Baseline = Literal["mean", "leave_one_out", "none"]
+Scale = Literal["std", "batch_std", "none"]
+
+
+def group_advantages(
+    rewards_PG: Tensor,
+    *,
+    baseline: Baseline = "mean",
+    scale: Scale = "std",
+    eps: float = 1e-6,
+    valid_PG: Tensor | None = None,
+) -> Tensor:
+    """A_i = (r_i - b_i) / (s + eps) over the valid rewards of a group; 0 where `valid_PG` is False. Same dtype, [P, G].
+
+    Baselines: `mean` is b = mean(r) (GRPO, Shao et al. 2024); `leave_one_out` is b_i = the mean of the others (RLOO,
+    Ahmadian et al. 2024); `none` is the raw reward (REINFORCE) and needs `scale="none"`.
+    Scales, unbiased: `std` of the group; `batch_std` of all valid rewards of the batch; `none` (Dr. GRPO, Liu et al.
+    2025). Under a group baseline, groups of equal rewards or with fewer than two valid ones have advantage exactly 0.
+
+    Raises ValueError for G = 1 under a group baseline, a scale without a baseline, and valid rewards not finite.
+    """
+    _check(rewards_PG, baseline, scale)
+    valid_PG = _validity(rewards_PG, valid_PG)
+    rewards_PG = rewards_PG.masked_fill(~valid_PG, 0.0)
+    if not bool(rewards_PG.isfinite().all()):
+        raise ValueError("a valid reward is infinite or NaN: mark missing rewards False in valid_PG")
+    if baseline == "none":
+        return rewards_PG
+
+    num_valid_P1 = valid_PG.sum(-1, keepdim=True).to(rewards_PG.dtype)
+    centred_PG = _centred(rewards_PG, valid_PG, num_valid_P1)
+    advantages_PG = centred_PG
+    if baseline == "leave_one_out":
+        # r_i - (S - r_i) / (n - 1) is n / (n - 1) times r_i - S / n.
+        advantages_PG = centred_PG * (num_valid_P1 / (num_valid_P1 - 1).clamp(min=1))
+    if scale == "std":
+        variance_P1 = centred_PG.square().sum(-1, keepdim=True) / (num_valid_P1 - 1).clamp(min=1)
+        advantages_PG = advantages_PG / (variance_P1.sqrt() + eps)
+    elif scale == "batch_std":
+        advantages_PG = advantages_PG / (_batch_std(rewards_PG[valid_PG]) + eps)
+    # Compared, not subtracted: the mean of equal numbers is rarely that number, and a tiny std blows the rest up.
+    lowest_P1 = rewards_PG.masked_fill(~valid_PG, torch.inf).amin(-1, keepdim=True)
+    highest_P1 = rewards_PG.masked_fill(~valid_PG, -torch.inf).amax(-1, keepdim=True)
+    return advantages_PG.masked_fill(~(valid_PG & (highest_P1 > lowest_P1)), 0.0)
+
+
+def _check(rewards_PG: Tensor, baseline: Baseline, scale: Scale) -> None:
+    if baseline not in get_args(Baseline):
+        raise ValueError(f"baseline={baseline!r}: choose one of {', '.join(get_args(Baseline))}")
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale={scale!r}: choose one of {', '.join(get_args(Scale))}")
+    if rewards_PG.ndim != 2 or not rewards_PG.is_floating_point():
+        raise ValueError(f"rewards_PG is {rewards_PG.dtype} {list(rewards_PG.shape)}: give floats of shape [P, G]")
+    if baseline == "none" and scale != "none":
+        raise ValueError(f'baseline="none" with scale={scale!r}: raw rewards are not standardized, give scale="none"')
+    if baseline != "none" and rewards_PG.shape[1] < 2:
+        raise ValueError(
+            f"group size {rewards_PG.shape[1]} with baseline={baseline!r}: a group baseline needs at least 2 "
+            'completions per prompt, or give baseline="none", scale="none"'
+        )
+
+
+def _validity(rewards_PG: Tensor, valid_PG: Tensor | None) -> Tensor:
+    if valid_PG is None:
+        return torch.ones_like(rewards_PG, dtype=torch.bool)
+    if valid_PG.dtype != torch.bool or valid_PG.shape != rewards_PG.shape:
+        raise ValueError(
+            f"valid_PG is {valid_PG.dtype} {list(valid_PG.shape)}: give torch.bool {list(rewards_PG.shape)}"
+        )
+    return valid_PG
+
+
+def _centred(rewards_PG: Tensor, valid_PG: Tensor, num_valid_P1: Tensor) -> Tensor:
+    """Valid rewards minus their group's mean; 0 elsewhere."""
+    mean_P1 = rewards_PG.sum(-1, keepdim=True) / num_valid_P1.clamp(min=1)
+    return (rewards_PG - mean_P1).masked_fill(~valid_PG, 0.0)
+
+
+def _batch_std(rewards_N: Tensor) -> Tensor:
+    """Unbiased; 0 for fewer than two rewards, where no group has an advantage to scale."""
+    return rewards_N.std(correction=1) if rewards_N.numel() > 1 else rewards_N.new_zeros(())

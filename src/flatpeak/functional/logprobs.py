@@ -1,0 +1,233 @@
+"""Log-probabilities and entropy from hidden states, in chunks: a [T, V] tensor never exists.
+
+Of 32k tokens and a vocabulary of 150k the logits alone would be 20 GB. The backward pass computes each chunk's
+logits again instead, for one more matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LOGITS_PER_CHUNK_CPU = 1 << 21
+"""8 MiB of float32: what larger caches hold, and below what the allocator fetches from the system every time."""
+_LOGITS_PER_CHUNK = 1 << 26
+"""256 MiB of float32."""
+_ROW_MULTIPLE = 64
+"""Whole tiles for the matrix product, so that a token's row is computed alike in every chunk but the last."""
+
+
+def token_logprobs(
+    hidden_TD: Tensor,
+    output_weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(logprobs_T, entropy_T) of softmax(z) over the whole vocabulary, in nats.
+
+    z = s (h W^T + b) / temperature with logit_scale s; with softcap c, z = c tanh(s (h W^T + b) / c) / temperature.
+    logprobs_t = z_y - log sum_v exp(z_v), entropy_t = -sum_v p_v log p_v. Logits have to be finite.
+
+    Matrix products run in the inputs' dtype (autocast's where it is on), the rest and the results in float32, or
+    float64 for float64 inputs. Gradients reach hidden, weight and bias, from both outputs, once: differentiating twice
+    raises RuntimeError. `chunk_size` is tokens per chunk and changes nothing but memory and speed; None chooses it.
+    Raises ValueError for shapes or dtypes that do not fit.
+    """
+    hidden_TD, output_weight_VD, bias_V = _autocast(hidden_TD, output_weight_VD, bias_V)
+    _check(hidden_TD, output_weight_VD, targets_T, bias_V, chunk_size)
+    if temperature <= 0 or (softcap is not None and softcap <= 0):
+        raise ValueError(f"temperature={temperature}, softcap={softcap}: both have to be above 0 (softcap None is off)")
+    if chunk_size is None:
+        budget = _LOGITS_PER_CHUNK_CPU if hidden_TD.device.type == "cpu" else _LOGITS_PER_CHUNK
+        chunk_size = max(1, budget // (len(output_weight_VD) * _ROW_MULTIPLE)) * _ROW_MULTIPLE
+    head = _Head(softcap=softcap, logit_scale=logit_scale, temperature=temperature, chunk_size=chunk_size)
+    logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, output_weight_VD, targets_T, bias_V, head)
+    return logprobs_T, entropy_T
+
+
+def _autocast(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would do to a linear layer's inputs, done here so that the backward pass recomputes the same."""
+    device = hidden_TD.device.type
+    if not torch.is_autocast_enabled(device) or hidden_TD.dtype == torch.float64:
+        return hidden_TD, weight_VD, bias_V
+    dtype = torch.get_autocast_dtype(device)
+    return hidden_TD.to(dtype), weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+
+
+def _check(
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, bias_V: Tensor | None, chunk_size: int | None
+) -> None:
+    if hidden_TD.ndim != 2 or weight_VD.ndim != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
+        raise ValueError(f"hidden {list(hidden_TD.shape)} and weight {list(weight_VD.shape)}: give [T, D] and [V, D]")
+    if targets_T.shape != hidden_TD.shape[:1] or targets_T.dtype != torch.int64:
+        raise ValueError(
+            f"targets are {targets_T.dtype} {list(targets_T.shape)}: give int64 [{len(hidden_TD)}], one per state"
+        )
+    if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
+        raise ValueError(f"bias {list(bias_V.shape)}: give [{len(weight_VD)}], one per row of the weight")
+    if len({hidden_TD.dtype, weight_VD.dtype, hidden_TD.dtype if bias_V is None else bias_V.dtype}) > 1:
+        raise ValueError(
+            f"hidden is {hidden_TD.dtype} but the head {weight_VD.dtype}: cast one of them, or use autocast"
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: give at least 1 token, or None to choose")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Head:
+    """How logits become what softmax sees, and how many tokens at a time."""
+
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    chunk_size: int
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Slices that cover the tokens in order."""
+        return (slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size))
+
+    def scores(self, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        """The chunk's z, [C, V] in at least float32, in memory of its own."""
+        scores_CV = F.linear(hidden_CD, weight_VD, bias_V)
+        scores_CV = scores_CV.to(_result_dtype(scores_CV))
+        if self.logit_scale != 1:
+            scores_CV.mul_(self.logit_scale)
+        if self.softcap is not None:
+            scores_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.temperature != 1:
+            scores_CV.div_(self.temperature)
+        return scores_CV
+
+    def slope(self, scores_CV: Tensor) -> Tensor | float:
+        """d z / d (h W^T + b), from z: tanh' = 1 - tanh^2."""
+        slope = self.logit_scale / self.temperature
+        if self.softcap is None:
+            return slope
+        return (scores_CV * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(slope)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, bias_V: Tensor | None, head: _Head
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        logprobs_T = hidden_TD.new_empty(len(hidden_TD), dtype=_result_dtype(hidden_TD))
+        entropy_T = torch.empty_like(logprobs_T)
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            for rows in head.chunks(len(hidden_TD)):
+                scores_CV = head.scores(hidden_TD[rows], weight_VD, bias_V)
+                logprobs_CV = torch.log_softmax(scores_CV, -1)
+                logprobs_T[rows] = logprobs_CV.gather(1, targets_T[rows, None]).squeeze(1)
+                entropy_T[rows] = torch.exp(logprobs_CV, out=scores_CV).mul_(logprobs_CV).sum(-1).neg_()
+        ctx.head = head
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, bias_V, entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, targets_T, bias_V, entropy_T = ctx.saved_tensors
+        if grad_logprobs_T is None:
+            grad_logprobs_T = torch.zeros_like(entropy_T)
+        if grad_entropy_T is not None and not bool(grad_entropy_T.any()):
+            grad_entropy_T = None
+
+        needs_hidden, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+        with torch.no_grad(), torch.autocast(hidden_TD.device.type, enabled=False):
+            grads = _Gradients(
+                hidden_TD=torch.empty_like(hidden_TD) if needs_hidden else None,
+                weight_VD=_zeros_like(weight_VD) if needs_weight else None,
+                bias_V=_zeros_like(bias_V) if needs_bias else None,
+            )
+            for rows in ctx.head.chunks(len(hidden_TD)):
+                scores_CV = ctx.head.scores(hidden_TD[rows], weight_VD, bias_V)
+                slope = ctx.head.slope(scores_CV)
+                grad_CV = _score_gradient(
+                    scores_CV,
+                    targets_T[rows],
+                    entropy_T[rows],
+                    grad_logprobs_T[rows],
+                    None if grad_entropy_T is None else grad_entropy_T[rows],
+                )
+                grads.add(grad_CV.mul_(slope), hidden_TD[rows], weight_VD, rows)
+            found = (grads.hidden_TD, grads.weight_VD, grads.bias_V)
+            cast = [g if g is None else g.to(hidden_TD.dtype) for g in found]
+        if torch.is_grad_enabled():
+            sources = [t for t in (hidden_TD, weight_VD, bias_V) if t is not None]
+            cast = [g if g is None else _DifferentiatedOnce.apply(g, *sources) for g in cast]
+        grad_hidden_TD, grad_weight_VD, grad_bias_V = cast
+        return grad_hidden_TD, grad_weight_VD, None, grad_bias_V, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gradients:
+    """Those asked for, filled chunk by chunk: weight and bias are summed in at least float32."""
+
+    hidden_TD: Tensor | None
+    weight_VD: Tensor | None
+    bias_V: Tensor | None
+
+    def add(self, grad_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor, rows: slice) -> None:
+        """Add what a chunk's gradient with respect to h W^T + b says."""
+        if self.bias_V is not None:
+            self.bias_V.add_(grad_CV.sum(0))
+        grad_CV = grad_CV.to(hidden_CD.dtype)
+        if self.hidden_TD is not None:
+            torch.mm(grad_CV, weight_VD, out=self.hidden_TD[rows])
+        if self.weight_VD is None:
+            return
+        if self.weight_VD.dtype == hidden_CD.dtype:
+            self.weight_VD.addmm_(grad_CV.T, hidden_CD)
+        else:
+            self.weight_VD.add_(grad_CV.T @ hidden_CD)
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """A gradient as it is, which cannot be differentiated again.
+
+    torch's `once_differentiable` lets a second derivative pass as a constant where the incoming gradient is one:
+    a Hessian through it would be wrong without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("token_logprobs is differentiable once: for second derivatives, log_softmax of full logits")
+
+
+def _score_gradient(
+    scores_CV: Tensor, targets_C: Tensor, entropy_C: Tensor, grad_logprobs_C: Tensor, grad_entropy_C: Tensor | None
+) -> Tensor:
+    """d loss / d z = g_logp (1[v = y] - p_v) - g_H p_v (log p_v + H)."""
+    if grad_entropy_C is None:
+        grad_CV = torch.softmax(scores_CV, -1).mul_(-grad_logprobs_C[:, None])
+    else:
+        logprobs_CV = torch.log_softmax(scores_CV, -1)
+        p_CV = torch.exp(logprobs_CV, out=scores_CV)
+        factors_CV = logprobs_CV.add_(entropy_C[:, None]).mul_(-grad_entropy_C[:, None]).sub_(grad_logprobs_C[:, None])
+        grad_CV = factors_CV.mul_(p_CV)
+    # Every row is written once, so unlike scatter_add_ this is deterministic on every device.
+    rows_C = torch.arange(len(targets_C), device=targets_C.device)
+    grad_CV[rows_C, targets_C] += grad_logprobs_C
+    return grad_CV
+
+
+def _result_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor, dtype=_result_dtype(tensor))

@@ -1,0 +1,69 @@
+"""Importance ratios and per-token policy losses, elementwise and to be minimized; the caller weighs and sums.
+
+Ratios compare full-vocabulary log-probabilities at the sampling temperature. On-policy every ratio is 1, so a
+surrogate reads about -A while its gradient is that of -A log p: a loss near 0 is no sign of a gradient near 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to this either way: beyond it the ratio (4.9e8) is no estimate, and exp would overflow."""
+
+
+def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """r = exp(log p - log p_old), the log-ratio clamped at +-20, where the gradient ends."""
+    return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def sequence_importance_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tensor, num: int) -> Tensor:
+    """s_i = exp(mean_t (log p_it - log p_old,it)), given to each token of completion i. GSPO, Zheng et al. 2025.
+
+    `sequence_T` says which of the `num` completions a token belongs to; completions have to be whole. The mean
+    log-ratio is clamped at +-20. Differentiable: d s_i / d log p_it = s_i / len_i.
+    """
+    log_ratios_T = logprobs_T - old_logprobs_T
+    sums_N = log_ratios_T.new_zeros(num).index_add(0, sequence_T, log_ratios_T)
+    lengths_N = log_ratios_T.new_zeros(num).index_add(0, sequence_T, torch.ones_like(log_ratios_T))
+    means_N = sums_N / lengths_N.clamp(min=1)
+    # Not means_N[sequence_T]: its backward adds repeated rows in no fixed order.
+    return torch.exp(means_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).index_select(0, sequence_T)
+
+
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """-A log p. REINFORCE, Williams 1992."""
+    return -advantages * logprobs
+
+
+def unclipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-r A."""
+    return -ratio * advantages
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """-min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A). PPO, Schulman et al. 2017; unequal sides, Yu et al. 2025.
+
+    With `dual_clip` c > 1 the loss is at most -c A where A < 0 (Ye et al. 2020), where PPO leaves r unbounded.
+    """
+    if clip_low < 0 or clip_high < 0:
+        raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}: both are distances from 1, give 0 or more")
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"dual_clip={dual_clip}: it bounds ratios above 1, give more than 1 (3 is usual)")
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
+def truncated_policy_gradient(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, cap: float) -> Tensor:
+    """-stopgrad(min(r, cap)) A log p. CISPO, MiniMax 2025: every token keeps a gradient.
+
+    `cap` is absolute, not a distance from 1: below 1 it scales down even the on-policy gradient.
+    """
+    if cap <= 0:
+        raise ValueError(f"cap={cap}: it bounds the ratio itself, give more than 0 (5 is usual)")
+    return -ratio.clamp(max=cap).detach() * advantages * logprobs

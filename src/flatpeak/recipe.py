@@ -1,0 +1,155 @@
+"""Recipes: YAML files that extend each other, overrides from the command line, and errors a reader can act on.
+
+Nothing here imports torch: a bad recipe fails at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flatpeak.config import RunConfig
+from flatpeak.errors import UserError
+from flatpeak.recipe_errors import describe
+from flatpeak.recipe_yaml import parse_file, parse_value
+
+SHIPPED = "flatpeak:"
+_RECIPES = Path(__file__).parent / "recipes"
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A recipe with everything it extends merged in, then the overrides.
+
+    `path_or_name` is a file, or a shipped recipe such as `flatpeak:algorithms/dr_grpo`; `.yaml` may be left out. Each
+    override is `key.path=value`, with the value read as YAML would read it. Raises UserError for what cannot be read.
+    """
+    recipe = _load(str(path_or_name), directory=Path(), trail=())
+    return apply_overrides(recipe, overrides)
+
+
+def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
+    """Check a resolved recipe. Raises UserError: one line, each problem with its dotted key and what would be right."""
+    from pydantic import ValidationError
+
+    try:
+        return RunConfig.model_validate(recipe)
+    except ValidationError as error:
+        raise UserError(describe(error.errors(include_url=False))) from None
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes in the package, `flatpeak:...`."""
+    return sorted(SHIPPED + path.relative_to(_RECIPES).with_suffix("").as_posix() for path in _RECIPES.rglob("*.yaml"))
+
+
+def merge(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+    """`delta` over `base`: mappings merge key by key, everything else (lists too) is replaced.
+
+    A mapping whose `type` differs from the base's replaces it whole: the keys of one type mean nothing to another, and
+    `task: {type: gsm8k}` over an arithmetic task must not inherit `max_value`.
+    """
+    merged = dict(base)
+    for key, value in delta.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _changes_type(old, value):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def apply_overrides(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Each `key.path=value` merged into the recipe; whole numbers in a path index lists.
+
+    Those that set a `type` go first, since they replace their section: the order of the arguments does not matter.
+    """
+    split = [_split(override) for override in overrides]
+    resolved = copy.deepcopy(dict(recipe))
+    for path, value in sorted(split, key=lambda item: item[0][-1] != "type"):
+        resolved = _set(resolved, path, value, done=())
+    return resolved
+
+
+def _changes_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return "type" in old and "type" in new and old["type"] != new["type"]
+
+
+def _load(name: str, *, directory: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
+    path = _find(name, directory=directory, origin=trail[-1] if trail else None)
+    if path in trail:
+        chain = " -> ".join(str(step) for step in (*trail[trail.index(path) :], path))
+        raise UserError(f"recipes extend each other in a circle: {chain}; remove one `extends`")
+    content = parse_file(path)
+    bases = content.pop("extends", None) or []
+    if isinstance(bases, str):
+        bases = [bases]
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{path}: extends must be the name of a recipe or a list of names")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = merge(merged, _load(base, directory=path.parent, trail=(*trail, path)))
+    return merge(merged, content)
+
+
+def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
+    """The file a name stands for; `directory` is where a relative one starts."""
+    place = _RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
+    for path in (place, place.with_name(f"{place.name}.yaml")) if place.name else ():
+        if path.is_file():
+            return path.resolve()
+    where = f" (extended by {origin})" if origin else ""
+    what = "is a directory, not a recipe" if place.is_dir() else "not found"
+    near = _near_recipes(name)
+    hint = f"did you mean {' or '.join(near)}?" if near else "give a YAML file or a shipped recipe, flatpeak:NAME"
+    raise UserError(f"recipe {name} {what}{where}: {hint}")
+
+
+def _near_recipes(name: str) -> list[str]:
+    """Shipped recipes whose name, or last part of it, is close to the one asked for."""
+    wanted = Path(name.removeprefix(SHIPPED)).with_suffix("")
+    by_stem: dict[str, list[str]] = {}
+    for shipped in shipped_recipes():
+        plain = shipped.removeprefix(SHIPPED)
+        for key in {plain, plain.rpartition("/")[2]}:
+            by_stem.setdefault(key, []).append(shipped)
+    close = [key for text in (wanted.as_posix(), wanted.name) for key in difflib.get_close_matches(text, by_stem, n=2)]
+    return list(dict.fromkeys(shipped for key in close for shipped in by_stem[key]))[:3]
+
+
+def _split(override: str) -> tuple[tuple[str, ...], Any]:
+    key, equals, text = override.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise UserError(f"override {override!r}: write key.path=value, such as optimizer.learning_rate=1e-5")
+    if path[0] == "extends":
+        raise UserError(f"override {override!r}: extends belongs in a recipe file")
+    try:
+        return path, parse_value(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value ({_first_line(error)})") from None
+
+
+def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...]) -> Any:
+    """`target` with the value at `path` replaced (merged, where both are mappings)."""
+    key, rest = path[0], path[1:]
+    here = ".".join(done) or "the recipe"
+    if isinstance(target, list):
+        if not key.isdecimal() or int(key) >= len(target):
+            raise UserError(f"{'.'.join((*done, key))}: {here} is a list with elements 0 to {len(target) - 1}")
+        index = int(key)
+        new = _set(target[index], rest, value, done=(*done, key)) if rest else value
+        return [*target[:index], new, *target[index + 1 :]]
+    if target is None:
+        target = {}
+    if not isinstance(target, Mapping):
+        raise UserError(f"{'.'.join((*done, *path))}: {here} is {target!r}, which has no keys")
+    return merge(target, {key: _set(target.get(key), rest, value, done=(*done, key)) if rest else value})
+
+
+def _first_line(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or error).splitlines()[0]

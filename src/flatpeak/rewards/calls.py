@@ -1,0 +1,123 @@
+"""Calling what a user wrote: plain or async, one failure at a time, and checking what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from flatpeak.errors import UserError
+
+if TYPE_CHECKING:
+    from flatpeak.types import Score
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Stands where a call has no result."""
+
+    error: Exception
+
+
+def call_each(function: Callable[..., Any], calls: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The result of each call, or `Failed` where it raised; a UserError passes through.
+
+    Awaitable results are awaited together, on an event loop that lives as long as the process: clients that a user
+    keeps between calls stay usable, and a loop that already runs (a notebook's) is not in the way.
+    """
+    results = [_attempt(function, arguments) for arguments in calls]
+    waiting = [position for position, result in enumerate(results) if inspect.isawaitable(result)]
+    if waiting:
+        awaited = _run_together([results[position] for position in waiting])
+        for position, result in zip(waiting, awaited, strict=True):
+            results[position] = result
+    return results
+
+
+def _attempt(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        return Failed(error)
+
+
+async def _attempt_async(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except UserError:
+        raise
+    except Exception as error:
+        return Failed(error)
+
+
+def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*map(_attempt_async, awaitables))
+
+    future = asyncio.run_coroutine_threadsafe(gather(), _background_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # an interrupted run must not keep paying for answers
+        raise
+
+
+@cache
+def _background_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="flatpeak-async-rewards", daemon=True).start()
+    return loop
+
+
+def as_list(result: object, *, expected: int, name: str) -> list[Any]:
+    """The scores of one call as a list of the expected length: a list, tuple, array or tensor; else a UserError."""
+    need = f"return a list of {expected} scores, one per completion and in their order"
+    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
+        raise UserError(f"reward function {name!r} returned {describe(result)}: {need}")
+    try:
+        scores = list(result)
+    except TypeError:  # a tensor or array of no dimension says so only when iterated
+        raise UserError(f"reward function {name!r} returned {describe(result)}: {need}") from None
+    if len(scores) != expected:
+        raise UserError(f"reward function {name!r} returned {len(scores)} scores for {expected} completions: {need}")
+    return scores
+
+
+def as_score(value: object, *, name: str, index: int) -> Score:
+    """One score as a float: any finite real number, NumPy's and torch's included; None stays missing."""
+    if value is None:
+        return None
+    try:
+        number = value.item() if hasattr(value, "item") else value
+        score = float(number) if isinstance(number, bool | int | float | Fraction | Decimal) else math.nan
+    except (ValueError, RuntimeError, OverflowError):  # more than one element, or too large for a float
+        score = math.nan
+    if math.isfinite(score):
+        return score
+    raise UserError(
+        f"reward function {name!r} returned {describe(value)} for completion {index}: "
+        "return a finite number, or None where there is no score"
+    )
+
+
+def describe(value: object) -> str:
+    """A value and its type, short enough for one line."""
+    return "None" if value is None else f"{type(value).__name__} {' '.join(repr(value).split())[:60]}"
+
+
+def one_line(error: Exception) -> str:
+    """An exception as one line: its type, its message, and the line of code that raised it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    place = "" if frame is None else f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"

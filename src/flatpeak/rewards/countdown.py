@@ -1,0 +1,100 @@
+"""Countdown: make a target out of given numbers. Arithmetic is read, never executed."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Final
+
+from flatpeak.errors import UserError
+from flatpeak.rewards.layout import judged_text, last_answer
+from flatpeak.rewards.numbers import parse_number
+
+if TYPE_CHECKING:
+    from flatpeak.types import Completion, Example, Prompt, Score
+
+MAX_CHARACTERS: Final = 256
+TOLERANCE: Final = Fraction(1, 100_000)
+_ALLOWED: Final = re.compile(r"[0-9+\-*/() ]+")
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+    """The exact value of an expression and the integers in it, in order; None if it is anything but plain arithmetic.
+
+    Allowed are non-negative integers, `+ - * /`, signs, parentheses and whitespace, line breaks included. Powers, floor
+    division, points, calls, division by zero and more than `MAX_CHARACTERS` characters are refused.
+    """
+    text = " ".join(expression.split())
+    if len(text) > MAX_CHARACTERS or not _ALLOWED.fullmatch(text):
+        return None
+    numbers: list[int] = []
+    try:
+        return _value(ast.parse(text, mode="eval").body, numbers), numbers
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, numbers: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            numbers.append(number)
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, numbers)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand, numbers)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as sign, right=right):
+            return _combine(sign, _value(left, numbers), _value(right, numbers))
+    raise ValueError(f"not arithmetic: {type(node).__name__}")
+
+
+def _combine(sign: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+    match sign:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case _:
+            return left / right
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountdownReward:
+    """1 if the last answer block uses each of the row's `nums` exactly once and |value - target| < 1e-5, else 0.
+
+    The row's columns are those of `Jiayi-Pan/Countdown-Tasks-3to4`; without a column `target` the gold answer is it.
+    """
+
+    def __call__(self, completion: Completion, prompt: Prompt) -> Score:
+        """1.0 or 0.0; a row without usable columns is a UserError naming it."""
+        nums, target = _puzzle(prompt.example)
+        evaluated = evaluate(last_answer(judged_text(completion, prompt)) or "")
+        if evaluated is None:
+            return 0.0
+        value, numbers = evaluated
+        return float(sorted(numbers) == sorted(nums) and abs(value - target) < TOLERANCE)
+
+    def answer(self, completion: Completion, prompt: Prompt) -> str | None:
+        """The expression without whitespace, or None: what a majority vote counts."""
+        content = last_answer(judged_text(completion, prompt))
+        return None if content is None or evaluate(content) is None else "".join(content.split())
+
+
+def _puzzle(example: Example) -> tuple[list[int], Fraction]:
+    given_nums = example.columns.get("nums")
+    try:
+        nums = [operator.index(number) for number in given_nums]  # type: ignore[union-attr]
+    except TypeError:
+        raise UserError(
+            f"row {example.id!r}: the countdown reward needs a list of integers as column `nums`, got {given_nums!r}"
+        ) from None
+    given = example.columns.get("target", example.gold)
+    target = parse_number(str(given))
+    if target is None:
+        raise UserError(f"row {example.id!r}: the countdown reward needs a number as column `target`, got {given!r}")
+    return nums, target

@@ -1,0 +1,45 @@
+"""How much of the r1_zero layout a completion keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flatpeak.rewards.layout import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, judged_text
+
+if TYPE_CHECKING:
+    from flatpeak.types import Completion, Prompt, Score
+
+
+def format_parts(text: str) -> dict[str, bool]:
+    """The three parts of `<think>...</think> <answer>...</answer>`, each judged on its own.
+
+    - `thinking`: one `<think>`, with nothing but whitespace before it, closed by one `</think>`, which comes before
+      any answer.
+    - `answer`: one `<answer>`, closed by one `</answer>`.
+    - `nothing_else`: the two parts above hold, with nothing but whitespace between them and at the end.
+    """
+    opening, _, thoughts = text.partition(THINK_OPEN)
+    thoughts, closed, rest = thoughts.partition(THINK_CLOSE)
+    thinking = (
+        not opening.strip()
+        and bool(closed)
+        and text.count(THINK_OPEN) == text.count(THINK_CLOSE) == 1
+        and ANSWER_OPEN not in thoughts
+    )
+    answer = text.count(ANSWER_OPEN) == text.count(ANSWER_CLOSE) == 1 and text.index(ANSWER_OPEN) < text.index(
+        ANSWER_CLOSE
+    )
+    between, after = rest.partition(ANSWER_OPEN)[0], text.rpartition(ANSWER_CLOSE)[2]
+    nothing_else = thinking and answer and not between.strip() and not after.strip()
+    return {"thinking": thinking, "answer": answer, "nothing_else": nothing_else}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatReward:
+    """The mean of the three parts: 0, 1/3, 2/3 or 1, so that every step towards the layout is felt."""
+
+    def __call__(self, completion: Completion, prompt: Prompt) -> Score:
+        """The fraction of `format_parts` that hold."""
+        parts = format_parts(judged_text(completion, prompt))
+        return sum(parts.values()) / len(parts)

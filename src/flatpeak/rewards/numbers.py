@@ -1,0 +1,175 @@
+"""Numbers in text, read exactly: no float ever rounds one, and no length of digits makes reading slow."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Final
+
+from flatpeak.errors import UserError
+from flatpeak.rewards.layout import after_thinking, judged_text, last_answer
+
+if TYPE_CHECKING:
+    from flatpeak.rewards.config import Extraction
+    from flatpeak.types import Completion, Prompt, Score
+
+MAX_CHARACTERS: Final = 1000
+"""Longer texts are no number: reading digits costs quadratic time, and a policy can emit any number of them."""
+
+_MINUS_SIGN: Final = {ord("\u2212"): "-"}
+_CURRENCY: Final = "$€£¥₹"
+_INTEGER: Final = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"
+_NUMBER: Final = re.compile(
+    rf"(?P<sign>[+-]?)(?:[{_CURRENCY}]\s*(?P<inner_sign>[+-]?))?"
+    rf"(?:(?P<decimal>{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)|(?P<numerator>{_INTEGER})\s*/\s*(?P<denominator>{_INTEGER}))"
+    rf"\s*[{_CURRENCY}%]?"
+)
+
+# Published patterns of the lm-evaluation-harness task gsm8k, the strict one with the dollar sign it forgets.
+_GSM8K_STRICT: Final = re.compile(r"#### (-?\$?-?[0-9.,]+)")
+_GSM8K_FLEXIBLE: Final = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
+
+# A whole run of digits, points, commas and slashes, so that a malformed one is refused and never read in part.
+_RUN: Final = re.compile(
+    rf"(?<![A-Za-z0-9_])(?<![0-9][.,/])(?:(?<![)\]])-)?(?:[{_CURRENCY}]-?)?\.?[0-9][0-9.,/]*+(?![eE][+-]?[0-9])"
+)
+_EQUALS: Final = re.compile(r"(?<![<>!])=")
+_UNIT: Final = re.compile(r"\s*([^\W\d_]+)\.?$")
+_MAGNITUDES: Final = frozenset({"k", "dozen", "hundred", "thousand", "million", "billion", "trillion"})
+_BRACES: Final = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_LATEX: Final = (
+    (re.compile(r"\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}"), r"\1/\2"),
+    (re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}"), r" \1"),
+    (re.compile(r"\\[,!]"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\([$%])"), r"\1"),
+)
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The number that the whole text is, exactly, or None.
+
+    Read: `-42`, `+5`, `−5` (U+2212), `12.5`, `.5`, `18.`, `3/4`, `1,000`, `$18`, `-$5`, `18 €`, `50%`. A percent sign
+    is a unit and is dropped: `50%` is 50. Refused: commas that do not group by three (`1,00`, `0,125`), exponents,
+    words, a zero denominator, anything longer than `MAX_CHARACTERS`.
+    """
+    text = text.strip().translate(_MINUS_SIGN).removesuffix(".")
+    match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
+    if match is None or (match["sign"] and match["inner_sign"]):
+        return None
+    if match["decimal"] is not None:
+        value = Fraction(match["decimal"].replace(",", ""))
+    else:
+        denominator = int(match["denominator"].replace(",", ""))
+        if denominator == 0:
+            return None
+        value = Fraction(int(match["numerator"].replace(",", "")), denominator)
+    return -value if "-" in (match["sign"], match["inner_sign"]) else value
+
+
+def numbers_equal(first: str, second: str) -> bool:
+    """Whether two texts are the same number; a text that is no number equals nothing."""
+    value = parse_number(first)
+    return value is not None and value == parse_number(second)
+
+
+def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
+    """The number a transcript gives as its answer, or None.
+
+    - `whole`: the text after the thinking is the number.
+    - `answer_tag`: the last `<answer>` block after the thinking holds it (see `read_answer`).
+    - `boxed`: the last balanced `\\boxed{}` after the thinking holds it (see `read_answer`).
+    - `last_number`: the last run of digits after the thinking; None if that run is malformed, as in `1,00`.
+    - `gsm8k_strict`: the last `#### N` anywhere; commas, dollar signs and a final point are ignored.
+    - `gsm8k_flexible`: the last thing that looks like a number anywhere, same cleaning.
+
+    The two of GSM8K follow lm-evaluation-harness, except that the strict one takes the last match instead of the
+    first, and that both compare values, not strings.
+    """
+    text = text.translate(_MINUS_SIGN)
+    match extraction:
+        case "whole":
+            return parse_number(after_thinking(text))
+        case "answer_tag":
+            content = last_answer(text)
+            return None if content is None else read_answer(content)
+        case "boxed":
+            content = last_boxed(after_thinking(text))
+            return None if content is None else read_answer(content)
+        case "last_number":
+            run = _last_match(_RUN, _without_latex(after_thinking(text)))
+            return None if run is None else parse_number(run.rstrip(".,/"))
+        case "gsm8k_strict":
+            stated = _last_match(_GSM8K_STRICT, text)
+            return None if stated is None else _read_gsm8k(stated.removeprefix("#### "))
+        case "gsm8k_flexible":
+            stated = _last_match(_GSM8K_FLEXIBLE, text)
+            return None if stated is None else _read_gsm8k(stated)
+
+
+def read_answer(content: str) -> Fraction | None:
+    """The number that an answer block states, or None.
+
+    Of an equation, what follows the last `=` counts. The number may carry a currency sign, a percent sign or one word
+    of unit (`18 dollars`, `5km`), but no magnitude (`5 million` is not 5), and simple LaTeX around it is undone.
+    """
+    if len(content) > MAX_CHARACTERS:
+        return None
+    stated = _EQUALS.split(_without_latex(content))[-1].strip()
+    unit = _UNIT.search(stated)
+    if unit is not None and unit[1].lower().removesuffix("s") not in _MAGNITUDES:
+        stated = stated[: unit.start()]
+    return parse_number(stated)
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the `\\boxed{}` that opens last among those whose braces balance; linear in the text."""
+    opened: list[tuple[bool, int]] = []
+    last: tuple[int, int] | None = None
+    for token in _BRACES.finditer(text):
+        if token.group().endswith("{") and token.group() != r"\{":
+            opened.append((len(token.group()) > 1, token.end()))
+        elif token.group() == "}" and opened:
+            boxed, start = opened.pop()
+            if boxed and (last is None or start > last[0]):
+                last = (start, token.start())
+    return None if last is None else text[slice(*last)]
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0].group() if matches else None
+
+
+def _read_gsm8k(text: str) -> Fraction | None:
+    return parse_number(text.replace(",", "").replace("$", ""))
+
+
+def _without_latex(text: str) -> str:
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberReward:
+    """1 if the extracted number equals the row's gold number, else 0."""
+
+    extraction: Extraction = "whole"
+
+    def __call__(self, completion: Completion, prompt: Prompt) -> Score:
+        """1.0 or 0.0; a gold answer that is no number is a UserError naming the row."""
+        gold = parse_number(prompt.example.gold)
+        if gold is None:
+            raise UserError(
+                f"the gold answer {prompt.example.gold[:80]!r} of row {prompt.id!r} is not a number: give the task "
+                "numeric gold answers (answer_pattern can cut them out), or use another reward type"
+            )
+        return float(extract_answer(judged_text(completion, prompt), self.extraction) == gold)
+
+    def answer(self, completion: Completion, prompt: Prompt) -> str | None:
+        """The extracted number in lowest terms (`3/4`, `-5`), or None: what a majority vote counts."""
+        number = extract_answer(judged_text(completion, prompt), self.extraction)
+        return None if number is None else str(number)

@@ -1,0 +1,69 @@
+"""Random numbers as a function of where they are used, so that no draw depends on which draws came before it.
+
+A row's key hashes (seed, prompt id, index in group); the number at a position is the key's SplitMix64 stream read at
+that position (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; finalizer: Stafford's
+variant 13). Nothing is carried from one call to the next, so batch size, order and device cannot change a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit integer: torch multiplies and adds modulo 2^64 on int64."""
+    value %= 1 << 64
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2^63) from any integers and strings: the same on every machine, different for different parts.
+
+    Parts are told apart by type and length before hashing (BLAKE2b), so ("ab", "c"), ("a", "bc") and (1,), ("1",)
+    all differ.
+    """
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, int | str):
+            raise TypeError(f"derive_seed takes integers and strings, not {type(part).__name__}: {part!r}")
+        kind, data = ("i", str(part)) if isinstance(part, int) else ("s", part)
+        encoded = data.encode("utf-8", "surrogatepass")
+        digest.update(f"{kind}{len(encoded)}:".encode() + encoded)
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def row_keys(seed: int, prompt_ids: Sequence[str], group_size: int) -> Tensor:
+    """int64 [P * G]: the key of each completion, a prompt's side by side; from (seed, prompt id, index in group) alone.
+
+    The same id twice means the same keys twice: ids are unique within a task.
+    """
+    bases_P = torch.tensor([derive_seed("row", seed, prompt_id) for prompt_id in prompt_ids], dtype=torch.int64)
+    index_G = torch.arange(1, group_size + 1, dtype=torch.int64)
+    return _mix(bases_P[:, None] + index_G * _GOLDEN).flatten()
+
+
+def uniforms(keys_R: Tensor, position: int) -> Tensor:
+    """float64 [R] in [0, 1), multiples of 2^-53: each row's number at a token position, counted from 0."""
+    bits_R = _mix(keys_R + _signed(_GOLDEN * (position + 1)))
+    return _shift(bits_R, 11).to(torch.float64) * 2.0**-53
+
+
+def _mix(values: Tensor) -> Tensor:
+    """SplitMix64's finalizer, a bijection of 64-bit integers in which every input bit moves every output bit."""
+    values = (values ^ _shift(values, 30)) * _MULTIPLIER_1
+    values = (values ^ _shift(values, 27)) * _MULTIPLIER_2
+    return values ^ _shift(values, 31)
+
+
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """Right shift that fills with zeros; torch's own copies the sign bit of an int64."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,159 @@
+"""From logits to tokens: one softmax, at most one filter, and a token by inverse CDF from a number in [0, 1).
+
+Pure functions of tensors; every row's result depends on that row alone. Weights are unnormalized probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""A token is located among blocks of this many, then within one: 50 times faster at V = 32k than one long cumsum."""
+CANDIDATES = 1024
+"""top-p sorts this many of the largest first, and the whole vocabulary only where their mass falls short."""
+ROUNDING = 1e-6
+"""float32 probabilities are off by about this much in sum: a set this close below top_p has reached it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """One token for each of R rows."""
+
+    tokens_R: Tensor
+    """int64 [R]."""
+    logprobs_R: Tensor
+    """float32 [R]: full-vocabulary log-softmax at the temperature (at 1 where the temperature is 0)."""
+    filtered_logprobs_R: Tensor | None
+    """float32 [R]: under the filtered, renormalized distribution; None where nothing was filtered."""
+
+
+def draw(
+    logits_RV: Tensor,
+    uniforms_R: Tensor,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    forbidden_K: Tensor | None = None,
+) -> Draw:
+    """Draw a token per row from softmax(logits / temperature), after top-k and then top-p; temperature 0 is argmax.
+
+    `forbidden_K` (int64) are tokens that are not drawn. They stay in the stored log-prob, which is the one the trainer
+    recomputes: always over the full vocabulary, before any filter. Ties go to the lower token id.
+    """
+    allowed_RV = logits_RV if forbidden_K is None else logits_RV.index_fill(1, forbidden_K, -torch.inf)
+    if temperature == 0:
+        tokens_R = allowed_RV.argmax(-1)
+        logprobs_R = _at(scaled_logprobs(logits_RV, 1.0), tokens_R)
+        return Draw(tokens_R=tokens_R, logprobs_R=logprobs_R, filtered_logprobs_R=None)
+    probs_RV = scaled_probs(allowed_RV, temperature)
+    filtered = top_p < 1 or top_k > 0
+    weights_RV = filter_weights(probs_RV, top_k=top_k, top_p=top_p) if filtered else probs_RV
+    tokens_R, totals_R = choose_tokens(weights_RV, uniforms_R)
+    if forbidden_K is None:
+        logprobs_R = _at(probs_RV, tokens_R).log()
+    else:
+        logprobs_R = _at(scaled_logprobs(logits_RV, temperature), tokens_R)
+    filtered_logprobs_R = (_at(weights_RV, tokens_R) / totals_R).log().float() if filtered else None
+    return Draw(tokens_R=tokens_R, logprobs_R=logprobs_R, filtered_logprobs_R=filtered_logprobs_R)
+
+
+def scaled_probs(logits_RV: Tensor, temperature: float) -> Tensor:
+    """float32 [R, V]: softmax(logits / temperature). The log of an entry is its log-prob to about 2e-7."""
+    return torch.softmax(_scaled(logits_RV, temperature), dim=-1)
+
+
+def scaled_logprobs(logits_RV: Tensor, temperature: float) -> Tensor:
+    """float32 [R, V]: log-softmax(logits / temperature)."""
+    return torch.log_softmax(_scaled(logits_RV, temperature), dim=-1)
+
+
+def filter_weights(weights_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Weights outside the filters set to 0: the k largest, then of those the smallest set whose share reaches top_p.
+
+    The token that crosses top_p is kept (Holtzman et al. 2020); among equal weights lower token ids come first.
+    """
+    vocabulary = weights_RV.shape[-1]
+    by_count = 0 < top_k < vocabulary
+    if not by_count and top_p >= 1:
+        return weights_RV
+    candidates = top_k if by_count else min(vocabulary, CANDIDATES)
+    sorted_RK = weights_RV.topk(candidates).values
+    if top_p >= 1:
+        return _keep_largest(weights_RV, torch.full_like(sorted_RK[:, 0], top_k, dtype=torch.int64), sorted_RK)
+    totals_R = (sorted_RK if by_count else _block_sums(weights_RV)).sum(-1, dtype=torch.float64)
+    needed_R = totals_R * (top_p - ROUNDING)
+    cumulative_RK = sorted_RK.cumsum(-1, dtype=torch.float64)
+    if candidates < vocabulary and not by_count and bool((cumulative_RK[:, -1] < needed_R).any()):
+        sorted_RK = weights_RV.sort(dim=-1, descending=True).values
+        cumulative_RK = sorted_RK.cumsum(-1, dtype=torch.float64)
+    crossing_R = torch.searchsorted(cumulative_RK, needed_R[:, None])[:, 0]
+    return _keep_largest(weights_RV, (crossing_R + 1).clamp(max=sorted_RK.shape[-1]), sorted_RK)
+
+
+def choose_tokens(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token at which the cumulative weight exceeds u times the total: (tokens int64 [R], totals float64 [R]).
+
+    Sums are float64 and a token of weight 0 is never chosen, whatever u in [0, 1) and however sums round.
+    """
+    blocks_RB = _block_sums(weights_RV)
+    totals_R = blocks_RB.sum(-1, dtype=torch.float64)
+    block_R, rest_R = _locate(blocks_RB, uniforms_R * totals_R)
+    if blocks_RB.shape[-1] == weights_RV.shape[-1]:
+        return block_R, totals_R
+    last = weights_RV.shape[-1] - 1
+    index_RK = block_R[:, None] * BLOCK + torch.arange(BLOCK, device=weights_RV.device)
+    inner_RK = weights_RV.gather(1, index_RK.clamp(max=last)).masked_fill(index_RK > last, 0.0)
+    inner_R, _ = _locate(inner_RK, rest_R)
+    return (block_R * BLOCK + inner_R).clamp(max=last), totals_R
+
+
+def _block_sums(weights_RV: Tensor) -> Tensor:
+    """Sums over blocks of BLOCK tokens, the last one short; a small vocabulary is its own blocks."""
+    vocabulary = weights_RV.shape[-1]
+    if vocabulary <= 4 * BLOCK:
+        return weights_RV
+    whole = vocabulary // BLOCK * BLOCK
+    sums_RB: Tensor = weights_RV[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
+    if whole == vocabulary:
+        return sums_RB
+    return torch.cat([sums_RB, weights_RV[:, whole:].sum(-1, keepdim=True)], dim=1)
+
+
+def _locate(weights_RK: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index whose cumulative weight exceeds the target, and how far the target reaches into it.
+
+    Where the target is not below the total (sums round), it is set just below: cumulative[i - 1] <= target <
+    cumulative[i] then holds for some i, whose weight is therefore positive. NaN weights give some index in range, so
+    that a diverged model ends in an error about its log-probs and not in an illegal memory access.
+    """
+    cumulative_RK = weights_RK.cumsum(-1, dtype=torch.float64)
+    total_R = cumulative_RK[:, -1]
+    targets_R = torch.minimum(targets_R, torch.nextafter(total_R, torch.zeros_like(total_R)))
+    index_R1 = torch.searchsorted(cumulative_RK, targets_R[:, None], right=True).clamp(max=weights_RK.shape[-1] - 1)
+    before_R1 = cumulative_RK.gather(1, (index_R1 - 1).clamp(min=0)).masked_fill(index_R1 == 0, 0.0)
+    return index_R1[:, 0], targets_R - before_R1[:, 0]
+
+
+def _keep_largest(weights_RV: Tensor, counts_R: Tensor, sorted_RK: Tensor) -> Tensor:
+    """Zero all but each row's `counts_R` largest weights, ties to lower ids; `sorted_RK` is descending."""
+    threshold_R1 = sorted_RK.gather(1, counts_R[:, None] - 1)
+    greater_RV = weights_RV > threshold_R1
+    tied_RV = weights_RV == threshold_R1
+    # Selecting by value and counting ties makes the set a function of the weights: topk's choice among ties is not.
+    wanted_R1 = counts_R[:, None] - greater_RV.sum(-1, keepdim=True)
+    if bool((tied_RV.sum(-1, keepdim=True) > wanted_R1).any()):
+        tied_RV = tied_RV & (tied_RV.cumsum(-1) <= wanted_R1)
+    return weights_RV.masked_fill(~(greater_RV | tied_RV), 0.0)
+
+
+def _scaled(logits_RV: Tensor, temperature: float) -> Tensor:
+    logits_RV = logits_RV.float()
+    return logits_RV if temperature == 1 else logits_RV / temperature
+
+
+def _at(values_RV: Tensor, tokens_R: Tensor) -> Tensor:
+    return values_RV.gather(1, tokens_R[:, None])[:, 0]

@@ -1,0 +1,193 @@
+"""Checkpoints that are whole or absent: written aside, synced, sealed by checksums, then renamed into place.
+
+```
+checkpoints/step_000050/  the model in Hugging Face format  trainer.safetensors  trainer.json  manifest.json
+            best -> step_000050   last -> step_000050
+```
+
+The order of a write is what makes it safe against a kill or a power cut at any point: every file is on disk before the
+manifest, the manifest before the rename, and the rename before the older checkpoints are pruned. There is no pickle:
+tensors are safetensors, everything else is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatpeak.errors import UserError
+from flatpeak.runs.files import fsync_path
+from flatpeak.runs.metrics import warn
+from flatpeak.runs.seal import broken_file, read_manifest, seal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatpeak.protocols import SavesModel
+
+JSON = Any
+"""What JSON holds: text, numbers, booleans, None, and lists and text-keyed dictionaries of them."""
+
+BEST = "best"
+LAST = "last"
+_TENSORS = "trainer.safetensors"
+_STATE = "trainer.json"
+_NAME = re.compile(r"step_(\d{6,})")
+_TEMPORARY = ".tmp-"
+_REPLACED = ".replaced-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those already there are untouched."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointState:
+    """What a trainer needs to go on."""
+
+    tensors: dict[str, Tensor]
+    """Everything it keeps in tensors (optimizer moments, generator states), on the CPU, bit for bit as saved."""
+    state: dict[str, JSON]
+    """Everything else."""
+    step: int
+    path: Path
+    """The checkpoint's directory, which `from_pretrained` loads."""
+
+
+def write_checkpoint(
+    parent: Path, step: int, *, save_model: SavesModel, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]
+) -> Path:
+    """Write `parent/step_000050`, replacing one of the same step, and return its path.
+
+    Raises CheckpointError where it cannot be written (a full disk, say); nothing is left behind then.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    tidy(parent)
+    final = parent / checkpoint_name(step)
+    temporary = parent / f"{_TEMPORARY}{final.name}"
+    temporary.mkdir()
+    try:
+        _write_files(temporary, save_model=save_model, tensors=tensors, state=state)
+        seal(temporary, step=step)
+        _rename_into_place(temporary, final)
+    except Exception as error:
+        # Not only OSError: safetensors reports a full disk as an error of its own.
+        tidy(parent)
+        raise CheckpointError(
+            f"{final}: not written ({error}); free space or fix the cause, then resume: earlier checkpoints are whole"
+        ) from error
+    except BaseException:
+        tidy(parent)
+        raise
+    return final
+
+
+def _write_files(
+    directory: Path, *, save_model: SavesModel, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]
+) -> None:
+    from safetensors.torch import save_file
+
+    save_model(directory)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / _TENSORS)
+    (directory / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _rename_into_place(temporary: Path, final: Path) -> None:
+    """Rename; a directory cannot replace another in one call, so an older one of the same step steps aside first."""
+    replaced = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    fsync_path(final.parent)
+    _remove(replaced)
+
+
+def read_checkpoint(path: Path) -> CheckpointState:
+    """Verify every checksum and read the trainer's state. Raises UserError naming the file that is broken."""
+    broken = broken_file(path)
+    if broken is not None:
+        raise UserError(f"{path / broken.name}: {broken.problem}; use another checkpoint of the run")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path / _TENSORS)
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    except (SafetensorError, ValueError, OSError) as error:
+        raise UserError(f"{path}: not a trainer's checkpoint ({error}); use another checkpoint of the run") from error
+    return CheckpointState(tensors=tensors, state=state, step=read_manifest(path)["step"], path=path)
+
+
+def newest_valid(parent: Path, *, notice: Callable[[str], None] = warn) -> Path | None:
+    """The checkpoint of the latest step whose checksums all hold, or None; `notice` is told of each that is skipped."""
+    for step in reversed(checkpoint_steps(parent)):
+        path = parent / checkpoint_name(step)
+        broken = broken_file(path)
+        if broken is None:
+            return path
+        notice(f"{path / broken.name}: {broken.problem}; an older checkpoint is used")
+    return None
+
+
+def checkpoint_name(step: int) -> str:
+    """`step_000050`."""
+    return f"step_{step:06d}"
+
+
+def checkpoint_steps(parent: Path) -> list[int]:
+    """The steps that have a checkpoint, in order; none where there is no such directory."""
+    if not parent.is_dir():
+        return []
+    return sorted(
+        int(match[1])
+        for path in parent.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+    )
+
+
+def point(parent: Path, name: str, target: Path) -> None:
+    """Make `parent/name` a relative symbolic link to the checkpoint `target`; a reader sees the old one or the new."""
+    temporary = parent / f"{_TEMPORARY}{name}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    temporary.replace(parent / name)
+    fsync_path(parent)
+
+
+def prune(parent: Path, *, keep: int) -> list[Path]:
+    """Delete all but the newest `keep` checkpoints, never step 0, `best` and `last`; returns the deleted."""
+    protected = {checkpoint_name(0)} | {(parent / name).resolve().name for name in (BEST, LAST)}
+    periodic = [name for step in checkpoint_steps(parent) if (name := checkpoint_name(step)) not in protected]
+    deleted = [parent / name for name in periodic[: max(0, len(periodic) - keep)]]
+    for path in deleted:
+        # Renamed first: a directory half deleted never goes by a checkpoint's name.
+        doomed = path.with_name(f"{_TEMPORARY}{path.name}")
+        path.rename(doomed)
+        _remove(doomed)
+    return deleted
+
+
+def tidy(parent: Path) -> None:
+    """Clear away what a kill left behind. Only for the trainer that holds the run's lock."""
+    if not parent.is_dir():
+        return
+    for path in parent.glob(f"{_REPLACED}*"):
+        final = path.with_name(path.name.removeprefix(_REPLACED))
+        if final.exists():
+            _remove(path)
+        else:
+            path.rename(final)
+    for path in parent.glob(f"{_TEMPORARY}*"):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

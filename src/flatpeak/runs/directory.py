@@ -1,0 +1,169 @@
+"""The directory of a run: who may write to it, and where everything in it lies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from flatpeak.errors import UserError
+from flatpeak.runs.checkpoints import tidy
+from flatpeak.runs.config import RunSectionConfig
+from flatpeak.runs.files import write_atomic
+from flatpeak.runs.lock import RunLock
+from flatpeak.runs.manifest import describe_start
+from flatpeak.runs.metrics import truncate_metrics
+from flatpeak.runs.redact import redact
+from flatpeak.runs.resume import check_resumable
+from flatpeak.runs.rollout_log import truncate_rollouts
+
+_LOCK = ".lock"
+_WRITTEN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "rollouts",
+    "evaluations",
+    "checkpoints",
+    "summary.json",
+    "report.html",
+    "manifest.json",
+)
+
+
+class RunPaths:
+    """Where everything lies in a run's directory; reading needs no lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.manifest = path / "manifest.json"
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts"
+        self.evaluations = path / "evaluations"
+        self.checkpoints = path / "checkpoints"
+        self.sft_checkpoints = self.checkpoints / "sft"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+
+    def is_run(self) -> bool:
+        """Whether a run was started here: its manifest is the first file written and the last deleted."""
+        try:
+            return "flatpeak" in json.loads(self.manifest.read_text(encoding="utf-8"))["versions"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+class RunDirectory(RunPaths):
+    """A run's directory held by its one trainer, from `create` to `close` (or the end of a `with`)."""
+
+    def __init__(self, path: Path, lock: RunLock, *, resumed: bool) -> None:
+        super().__init__(path)
+        self._lock = lock
+        self.resumed = resumed
+        """Whether an earlier start of this run is being continued."""
+
+    @classmethod
+    def create(
+        cls,
+        config: RunSectionConfig,
+        resolved: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        command: Sequence[str] | None = None,
+    ) -> RunDirectory:
+        """Take `config.directory/config.name` and write config.yaml and manifest.json.
+
+        `resolved` is the whole recipe as plain data. A name that was used is refused without `resume` or `overwrite`;
+        with `resume`, a run that does not exist yet is started, so that one command can be repeated until it is done.
+        Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
+        """
+        if resume and overwrite:
+            raise UserError("--resume continues a run and --overwrite deletes it: give one of the two")
+        path = _run_path(config)
+        if _written(path) and not RunPaths(path).is_run():
+            raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")
+        path.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(path / _LOCK)
+        try:
+            run = cls(path, lock, resumed=resume and RunPaths(path).config.exists())
+            if overwrite:
+                run._clear()
+            elif _written(path) and not resume:
+                raise UserError(
+                    f"{path} exists: continue it with --resume, delete it with --overwrite, or choose another run.name"
+                )
+            run._start(redact(json.loads(json.dumps(resolved))), command)
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def _clear(self) -> None:
+        """Delete what a run writes and nothing else; last the manifest, which says that this is a run's directory."""
+        for path in _written(self.path):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _start(self, resolved: dict[str, Any], command: Sequence[str] | None) -> None:
+        start = redact(describe_start(command))
+        if self.resumed:
+            changed = check_resumable(yaml.safe_load(self.config.read_text(encoding="utf-8")), resolved)
+            manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
+            manifest.setdefault("resumed", []).append(start | {"changed": changed})
+            tidy(self.checkpoints)
+            tidy(self.sft_checkpoints)
+        else:
+            manifest = start
+        write_atomic(self.manifest, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        write_atomic(self.config, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+        self.rollouts.mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+
+    def rewind(self, step: int | None, *, stage: str = "train") -> None:
+        """Forget what was logged after `step` of `stage`, so that the files equal those of a run never interrupted.
+
+        None forgets everything: the run starts anew. Asks of the trainer that all of a step, its evaluation included,
+        is logged before the step's checkpoint is written.
+        """
+        truncate_metrics(self.metrics, step=step, stage=stage)
+        truncate_rollouts(self.rollouts, step=step if step is not None and stage == "train" else -1)
+
+    def require_space(self, needed: int) -> None:
+        """Raise UserError where fewer than `needed` bytes are free: better now than at the first checkpoint."""
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise UserError(
+                f"{self.path} needs about {needed / 2**20:.0f} MiB for checkpoints and {free / 2**20:.0f} MiB are "
+                "free: free some space, lower run.keep_checkpoints or set run.directory to another disk"
+            )
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _written(path: Path) -> list[Path]:
+    return [path / name for name in _WRITTEN if (path / name).exists()]
+
+
+def _run_path(config: RunSectionConfig) -> Path:
+    parts = Path(config.name).parts
+    if not parts or Path(config.name).is_absolute() or ".." in parts:
+        raise UserError(f"run.name={config.name!r} must be a name inside run.directory, such as my-run or sweep/01")
+    return Path(config.directory) / config.name

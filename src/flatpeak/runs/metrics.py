@@ -1,0 +1,133 @@
+"""metrics.jsonl: one JSON object a line, one line a step, and the same to every tracker."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatpeak.protocols import Tracker
+
+Row = dict[str, Any]
+
+
+def warn(text: str) -> None:
+    """Where notices go unless the caller says otherwise: Python's warnings."""
+    warnings.warn(text, stacklevel=3)
+
+
+class MetricsWriter:
+    """Appends rows `{"step": n, "stage": "train", "reward/mean": 0.5, ...}`, each on disk before `write` returns.
+
+    A log is worth less than the run: where the disk is full or a tracker fails, `notice` is told once and training
+    goes on. NaN and infinities are written as null, which is what JSON has.
+    """
+
+    def __init__(self, path: Path, *, trackers: Sequence[Tracker] = (), notice: Callable[[str], None] = warn) -> None:
+        self.path = path
+        self._trackers = tuple(trackers)
+        self._notice = notice
+        self._told: set[str] = set()
+        self._file = path.open("ab", buffering=0)
+        self._torn = False
+
+    def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """Append one row, and hand the metrics to every tracker."""
+        row = {"step": step, "stage": stage} | {name: _json_number(value) for name, value in metrics.items()}
+        try:
+            self._append(json.dumps(row, ensure_ascii=False, allow_nan=False))
+        except OSError as error:
+            self._tell_once("file", f"{self.path}: {error.strerror}; metrics are lost until there is room again")
+        for tracker in self._trackers:
+            try:
+                tracker.log(metrics, step=step)
+            # A tracker is foreign code talking to a network: whatever it raises, training goes on.
+            except Exception as error:
+                name = type(tracker).__name__
+                self._tell_once(name, f"{name} failed ({error}); metrics are still in {self.path}")
+
+    def _append(self, text: str) -> None:
+        # After a torn write the rest of the line is missing: the newline ends it, so that only that row is lost.
+        data = ("\n" * self._torn + text + "\n").encode(errors="backslashreplace")
+        self._torn = True
+        written = self._file.write(data)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
+
+    def _tell_once(self, key: str, text: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._notice(text)
+
+    def close(self) -> None:
+        """Close the file and the trackers."""
+        self._file.close()
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:
+                name = type(tracker).__name__
+                self._tell_once(f"{name}.close", f"{name} could not be closed ({error})")
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics.jsonl, in order; lines that a crash or a full disk left torn are skipped."""
+    return [row for _, row in _lines(path)]
+
+
+def truncate_metrics(path: Path, *, step: int | None, stage: str) -> None:
+    """Cut the file before the first row of `stage` with a later step, and drop a torn last line; None empties it.
+
+    What stands before that row was written by the time `step` of `stage` ended: rows of earlier stages, and the
+    evaluations up to and including this step's.
+    """
+    if not path.exists():
+        return
+    end = 0
+    for line_end, row in _lines(path):
+        if step is None or (row.get("stage") == stage and row["step"] > step):
+            break
+        end = line_end
+    os.truncate(path, end)
+
+
+def _lines(path: Path) -> list[tuple[int, Row]]:
+    """(byte offset of the line's end, row) of every whole line."""
+    if not path.exists():
+        return []
+    found: list[tuple[int, Row]] = []
+    offset = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        offset += len(line)
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            found.append((offset, row))
+    return found
+
+
+def _json_number(value: float) -> float | int | None:
+    if isinstance(value, int):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,62 @@
+"""Whether a run may go on under a changed recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flatpeak.errors import UserError
+
+# What may change between the starts of one run: where it lives, how often it saves and logs, how many threads it uses
+# and how long it trains. None of it alters what an earlier or later row of metrics.jsonl means.
+CHANGEABLE = frozenset(
+    {
+        "run.name",
+        "run.directory",
+        "run.checkpoint_every",
+        "run.keep_checkpoints",
+        "run.log_rollouts_every",
+        "run.threads",
+        "training.steps",
+    }
+)
+_ABSENT = "(absent)"
+
+
+def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """The keys that changed, all of them allowed to, as {"training.steps": "100 -> 200"}.
+
+    Raises UserError showing the others. `training.steps` may change only under a constant schedule: a linear or cosine
+    one stretches with it, so that the steps already taken would have had other learning rates.
+    """
+    before, after = flatten(old), flatten(new)
+    changed = {
+        key: f"{before.get(key, _ABSENT)} -> {after.get(key, _ABSENT)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    }
+    allowed = set(CHANGEABLE)
+    if after.get("optimizer.schedule", "constant") != "constant":
+        allowed.discard("training.steps")
+    refused = [f"{key}: {change}" for key, change in changed.items() if key not in allowed]
+    if refused:
+        raise UserError(
+            f"cannot resume with a changed recipe ({'; '.join(refused)}): put the old values back, or choose another "
+            "run.name"
+        )
+    return changed
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": [1]}} as {"a.b.0": 1}; empty mappings and lists stay as they are."""
+    items: Sequence[tuple[Any, Any]]
+    if isinstance(value, Mapping) and value:
+        items = list(value.items())
+    elif isinstance(value, list | tuple) and value:
+        items = list(enumerate(value))
+    else:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat |= flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat

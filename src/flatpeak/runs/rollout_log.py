@@ -1,0 +1,95 @@
+"""rollouts/step_000001.jsonl: every completion of a step, with all that decided what it did to the policy."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flatpeak.runs.metrics import warn
+from flatpeak.runs.redact import redact
+from flatpeak.types import Group, Scores
+
+Row = dict[str, Any]
+_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+
+def rollout_rows(
+    groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float | None]]
+) -> Iterator[Row]:
+    """One row per completion; `advantages` is [P][G] like `scores`. What is missing, or not finite, is null."""
+    for p, group in enumerate(groups):
+        for g, completion in enumerate(group.completions):
+            prompt, text, gold = redact([group.prompt.text, completion.text, group.prompt.example.gold])
+            yield {
+                "group": group.prompt.id,
+                "index": g,
+                "prompt": prompt,
+                "prompt_token_ids": list(group.prompt.token_ids),
+                "text": text,
+                "token_ids": list(completion.token_ids),
+                "logprobs": [_finite(value) for value in completion.logprobs],
+                "finish_reason": completion.finish_reason,
+                "reward": _finite(scores.total[p][g]),
+                "rewards": {name: _finite(part[p][g]) for name, part in scores.parts.items()},
+                "advantage": _finite(advantages[p][g]),
+                "gold": gold,
+            }
+
+
+class RolloutLog:
+    """Writes a step's rollouts to a file of their own; a full disk is told once and training goes on."""
+
+    def __init__(self, directory: Path, *, notice: Callable[[str], None] = warn) -> None:
+        self.directory = directory
+        self._notice = notice
+        self._told = False
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        scores: Scores,
+        advantages: Sequence[Sequence[float | None]],
+    ) -> None:
+        """Write the whole file under a temporary name and rename it: a reader never sees half a step."""
+        path = self.directory / f"step_{step:06d}.jsonl"
+        temporary = self.directory / f".tmp-{path.name}"
+        try:
+            # A lone surrogate, which UTF-8 cannot hold, becomes the JSON escape of itself.
+            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                for row in rollout_rows(groups, scores, advantages):
+                    file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if not self._told:
+                self._told = True
+                self._notice(f"{path}: {error.strerror}; rollouts are not logged until there is room again")
+
+
+def read_rollouts(path: Path) -> list[Row]:
+    """The rows of one step's file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def logged_steps(directory: Path) -> dict[int, Path]:
+    """The file of every logged step, in the order of the steps."""
+    found = {int(match[1]): path for path in directory.glob("step_*.jsonl") if (match := _FILE.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def truncate_rollouts(directory: Path, *, step: int) -> None:
+    """Delete the files of every later step, and what a crash left half written."""
+    for later, path in logged_steps(directory).items():
+        if later > step:
+            path.unlink()
+    for temporary in directory.glob(".tmp-*"):
+        temporary.unlink()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

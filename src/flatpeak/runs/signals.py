@@ -1,0 +1,45 @@
+"""SIGINT and SIGTERM become a request to stop at the next step boundary."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_CAUGHT = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """While open, the first SIGINT or SIGTERM is only remembered; a second one raises KeyboardInterrupt.
+
+    The loop asks `stop.signal` wherever it can stop with its state whole, writes a checkpoint, and leaves. Outside the
+    main thread, where Python delivers no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number (130 for SIGINT, 143 for SIGTERM); 0 where none came."""
+        return 0 if self.signal is None else 128 + self.signal
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._receive) for number in _CAUGHT}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None: the handler was not installed from Python and cannot be put back from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number

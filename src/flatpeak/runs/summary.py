@@ -1,0 +1,91 @@
+"""summary.json: what a run came to, for tables and for the last line of a command."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flatpeak.errors import UserError
+from flatpeak.runs.files import write_atomic
+
+Status = Literal["running", "done", "stopped", "failed"]
+EvaluationStage = Literal["start", "sft", "train"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageEvaluation:
+    """One held-out evaluation of one checkpoint."""
+
+    stage: EvaluationStage
+    """`start` is the model before any training, `sft` after (or during) SFT, `train` during and after RL."""
+    step: int
+    """The step of that stage."""
+    task: str
+    size: int
+    """How many held-out questions."""
+    metrics: Mapping[str, float | None]
+    """accuracy, reward, format, ...; None where a metric was not finite."""
+    intervals: Mapping[str, tuple[float, float]]
+    """A confidence interval (low, high) per metric that has one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What a run came to, or how far it is."""
+
+    name: str
+    status: Status
+    """`stopped`: by a signal, with a valid checkpoint left. A run that was killed still reads `running`."""
+    metric: str
+    """What chose the best checkpoint."""
+    best_step: int | None
+    last_step: int
+    evaluations: tuple[StageEvaluation, ...]
+    """Of every stage, in the order they were made."""
+    checkpoints: tuple[str, ...]
+    """Names of the checkpoints at hand, oldest first."""
+    wall_seconds: float
+    """Time spent in SFT and RL together, over all starts of the run."""
+    signal: int | None = None
+    """The signal that stopped the run."""
+
+    def evaluation(self, stage: EvaluationStage) -> StageEvaluation | None:
+        """The last evaluation of a stage, or None."""
+        return next((found for found in reversed(self.evaluations) if found.stage == stage), None)
+
+
+def write_summary(path: Path, summary: RunSummary) -> None:
+    """Write it as JSON, whole or not at all; what is not finite becomes null."""
+    write_atomic(path, json.dumps(_finite(asdict(summary)), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_summary(path: Path) -> RunSummary:
+    """Read it back. Raises UserError where there is none or it is not a summary."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        evaluations = tuple(
+            StageEvaluation(
+                **row | {"intervals": {name: (low, high) for name, (low, high) in row["intervals"].items()}}
+            )
+            for row in content.pop("evaluations")
+        )
+        checkpoints = tuple(content.pop("checkpoints"))
+        return RunSummary(evaluations=evaluations, checkpoints=checkpoints, **content)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: {path.parent} is not a run, or its training never began") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a run's summary ({error})") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

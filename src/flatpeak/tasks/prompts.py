@@ -1,0 +1,206 @@
+"""How a question becomes the tokens that the model continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from flatpeak.errors import UserError
+from flatpeak.protocols import Tokenizer
+from flatpeak.tasks.config import PromptConfig
+from flatpeak.tasks.format_strings import did_you_mean
+from flatpeak.types import Example, Message, Prompt
+
+PLACEHOLDER = "{question}"
+R1_ZERO = (
+    "What follows is a dialogue. A User poses a problem and an Assistant works it out: it reasons step by step first, "
+    "and only then states its result. It writes the reasoning between <think> and </think> and the result between "
+    "<answer> and </answer>, like this: <think> the reasoning </think> <answer> the result </answer>.\n"
+    "User: {question}\n"
+    "Assistant: <think>"
+)
+"""The protocol of DeepSeek-R1-Zero (arXiv 2501.12948, table 1): its roles, tags and order, with the opening tag of the
+reasoning already written. The wording is flatpeak's; a published one can be given as a file."""
+TEXT_TEMPLATES = {"plain": PLACEHOLDER, "question_only": PLACEHOLDER, "r1_zero": R1_ZERO}
+CHAT = "chat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Prompts that fit, and what was done to those that did not."""
+
+    prompts: tuple[Prompt, ...]
+    """In the order of the examples."""
+    dropped: int
+    """How many were left out as too long."""
+    truncated: int
+    """How many had their question shortened."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wording:
+    text: str
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] | None = None
+
+
+_Word = Callable[[str], _Wording]
+
+
+def build_prompts(
+    examples: Sequence[Example], tokenizer: Tokenizer, config: PromptConfig, *, max_tokens: int
+) -> PromptSet:
+    """Word and tokenize the examples' questions.
+
+    A prompt may have `max_tokens` tokens (what the context leaves beside the completion), or `config.max_tokens` where
+    that is less. UserError for a template that cannot be used, an empty prompt, and, with `overlong=error`, for
+    prompts that are too long.
+    """
+    limit = max_tokens if config.max_tokens is None else min(max_tokens, config.max_tokens)
+    if limit < 1:
+        raise UserError(
+            f"prompts may have {limit} tokens: lower rollout.max_new_tokens, raise prompt.max_tokens, or take a model "
+            "with a longer context"
+        )
+    word = _chat_wording(tokenizer, config) if config.template == CHAT else _text_wording(tokenizer, config)
+    prompts: list[Prompt] = []
+    too_long: list[int] = []
+    for example in examples:
+        wording = word(example.question)
+        if not wording.token_ids:
+            raise UserError(
+                f"example {example.id!r} makes an empty prompt: give it a question, or use a prompt.template"
+            )
+        if len(wording.token_ids) > limit:
+            too_long.append(len(wording.token_ids))
+            if config.overlong != "truncate_left":
+                continue
+            wording = _shortened(example, word, limit=limit)
+        prompts.append(
+            Prompt(
+                id=example.id,
+                token_ids=wording.token_ids,
+                text=wording.text,
+                example=example,
+                messages=wording.messages,
+            )
+        )
+    if too_long and (config.overlong == "error" or not prompts):
+        raise UserError(_overlong(too_long, config, total=len(examples), limit=limit))
+    truncated = len(too_long) if config.overlong == "truncate_left" else 0
+    return PromptSet(prompts=tuple(prompts), dropped=len(too_long) - truncated, truncated=truncated)
+
+
+def prompt_texts(examples: Sequence[Example], config: PromptConfig) -> list[str]:
+    """The worded questions as text alone, which a new tokenizer is built from."""
+    if config.template == CHAT:
+        raise UserError(
+            "prompt.template=chat needs a tokenizer with a chat template, which a new model (model.new) lacks"
+        )
+    template = _template(config.template)
+    return [template.replace(PLACEHOLDER, example.question) for example in examples]
+
+
+def _text_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
+    """A wording that puts the question into a text."""
+    if config.system is not None or config.chat_template_kwargs:
+        key = "system" if config.system is not None else "chat_template_kwargs"
+        raise UserError(f"prompt.{key} needs a chat template: set prompt.template=chat, or remove prompt.{key}")
+    template = _template(config.template)
+
+    def word(question: str) -> _Wording:
+        # Not str.format: other braces in the template (LaTeX, JSON) are text.
+        text = template.replace(PLACEHOLDER, question)
+        return _Wording(text=text, token_ids=tuple(_encode(tokenizer, text)))
+
+    return word
+
+
+def _template(name: str) -> str:
+    if name in TEXT_TEMPLATES:
+        return TEXT_TEMPLATES[name]
+    names = (*TEXT_TEMPLATES, CHAT)
+    file = Path(name).expanduser()
+    if not file.is_file():
+        raise UserError(
+            f"prompt.template={name}: neither a file nor one of {', '.join(names)}{did_you_mean(name, names)}"
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt.template={name}: not UTF-8 text; save the file as UTF-8") from error
+    if PLACEHOLDER not in text:
+        raise UserError(f"prompt.template={name}: no {PLACEHOLDER} in the file; write it where the question belongs")
+    # Editors end a file with a line break that nobody means as part of the prompt; a second one is meant.
+    return text.removesuffix("\n")
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids with the beginning-of-sequence token where the tokenizer has one, and no end that it appended."""
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        if ids[len(ids) - 1 - len(bare) : -1] == bare:
+            return ids[:-1]
+    return ids
+
+
+def _chat_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
+    """A wording by the tokenizer's chat template, up to and including the header of the assistant's turn."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            "prompt.template=chat: this tokenizer has no chat template; use prompt.template=r1_zero, plain or a file, "
+            "or an instruction-tuned model"
+        )
+    for key in ("tokenize", "add_generation_prompt"):
+        if key in config.chat_template_kwargs:
+            raise UserError(f"prompt.chat_template_kwargs.{key} is not a choice here: remove it")
+    kwargs: dict[str, Any] = {**config.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
+    system: tuple[Message, ...] = () if config.system is None else ({"role": "system", "content": config.system},)
+
+    def word(question: str) -> _Wording:
+        messages = (*system, {"role": "user", "content": question})
+        try:
+            text = tokenizer.apply_chat_template(list(messages), **kwargs)
+        except TemplateError as error:
+            raise UserError(
+                f"prompt.template=chat: the chat template refuses the messages ({error}); remove prompt.system or "
+                "change prompt.chat_template_kwargs"
+            ) from error
+        # The template has written every special token into the text, the beginning of the sequence included.
+        return _Wording(text=text, token_ids=tuple(tokenizer.encode(text, add_special_tokens=False)), messages=messages)
+
+    return word
+
+
+def _shortened(example: Example, word: _Word, *, limit: int) -> _Wording:
+    """The wording with the longest end of the question that fits, by bisection over where that end starts."""
+    question = example.question
+    too_early, start = 0, len(question) - 1
+    best = word(question[start:])
+    if len(best.token_ids) > limit:
+        raise UserError(
+            f"example {example.id!r}: with one character of the question left the prompt has "
+            f"{len(best.token_ids)} tokens, and {limit} fit; use a shorter prompt.template, raise prompt.max_tokens or lower rollout.max_new_tokens"
+        )
+    while start - too_early > 1:
+        middle = (too_early + start) // 2
+        wording = word(question[middle:])
+        if len(wording.token_ids) <= limit:
+            start, best = middle, wording
+        else:
+            too_early = middle
+    return best
+
+
+def _overlong(lengths: Sequence[int], config: PromptConfig, *, total: int, limit: int) -> str:
+    choices = "prompt.overlong=truncate_left" if config.overlong == "drop" else "prompt.overlong=drop or truncate_left"
+    room = "a larger prompt.max_tokens" if config.max_tokens == limit else "a smaller rollout.max_new_tokens"
+    return (
+        f"{len(lengths)} of {total} prompts exceed {limit} tokens (the longest has {max(lengths)}): set {choices}, "
+        f"or {room}"
+    )

@@ -1,0 +1,197 @@
+"""What a run writes down while it trains: metrics, rollouts, evaluations, checkpoints, and its summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.evaluation.evaluate import Evaluation
+from flatpeak.protocols import Progress
+from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, checkpoint_steps, point, prune, write_checkpoint
+from flatpeak.runs.config import RunSectionConfig
+from flatpeak.runs.directory import RunDirectory
+from flatpeak.runs.files import write_atomic
+from flatpeak.runs.metrics import MetricsWriter
+from flatpeak.runs.rollout_log import RolloutLog
+from flatpeak.runs.signals import StopSignals
+from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
+from flatpeak.training.collect import Rollouts
+from flatpeak.training.learner import Learner
+from flatpeak.training.optimizer import optimizer_tensors
+
+Evaluator = Callable[[int | None], Evaluation]
+"""Evaluates the policy as it is now on the first so many held-out questions (None: all)."""
+
+
+class Stage(Protocol):
+    """A part of a run that takes steps and can be saved."""
+
+    name: str
+    learner: Learner
+
+    def state(self) -> dict[str, Any]:
+        """Everything but weights and optimizer that the next step depends on, as JSON."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class History:
+    """What has happened in a run so far; saved in every checkpoint, so that a resumed run tells the whole story."""
+
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int | None = None
+    best_value: float | None = None
+    last_step: int = 0
+    seconds: float = 0.0
+    """Wall time of SFT and RL, their evaluations and checkpoints included."""
+
+
+class Journal:
+    """Records a run. It never changes what training does."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        config: RunSectionConfig,
+        evaluation: EvaluationConfig,
+        evaluator: Evaluator,
+        stop: StopSignals,
+        progress: Progress,
+        history: History,
+    ) -> None:
+        self.run = run
+        self.config = config
+        self.evaluation = evaluation
+        self.evaluator = evaluator
+        self.stop = stop
+        self.progress = progress
+        self.history = history
+        self.metrics = MetricsWriter(run.metrics, notice=progress.notice)
+        self.rollout_log = RolloutLog(run.rollouts, notice=progress.notice)
+        self._since = time.perf_counter()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal asked to stop."""
+        return self.stop.signal is not None
+
+    def record(self, stage: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Log one step's metrics and show them."""
+        self.metrics.write(step, stage, metrics)
+        self.progress.update(stage, step=step, total=total, metrics=metrics)
+
+    def rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
+        """Log every completion of a step, where `run.log_rollouts_every` asks for it."""
+        if self.config.log_rollouts_every and step % self.config.log_rollouts_every == 0:
+            self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
+
+    def begin(self, stage: Stage) -> None:
+        """Before the first step of RL: the model as it starts is evaluated, saved, and is the first candidate."""
+        self.evaluate_start()
+        self._consider(0, self.history.evaluations[-1]["choice"])
+        self.checkpoint(stage, 0)
+
+    def evaluate_start(self) -> None:
+        """Evaluate the model before any training, once: the first row of every table."""
+        if not self.history.evaluations:
+            self.evaluate("start", 0, size=self._large_size)
+
+    def evaluate_after_sft(self, step: int) -> None:
+        """Evaluate what SFT made of the model."""
+        self.evaluate("sft", step, size=self._large_size)
+
+    def evaluate(self, stage: EvaluationStage, step: int, *, size: int | None) -> float:
+        """Evaluate now, write the answers down, and return the metric that chooses checkpoints."""
+        evaluation = self.evaluator(size)
+        choice = evaluation.first(self.evaluation.size).mean(self.evaluation.metric)
+        figures = evaluation.as_dict()
+        self.history.evaluations.append({"stage": stage, "step": step, **figures, "choice": choice})
+        directory = self.run.path / "evaluations"
+        directory.mkdir(exist_ok=True)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.rows]
+        write_atomic(directory / f"{stage}_{step:06d}.jsonl", "".join(lines))
+        named = {f"eval/{evaluation.task}/{name}": value for name, value in figures["metrics"].items()}
+        self.record("eval", step, step, named)
+        if stage == "train":
+            self._consider(step, choice)
+        return choice
+
+    def evaluate_if_due(self, stage: EvaluationStage, step: int, *, total: int, goal: float | None) -> bool:
+        """Evaluate every `evaluation.every` steps and at the end; whether the goal is reached."""
+        at_end = step == total
+        if not at_end and not (self.evaluation.every and step % self.evaluation.every == 0):
+            return False
+        size = self._large_size if at_end else self.evaluation.size
+        value = self.evaluate(stage, step, size=size)
+        reached = goal is not None and value >= goal
+        if reached and size != self._large_size:
+            self.evaluate(stage, step, size=self._large_size)
+        return reached
+
+    @property
+    def _large_size(self) -> int | None:
+        return self.evaluation.final_size or self.evaluation.size
+
+    def _consider(self, step: int, value: float) -> None:
+        if self.history.best_value is None or value > self.history.best_value:
+            self.history.best_step, self.history.best_value = step, value
+
+    def checkpoint_if_due(self, stage: Stage, step: int, *, last: bool) -> None:
+        """Save every `run.checkpoint_every` steps, at the end, on a signal, and where a new best was found."""
+        every = self.config.checkpoint_every
+        due = bool(every) and step % every == 0
+        if due or last or self.stopped or self.history.best_step == step:
+            self.checkpoint(stage, step)
+
+    def checkpoint(self, stage: Stage, step: int) -> None:
+        """Save the policy and everything the next step depends on; RL's checkpoints carry `best` and `last`."""
+        self.history.last_step = step
+        self._count_time()
+        parent = self.run.checkpoints if stage.name == "train" else self.run.checkpoints / stage.name
+        path = write_checkpoint(
+            parent,
+            step,
+            save_model=stage.learner.policy.save,
+            tensors=optimizer_tensors(stage.learner.optimizer),
+            state={"stage": stage.state(), "history": asdict(self.history)},
+        )
+        point(parent, LAST, path)
+        if stage.name == "train" and self.history.best_step == step:
+            point(parent, BEST, path)
+        prune(parent, keep=self.config.keep_checkpoints)
+
+    def summarize(self, status: Status) -> RunSummary:
+        """Write summary.json."""
+        self._count_time()
+        evaluations: Sequence[dict[str, Any]] = self.history.evaluations
+        summary = RunSummary(
+            name=self.config.name,
+            status=status,
+            metric=self.evaluation.metric,
+            best_step=self.history.best_step,
+            last_step=self.history.last_step,
+            evaluations=tuple(
+                StageEvaluation(**{key: value for key, value in row.items() if key != "choice"}) for row in evaluations
+            ),
+            checkpoints=tuple(checkpoint_name(step) for step in checkpoint_steps(self.run.checkpoints)),
+            wall_seconds=self.history.seconds,
+            signal=self.stop.signal,
+        )
+        write_summary(self.run.summary, summary)
+        return summary
+
+    def close(self) -> None:
+        """Close the metrics file."""
+        self.metrics.close()
+
+    def _count_time(self) -> None:
+        now = time.perf_counter()
+        self.history.seconds += now - self._since
+        self._since = now

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+
+from flatpeak.errors import UserError
+from flatpeak.rewards.combine import Part, RewardSet
+from flatpeak.rewards.functions import FunctionReward
+from flatpeak.rewards.numbers import NumberReward
+from flatpeak.rewards.parts import RuleScorer
+
+
+def part(name, function, weight=1.0):
+    return Part(name=name, weight=weight, scorer=FunctionReward(function, name=name))
+
+
+def fail(completion):
+    raise RuntimeError("no\n  luck")
+
+
+def test_the_total_is_the_weighted_sum_of_unweighted_parts(group):
+    reward = RewardSet(
+        [
+            part("length", lambda completion: len(completion), 0.5),
+            part("a", lambda completion: float("a" in completion), -2.0),
+        ]
+    )
+    scores = reward([group("a", "bbb"), group("aa")])
+    assert scores.parts == {"length": [[1.0, 3.0], [2.0]], "a": [[1.0, 0.0], [1.0]]}
+    assert scores.total == [[-1.5, 1.5], [-1.0]]
+    assert reward.weights == {"length": 0.5, "a": -2.0}
+
+
+def test_the_total_is_missing_where_a_weighted_part_is(group):
+    reward = RewardSet(
+        [part("one", lambda completion: 1.0), part("some", lambda completion: None if completion == "a" else 0.0, 0.1)]
+    )
+    scores = reward([group("a", "b")])
+    assert scores.total == [[None, 1.0]]
+    assert scores.parts["one"] == [[1.0, 1.0]]
+
+
+def test_a_part_without_weight_is_logged_only_whatever_happens_to_it(group):
+    reward = RewardSet([part("one", lambda completion: 1.0), part("watch", fail, 0.0)])
+    scores = reward([group("a", "b")])
+    assert scores.total == [[1.0, 1.0]]
+    assert scores.parts["watch"] == [[None, None]]
+    assert reward.failures["watch"].count == 2
+
+
+def test_failures_are_counted_over_calls_and_keep_the_first_error(group):
+    def picky(completion):
+        if completion.startswith("x"):
+            raise ValueError(f"bad {completion}")
+        return 1.0
+
+    reward = RewardSet([part("picky", picky), part("fine", lambda completion: 1.0)])
+    assert reward.failures == {}
+    reward([group("x1", "b"), group("x2", "d")])
+    reward([group("x3", "b")])
+    assert reward.failures.keys() == {"picky"}
+    assert reward.failures["picky"].count == 3
+    assert reward.failures["picky"].first_error.startswith("ValueError: bad x1 (")
+
+
+def test_a_weighted_part_that_fails_everywhere_stops_with_its_error(group):
+    reward = RewardSet([part("one", lambda completion: 1.0), part("judge", fail)])
+    with pytest.raises(
+        UserError, match=r"^reward 'judge' failed on all 3 completions: RuntimeError: no luck \(.*:\d+\)$"
+    ):
+        reward([group("a", "b"), group("c")])
+
+
+def test_a_part_that_is_missing_everywhere_without_failing_does_not_stop(group):
+    assert RewardSet([part("none", lambda completion: None)])([group("a")]).total == [[None]]
+
+
+def test_groups_with_the_same_prompt_text_stay_separate(group):
+    reward = RewardSet([Part(name="correctness", weight=1.0, scorer=RuleScorer(rule=NumberReward()))])
+    twins = [group("1", "2", id="a", gold="1"), group("1", "2", id="b", gold="2")]
+    assert twins[0].prompt.text == twins[1].prompt.text
+    assert reward(twins).total == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_no_groups_have_no_scores():
+    scores = RewardSet([part("one", lambda completion: 1.0)])([])
+    assert (scores.total, scores.parts) == ([], {"one": []})
+
+
+def test_answers_come_from_the_part_that_extracts_them(completion, prompt):
+    reward = RewardSet(
+        [
+            Part(name="correctness", weight=1.0, scorer=RuleScorer(rule=NumberReward(extraction="last_number"))),
+            part("style", lambda completion: 1.0),
+        ]
+    )
+    assert reward.answer("correctness", completion(" so 0.75 "), prompt()) == "3/4"
+    assert reward.answer("correctness", completion("dunno"), prompt()) is None
+    assert reward.answer("style", completion(" so 0.75 "), prompt()) == "so 0.75"
+    with pytest.raises(UserError, match="there is no reward 'accuracy': choose one of correctness, style"):
+        reward.answer("accuracy", completion("x"), prompt())
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [([], "give at least one"), ([0.0, 0.0], "every reward has weight 0"), ([1.0, float("nan")], "weight nan")],
+)
+def test_a_set_that_cannot_teach_is_refused(weights, message):
+    with pytest.raises(UserError, match=message):
+        RewardSet([part(f"part{i}", lambda completion: 1.0, weight) for i, weight in enumerate(weights)])

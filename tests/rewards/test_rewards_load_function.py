@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flatpeak.errors import UserError
+from flatpeak.rewards.functions import load_function
+
+
+@pytest.fixture(autouse=True)
+def unchanged_imports(monkeypatch, tmp_path):
+    """Imports made here leave nothing behind."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_function_is_found_in_an_installed_module():
+    import math
+
+    assert load_function("math:sqrt") is math.sqrt
+
+
+def test_a_function_is_found_in_a_module_of_the_working_directory(tmp_path):
+    write(tmp_path / "my_graders_a.py", "def short(completion): return 0.25")
+    assert load_function("my_graders_a:short")("x") == 0.25
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_function_is_found_in_a_file(tmp_path, absolute):
+    (tmp_path / "sub").mkdir()
+    file = write(tmp_path / "sub" / "graders.py", "def short(completion): return 0.5")
+    reference = f"{file}:short" if absolute else "sub/graders.py:short"
+    assert load_function(reference)("x") == 0.5
+
+
+def test_a_file_may_import_its_neighbour_and_define_dataclasses(tmp_path):
+    write(tmp_path / "neighbour_of_graders.py", "VALUE = 0.75")
+    write(
+        tmp_path / "graders.py",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport neighbour_of_graders\n"
+        "@dataclass\nclass Limit:\n    value: float\n"
+        "def short(completion): return Limit(neighbour_of_graders.VALUE).value\n",
+    )
+    assert load_function("graders.py:short")("x") == 0.75
+
+
+def test_a_file_is_run_once_for_all_its_functions(tmp_path):
+    write(tmp_path / "graders.py", "state = []\ndef one(completion): return state\ndef two(completion): return state")
+    assert load_function("graders.py:one")("x") is load_function("graders.py:two")("x")
+
+
+def test_files_of_one_name_in_two_directories_are_two_modules(tmp_path):
+    for directory, value in (("a", 1), ("b", 2)):
+        (tmp_path / directory).mkdir()
+        write(tmp_path / directory / "graders.py", f"def f(completion): return {value}")
+    assert [load_function(f"{directory}/graders.py:f")("x") for directory in "ab"] == [1, 2]
+
+
+@pytest.mark.parametrize("reference", ["short", ":short", "graders.py:", ""])
+def test_a_reference_without_both_halves_is_refused(reference):
+    with pytest.raises(UserError, match=r"write module:name or file\.py:name"):
+        load_function(reference)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(UserError, match=r"there is no file .*nowhere\.py"):
+        load_function("nowhere.py:short")
+
+
+def test_a_missing_module_is_named():
+    with pytest.raises(UserError, match=r"cannot import module 'no_such_graders': ModuleNotFoundError"):
+        load_function("no_such_graders:short")
+
+
+def test_a_missing_function_names_the_nearest(tmp_path):
+    write(tmp_path / "graders.py", "shorts = 3\ndef shortness(completion): ...\ndef other(completion): ...")
+    with pytest.raises(UserError, match=r"graders\.py defines no 'shortnes' \(did you mean 'shortness'\?\)"):
+        load_function("graders.py:shortnes")
+
+
+def test_something_that_is_no_function_is_described(tmp_path):
+    write(tmp_path / "graders.py", "table = {'a': 1}")
+    with pytest.raises(UserError, match=r"'table' is dict \{'a': 1\}, not a function"):
+        load_function("graders.py:table")
+
+
+def test_a_file_that_fails_names_its_error_and_line_and_can_be_mended(tmp_path):
+    file = write(tmp_path / "graders.py", "\nraise KeyError('boom')")
+    with pytest.raises(UserError, match=r"cannot run .*graders\.py: KeyError: 'boom' \(.*graders\.py:2\)"):
+        load_function("graders.py:short")
+    write(file, "def short(completion): return 0.125  # mended")
+    assert load_function("graders.py:short")("x") == 0.125
+
+
+def test_a_file_of_the_user_does_not_hide_the_standard_library(tmp_path):
+    write(tmp_path / "colorsys.py", "mine = True")
+    write(tmp_path / "graders.py", "import colorsys\ndef f(completion): return hasattr(colorsys, 'mine')")
+    assert load_function("graders.py:f")("x") is False

@@ -1,0 +1,71 @@
+"""Both engines on one real model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from rollout_fakes import NumberTokenizer, make_prompt
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flatpeak.policy.policy import Policy
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.rollout.generate import GenerateEngine
+from flatpeak.types import SamplingParams
+
+PROMPTS = [make_prompt(f"p{n}", range(3, 5 + 3 * n)) for n in range(5)]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    made = Policy(Qwen2ForCausalLM(config), NumberTokenizer(special=(0,)))
+    assert made.native, made.notice
+    return made
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=0.6, top_k=20, min_new_tokens=3)],
+)
+def test_the_native_engine_agrees_with_generate_and_with_a_plain_forward_pass(
+    policy: Policy, sampling: SamplingParams
+) -> None:
+    native = NativeEngine(policy, max_rows=12).generate(PROMPTS, group_size=4, sampling=sampling, seed=3)
+    with policy.plain_attention() as model:
+        fallback = GenerateEngine(model, policy.tokenizer, eos_token_ids=policy.eos_token_ids)
+        expected = fallback.generate(PROMPTS, group_size=4, sampling=sampling, seed=3)
+        for group, other in zip(native, expected, strict=True):
+            for mine, theirs in zip(group.completions, other.completions, strict=True):
+                # The random numbers are the same, and logits differ by rounding only.
+                assert mine.token_ids == theirs.token_ids
+                assert mine.finish_reason == theirs.finish_reason
+                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=2e-5)
+                ids = torch.tensor([[*group.prompt.token_ids, *mine.token_ids]])
+                with torch.no_grad():
+                    logits_TV = model(input_ids=ids).logits[0, len(group.prompt.token_ids) - 1 : -1].double()
+                exact = torch.log_softmax(logits_TV / sampling.temperature, -1)
+                exact_T = exact[torch.arange(len(mine.token_ids)), list(mine.token_ids)]
+                np.testing.assert_allclose(mine.logprobs, exact_T, atol=1e-5 * logits_TV.abs().max().item())
+    lengths = {len(completion.token_ids) for group in native for completion in group.completions}
+    assert len(lengths) > 3
+
+
+def test_rollouts_leave_the_policy_trainable(policy: Policy) -> None:
+    sampling = SamplingParams(max_new_tokens=8)
+    NativeEngine(policy).generate(PROMPTS, group_size=2, sampling=sampling, seed=0)
+    policy.model.zero_grad()
+    with policy.plain_attention() as model:
+        model(input_ids=torch.tensor([[3, 4, 5]])).logits.logsumexp(-1).sum().backward()
+    assert all(parameter.grad is not None for parameter in policy.parameters())
+    policy.model.zero_grad()

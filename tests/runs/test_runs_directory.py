@@ -1,0 +1,269 @@
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+
+import flatpeak
+from flatpeak.errors import UserError
+from flatpeak.runs.config import RunSectionConfig
+from flatpeak.runs.directory import RunDirectory, RunPaths
+from flatpeak.runs.manifest import git_commit
+
+RESOLVED = {
+    "run": {"name": "one", "checkpoint_every": 50},
+    "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "betas": (0.9, 0.95)},
+    "training": {"steps": 100},
+}
+
+
+def create(tmp_path, resolved=RESOLVED, name="one", **options):
+    return RunDirectory.create(RunSectionConfig(name=name, directory=str(tmp_path)), resolved, **options)
+
+
+def changed(section, **values):
+    return RESOLVED | {section: RESOLVED[section] | values}
+
+
+def test_a_new_run_has_its_recipe_and_folders(tmp_path):
+    with create(tmp_path) as run:
+        assert run.path == tmp_path / "one"
+        assert not run.resumed
+        assert yaml.safe_load(run.config.read_text()) == {
+            "run": {"name": "one", "checkpoint_every": 50},
+            "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "betas": [0.9, 0.95]},
+            "training": {"steps": 100},
+        }
+        assert run.rollouts.is_dir()
+        assert run.checkpoints.is_dir()
+
+
+def test_the_manifest_tells_how_the_run_was_made(tmp_path):
+    with create(tmp_path, command=["flatpeak", "train", "r.yaml"]) as run:
+        manifest = json.loads(run.manifest.read_text())
+    assert manifest["command"] == ["flatpeak", "train", "r.yaml"]
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["python"] == platform.python_version()
+    assert manifest["versions"]["flatpeak"] == flatpeak.__version__
+    assert manifest["hardware"]["host"] == socket.gethostname()
+    assert manifest["hardware"]["cores"] >= 1
+    assert manifest["hardware"]["memory_gib"] > 0
+    assert manifest["started"].endswith("+00:00")
+
+
+def test_a_used_name_is_refused_and_both_ways_out_are_named(tmp_path):
+    create(tmp_path).close()
+    with pytest.raises(UserError, match=r"one exists: .*--resume.*--overwrite"):
+        create(tmp_path)
+
+
+def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path):
+    with create(tmp_path) as run:
+        (run.checkpoints / "step_000001").mkdir()
+        run.metrics.write_text("{}\n")
+        run.summary.write_text("{}")
+        (run.path / "notes.txt").write_text("mine")
+    with create(tmp_path, resolved=changed("training", steps=5), overwrite=True) as run:
+        assert not run.resumed
+        assert list(run.checkpoints.iterdir()) == []
+        assert not run.metrics.exists()
+        assert not run.summary.exists()
+        assert (run.path / "notes.txt").read_text() == "mine"
+        assert yaml.safe_load(run.config.read_text())["training"]["steps"] == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
+def test_a_folder_that_was_never_a_run_is_left_alone(tmp_path, options):
+    precious = tmp_path / "one" / "checkpoints" / "weights"
+    precious.mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(UserError, match="holds files that are not a run's"):
+            create(tmp_path, **options)
+    assert precious.is_dir()
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["checkpoints"]
+
+
+def test_resume_and_overwrite_together_are_refused(tmp_path):
+    with pytest.raises(UserError, match="give one of the two"):
+        create(tmp_path, resume=True, overwrite=True)
+    assert not (tmp_path / "one").exists()
+
+
+def test_resuming_a_run_that_never_began_starts_it(tmp_path):
+    with create(tmp_path, resume=True) as run:
+        assert not run.resumed
+
+
+def test_resuming_keeps_the_first_manifest_and_adds_to_it(tmp_path):
+    create(tmp_path, command=["first"]).close()
+    with create(tmp_path, resolved=changed("training", steps=200), resume=True, command=["second"]) as run:
+        assert run.resumed
+        manifest = json.loads(run.manifest.read_text())
+        assert yaml.safe_load(run.config.read_text())["training"]["steps"] == 200
+    assert manifest["command"] == ["first"]
+    assert [start["command"] for start in manifest["resumed"]] == [["second"]]
+    assert manifest["resumed"][0]["changed"] == {"training.steps": "100 -> 200"}
+
+
+def test_resuming_with_a_changed_recipe_shows_the_keys_and_changes_nothing(tmp_path):
+    with create(tmp_path) as run:
+        before = {path: path.read_bytes() for path in (run.config, run.manifest)}
+    other = changed("optimizer", learning_rate=1e-3, eps=1e-8)
+    with pytest.raises(UserError) as error:
+        create(tmp_path, resolved=other, resume=True)
+    assert "optimizer.learning_rate: 1e-05 -> 0.001" in str(error.value)
+    assert "optimizer.eps: (absent) -> 1e-08" in str(error.value)
+    assert {path: path.read_bytes() for path in before} == before
+    create(tmp_path, resume=True).close()  # the refused one let go of the lock
+
+
+def test_the_length_may_not_change_under_a_schedule_that_depends_on_it(tmp_path):
+    create(tmp_path, resolved=changed("optimizer", schedule="cosine")).close()
+    longer = changed("optimizer", schedule="cosine") | {"training": {"steps": 200}}
+    with pytest.raises(UserError, match=r"training\.steps: 100 -> 200"):
+        create(tmp_path, resolved=longer, resume=True)
+
+
+def test_a_run_that_was_moved_is_resumed_under_its_new_name(tmp_path):
+    create(tmp_path).close()
+    (tmp_path / "one").rename(tmp_path / "two")
+    with create(tmp_path, resolved=changed("run", name="two"), name="two", resume=True) as run:
+        assert run.resumed
+
+
+def test_a_second_trainer_is_refused_and_told_who_holds_the_run(tmp_path):
+    with create(tmp_path):
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(UserError, match=f"process {os.getpid()} on {socket.gethostname()}"):
+                create(tmp_path, **options)
+    create(tmp_path, resume=True).close()
+
+
+def test_the_lock_of_a_killed_trainer_is_free(tmp_path):
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from flatpeak.runs.lock import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1]))\n"
+        "print('held', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    create(tmp_path).close()
+    lock = tmp_path / "one" / ".lock"
+    with subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=f"process {holder.pid} on "):
+            create(tmp_path, resume=True)
+        holder.kill()
+    create(tmp_path, resume=True).close()
+
+
+def test_a_forked_worker_that_outlives_the_trainer_does_not_hold_the_run(tmp_path):
+    run = create(tmp_path)
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        # As the kernel does for a killed trainer: its own descriptor closes, without a word to the worker.
+        os.close(run._lock._file.fileno())
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                create(tmp_path, resume=True).close()
+                break
+            except UserError:
+                assert time.monotonic() < deadline, "the worker still holds the lock"
+                time.sleep(0.02)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def test_resuming_clears_what_a_kill_left_in_the_checkpoints(tmp_path):
+    with create(tmp_path) as run:
+        (run.checkpoints / ".tmp-step_000002").mkdir()
+        (run.sft_checkpoints / ".tmp-step_000009").mkdir(parents=True)
+    with create(tmp_path, resume=True) as run:
+        assert [path.name for path in run.checkpoints.iterdir()] == ["sft"]
+        assert list(run.sft_checkpoints.iterdir()) == []
+
+
+def test_rewinding_forgets_later_metrics_and_rollouts(tmp_path):
+    with create(tmp_path) as run:
+        stages = [("eval", 0), ("sft", 7), ("train", 1), ("train", 2), ("train", 3)]
+        lines = [json.dumps({"step": step, "stage": stage}) + "\n" for stage, step in stages]
+        run.metrics.write_text("".join(lines))
+        for step in (1, 2, 3):
+            (run.rollouts / f"step_{step:06d}.jsonl").write_text("")
+        run.rewind(2)
+        assert run.metrics.read_text() == "".join(lines[:4])
+        assert sorted(path.name for path in run.rollouts.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+        run.rewind(7, stage="sft")
+        # All that RL logged stays in place: it began after SFT's last step. Its rollouts belong to no SFT step.
+        assert list(run.rollouts.iterdir()) == []
+        run.rewind(None)
+        assert run.metrics.read_text() == ""
+
+
+def test_secrets_reach_neither_the_recipe_nor_the_manifest(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "swordfish-1234")
+    resolved = RESOLVED | {"rewards": {"judge": {"arguments": {"api_key": "abc123", "url": "http://u:pw@host"}}}}
+    command = ["flatpeak", "train", "rewards.judge.arguments.key=swordfish-1234", "hf_abcdefghijKLMNOP1234"]
+    with create(tmp_path, resolved=resolved, command=command) as run:
+        written = b"".join(path.read_bytes() for path in run.path.iterdir() if path.is_file()).decode()
+    for secret in ("swordfish-1234", "abc123", "pw@", "hf_abcdefghijKLMNOP1234"):
+        assert secret not in written
+    # The redacted recipe is no changed recipe.
+    create(tmp_path, resolved=resolved, resume=True).close()
+
+
+@pytest.mark.parametrize("name", ["", "..", "../up", "/tmp/x", "a/../b"])
+def test_a_name_that_leaves_the_directory_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"run\.name="):
+        create(tmp_path, name=name)
+
+
+def test_a_name_may_have_folders(tmp_path):
+    with create(tmp_path, name="sweep/01") as run:
+        assert run.path == tmp_path / "sweep" / "01"
+
+
+def test_a_disk_too_small_is_refused_with_the_space_it_needs(tmp_path):
+    with create(tmp_path) as run:
+        run.require_space(1)
+        with pytest.raises(UserError, match=r"needs about 1073741824 MiB .* MiB are free"):
+            run.require_space(2**50)
+
+
+def test_a_commit_is_named_only_for_files_that_git_tracks(tmp_path):
+    def git(*arguments):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert git_commit(tmp_path) is None
+    git("init")
+    (tmp_path / "in.py").write_text("1")
+    (tmp_path / "out.py").write_text("1")
+    git("add", "in.py")
+    git("commit", "-m", "x")
+    commit = git("rev-parse", "HEAD")
+    assert git_commit(tmp_path / "in.py") == commit
+    assert git_commit(tmp_path / "out.py") is None
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "in.py").write_text("2")
+    assert git_commit(tmp_path / "in.py") == f"{commit}-dirty"
+
+
+def test_paths_of_a_foreign_folder_are_no_run(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"versions": ["other"]}')
+    assert not RunPaths(tmp_path).is_run()
+    create(tmp_path).close()
+    assert RunPaths(tmp_path / "one").is_run()

@@ -1,0 +1,151 @@
+import json
+import math
+
+import pytest
+import torch
+
+from flatpeak.runs.metrics import MetricsWriter, read_metrics, truncate_metrics
+
+
+class Recorder:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.error = error
+        self.closed = False
+
+    def log(self, metrics, *, step):
+        self.rows.append((step, dict(metrics)))
+        if self.error:
+            raise self.error
+
+    def close(self):
+        self.closed = True
+        if self.error:
+            raise self.error
+
+
+def test_a_row_is_one_line_and_is_there_before_the_writer_is_closed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write(1, "train", {"reward/mean": 0.5, "groups/drawn": 3})
+    assert path.read_text() == '{"step": 1, "stage": "train", "reward/mean": 0.5, "groups/drawn": 3}\n'
+    writer.write(2, "eval", {"eval/sums/accuracy": 1.0})
+    assert path.read_text().splitlines()[1] == '{"step": 2, "stage": "eval", "eval/sums/accuracy": 1.0}'
+    writer.close()
+
+
+def test_what_is_not_finite_is_written_as_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(1, "train", {"a": math.nan, "b": math.inf, "c": -math.inf, "d": torch.tensor(0.25), "e": True})
+    assert json.loads(path.read_text()) == {
+        "step": 1,
+        "stage": "train",
+        "a": None,
+        "b": None,
+        "c": None,
+        "d": 0.25,
+        "e": 1,
+    }
+
+
+def test_a_reopened_file_is_appended_to(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        with MetricsWriter(path) as writer:
+            writer.write(step, "train", {"x": float(step)})
+    assert [row["x"] for row in read_metrics(path)] == [1.0, 2.0]
+
+
+def test_every_tracker_gets_the_metrics_and_is_closed(tmp_path):
+    trackers = [Recorder(), Recorder()]
+    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=trackers) as writer:
+        writer.write(3, "train", {"x": 1.5})
+    assert [tracker.rows for tracker in trackers] == [[(3, {"x": 1.5})]] * 2
+    assert all(tracker.closed for tracker in trackers)
+
+
+def test_a_failing_tracker_is_told_once_and_stops_nobody(tmp_path):
+    told: list[str] = []
+    good, bad = Recorder(), Recorder(ConnectionError("offline"))
+    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=[bad, good], notice=told.append) as writer:
+        writer.write(1, "train", {"x": 1.0})
+        writer.write(2, "train", {"x": 2.0})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [step for step, _ in good.rows] == [1, 2]
+    assert good.closed
+    assert told[0].startswith("Recorder failed (offline)")
+    assert len(told) == 2  # once for log, once for close
+    assert "could not be closed" in told[1]
+
+
+def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    told: list[str] = []
+    tracker = Recorder()
+    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=[tracker], notice=told.append) as writer:
+        for step in range(3):
+            writer.write(step, "train", {"x": 0.0})
+    assert len(told) == 1
+    assert "No space left on device" in told[0]
+    assert len(tracker.rows) == 3
+
+
+def test_rows_after_a_torn_one_are_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, notice=lambda text: None) as writer:
+        writer.write(1, "train", {"x": 1.0})
+        whole = writer._file
+        writer._file = HalfWriter(whole)
+        writer.write(2, "train", {"x": 2.0})
+        writer._file = whole
+        writer.write(3, "train", {"x": 3.0})
+    assert [row["step"] for row in read_metrics(path)] == [1, 3]
+
+
+class HalfWriter:
+    """A disk that fills up in the middle of a line."""
+
+    def __init__(self, file) -> None:
+        self.file = file
+
+    def write(self, data: bytes) -> int:
+        return self.file.write(data[: len(data) // 2])
+
+
+def test_a_torn_last_line_is_not_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "stage": "train"}\n{"step": 2, "sta')
+    assert read_metrics(path) == [{"step": 1, "stage": "train"}]
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+def rows(*pairs: tuple[str, int]) -> str:
+    return "".join(json.dumps({"step": step, "stage": stage}) + "\n" for stage, step in pairs)
+
+
+START = [("eval", 0), ("sft", 1), ("sft", 2), ("sft", 3), ("eval", 3), ("train", 1), ("train", 2), ("eval", 2)]
+
+
+@pytest.mark.parametrize(
+    ("step", "stage", "kept"),
+    [
+        (2, "train", 8),  # step 2 with its evaluation
+        (1, "train", 6),
+        (0, "train", 5),  # all of SFT, whose steps have higher numbers
+        (2, "sft", 3),
+        (9, "train", 11),
+        (None, "train", 0),
+    ],
+)
+def test_what_was_logged_after_the_resumed_step_is_cut(tmp_path, step, stage, kept):
+    path = tmp_path / "metrics.jsonl"
+    logged = [*START, ("train", 3), ("train", 4), ("eval", 4)]
+    path.write_text(rows(*logged) + '{"step": 5, "stage": "tr')
+    truncate_metrics(path, step=step, stage=stage)
+    assert path.read_text() == rows(*logged[:kept])
+
+
+def test_cutting_a_file_that_is_not_there_is_harmless(tmp_path):
+    truncate_metrics(tmp_path / "metrics.jsonl", step=3, stage="train")
+    assert not (tmp_path / "metrics.jsonl").exists()

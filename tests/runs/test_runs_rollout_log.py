@@ -1,0 +1,78 @@
+import math
+
+from flatpeak.runs.rollout_log import RolloutLog, logged_steps, read_rollouts, truncate_rollouts
+from flatpeak.types import Completion, Example, Group, Prompt, Scores
+
+
+def group(name: str, texts: list[str]) -> Group:
+    prompt = Prompt(
+        id=name, token_ids=(5, 6), text=f"ask {name}", example=Example(id=name, question=name, gold=f"gold {name}")
+    )
+    completions = tuple(
+        Completion(token_ids=(1, index), logprobs=(-0.5, -math.inf), finish_reason="stop", text=text)
+        for index, text in enumerate(texts)
+    )
+    return Group(prompt=prompt, completions=completions)
+
+
+SCORES = Scores(
+    total=[[1.0, None], [0.0, 0.5]], parts={"right": [[1.0, None], [0.0, 0.0]], "layout": [[0.0, math.nan], [0.0, 1.0]]}
+)
+
+
+def test_a_row_says_all_that_decided_what_a_completion_did(tmp_path):
+    groups = [group("a", ["x", "y"]), group("b", ["z", "w"])]
+    RolloutLog(tmp_path).write(12, groups, SCORES, [[0.7, None], [-0.1, math.nan]])
+    rows = read_rollouts(tmp_path / "step_000012.jsonl")
+    assert len(rows) == 4
+    assert rows[0] == {
+        "group": "a",
+        "index": 0,
+        "prompt": "ask a",
+        "prompt_token_ids": [5, 6],
+        "text": "x",
+        "token_ids": [1, 0],
+        "logprobs": [-0.5, None],
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "rewards": {"right": 1.0, "layout": 0.0},
+        "advantage": 0.7,
+        "gold": "gold a",
+    }
+    missing = {"reward": None, "rewards": {"right": None, "layout": None}, "advantage": None}
+    assert {key: rows[1][key] for key in missing} == missing
+    assert [(row["group"], row["index"], row["reward"], row["advantage"]) for row in rows[2:]] == [
+        ("b", 0, 0.0, -0.1),
+        ("b", 1, 0.5, None),
+    ]
+
+
+def test_any_text_a_model_writes_survives(tmp_path):
+    texts = ["line\nline\u2028line", "\ud800 lone surrogate \x00 日本"]
+    RolloutLog(tmp_path).write(1, [group("a", texts)], Scores(total=[[0.0, 0.0]], parts={}), [[0.0, 0.0]])
+    assert [row["text"] for row in read_rollouts(tmp_path / "step_000001.jsonl")] == texts
+
+
+def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path):
+    told: list[str] = []
+    log = RolloutLog(tmp_path, notice=told.append)
+    for step in (1, 2):
+        (tmp_path / f".tmp-step_{step:06d}.jsonl").symlink_to("/dev/full")
+        log.write(step, [group("a", ["x" * 100_000])], Scores(total=[[0.0]], parts={}), [[0.0]])
+    assert len(told) == 1
+    assert "No space left on device" in told[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_secrets_are_not_logged(tmp_path):
+    text = "my key is hf_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    RolloutLog(tmp_path).write(1, [group("a", [text])], Scores(total=[[0.0]], parts={}), [[0.0]])
+    assert read_rollouts(tmp_path / "step_000001.jsonl")[0]["text"] == "my key is [redacted]"
+
+
+def test_later_steps_and_half_written_files_are_forgotten(tmp_path):
+    for name in ("step_000001.jsonl", "step_000002.jsonl", "step_000010.jsonl", ".tmp-step_000011.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("")
+    truncate_rollouts(tmp_path, step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_000001.jsonl", "step_000002.jsonl"]
+    assert logged_steps(tmp_path) == {1: tmp_path / "step_000001.jsonl", 2: tmp_path / "step_000002.jsonl"}

@@ -1,0 +1,120 @@
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from flatpeak.errors import UserError
+from flatpeak.tasks.build import build_task
+from flatpeak.tasks.config import GSM8KConfig
+from flatpeak.tasks.gsm8k import gsm8k_gold
+
+ROWS = [
+    {"question": "Ada has 3 boxes of 4 pens. How many pens? ", "answer": "3 * 4 = <<3*4=12>>12 pens\n#### 12"},
+    {"question": "Bo earns $600 twice. How much?", "answer": "600 * 2 = $<<600*2=1200>>1200\n#### 1,200"},
+    {"question": "Cy owes 5. What does Cy have?", "answer": "#### -5"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, rows in (("train", ROWS), ("test", ROWS[:1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("### Step 1\nwork\n#### 18", "18"),
+        ("#### 7\nno, wait\n#### 18", "18"),
+        ("#### $18", "18"),
+        ("#### -$ 18", None),
+        ("#### -$18", "-18"),
+        ("#### 18.", "18"),
+        ("#### 2,125,000", "2125000"),
+        ("####18", "18"),
+        ("####\n18\nmore words 3", "18"),
+        ("#### 18 apples", "18"),
+        ("#### −5", "-5"),
+        ("#### 18.50", "18.5"),
+        ("18", None),
+        ("#### ", None),
+        ("#### eighteen", None),
+    ],
+)
+def test_gold_is_the_number_after_the_last_mark(answer, gold):
+    assert gsm8k_gold(answer) == gold
+
+
+def test_a_directory_in_the_published_layout_is_read(folder):
+    task = build_task(GSM8KConfig(path=str(folder)))
+    assert task.name == "gsm8k"
+    assert [e.gold for e in task.train] == ["12", "1200", "-5"]
+    assert [e.id for e in (*task.train, *task.test)] == ["train/0", "train/1", "train/2", "test/0"]
+    assert task.train[0].question == "Ada has 3 boxes of 4 pens. How many pens?"
+    assert task.train[0].rationale == "3 * 4 = <<3*4=12>>12 pens\n#### 12"
+    assert task.train[0].columns["answer"] == task.train[0].rationale
+
+
+def test_sizes_take_the_first_rows_and_cannot_exceed_the_file(folder):
+    task = build_task(GSM8KConfig(path=str(folder), train_size=2, test_size=1))
+    assert [e.gold for e in task.train] == ["12", "1200"]
+    with pytest.raises(UserError, match=r"task.train_size=4: the train split has only 3 rows"):
+        build_task(GSM8KConfig(path=str(folder), train_size=4))
+    with pytest.raises(UserError, match=r"task.test_size=0"):
+        build_task(GSM8KConfig(path=str(folder), test_size=0))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "q", "answer": "no mark 5"}', "train.jsonl line 4: the answer has no number after `####`"),
+        ('{"question": "", "answer": "#### 5"}', "train.jsonl line 4: no text in column 'question'"),
+        ('{"question": "q", "answer": null}', "train.jsonl line 4: no text in column 'answer'"),
+        ('{"query": "q", "answer": "#### 5"}', "train.jsonl line 4: no text in column 'question'"),
+        ('{"question": "q", ', "train.jsonl line 4: not valid JSON"),
+    ],
+)
+def test_a_bad_row_is_an_error_with_file_and_line(folder, line, message):
+    with (folder / "train.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=message):
+        build_task(GSM8KConfig(path=str(folder)))
+
+
+def test_a_missing_file_is_named(folder):
+    (folder / "test.jsonl").unlink()
+    with pytest.raises(UserError, match=r"no test.jsonl in it"):
+        build_task(GSM8KConfig(path=str(folder)))
+    with pytest.raises(UserError, match=r"no train.jsonl in it"):
+        build_task(GSM8KConfig(path=str(folder / "nowhere")))
+
+
+def test_without_a_path_the_rows_come_from_the_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, *, split):
+        asked.append((name, config, split))
+        return ROWS
+
+    hub = ModuleType("datasets")
+    hub.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    task = build_task(GSM8KConfig(train_size=1))
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    assert (len(task.train), len(task.test)) == (1, 3)
+
+
+def test_an_unreachable_hub_says_what_to_do(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub\nlong trace")
+
+    hub = ModuleType("datasets")
+    hub.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    with pytest.raises(
+        UserError, match=r"cannot be loaded: Couldn't reach the Hub.*give a local copy as path"
+    ) as caught:
+        build_task(GSM8KConfig())
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,222 @@
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from flatpeak.errors import UserError
+from flatpeak.tasks.config import PromptConfig
+from flatpeak.tasks.prompts import build_prompts, prompt_texts
+from flatpeak.types import Example
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant:{% if quick %}!{% endif %}{% endif %}"
+)
+SPECIAL = ["<bos>", "<eos>", "<|start|>", "<|end|>"]
+
+
+def make_tokenizer(*, ends=False, chat_template=CHAT_TEMPLATE):
+    """One token per character; a <bos> in front, and with `ends` an <eos> behind."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(1, 128))])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(1)))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>" if ends else "<bos> $A", special_tokens=[("<bos>", 0), ("<eos>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", extra_special_tokens=SPECIAL[2:]
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def examples(*questions):
+    return [Example(id=f"e{i}", question=question, gold="0") for i, question in enumerate(questions)]
+
+
+def build(*questions, tokenizer=None, max_tokens=10_000, **config):
+    tokenizer = tokenizer or make_tokenizer()
+    return build_prompts(examples(*questions), tokenizer, PromptConfig(**config), max_tokens=max_tokens)
+
+
+def decoded(prompt):
+    return make_tokenizer().decode(prompt.token_ids)
+
+
+@pytest.mark.parametrize("template", ["plain", "question_only"])
+def test_plain_is_the_question_behind_the_beginning_of_sequence(template):
+    (prompt,) = build("12+34=", template=template).prompts
+    assert prompt.text == "12+34="
+    assert decoded(prompt) == "<bos>12+34="
+    assert (prompt.id, prompt.example.question, prompt.messages) == ("e0", "12+34=", None)
+
+
+def test_r1_zero_names_the_tags_and_ends_inside_the_reasoning():
+    (prompt,) = build("How many {x}?", template="r1_zero").prompts
+    before, after = prompt.text.split("How many {x}?")
+    assert after == "\nAssistant: <think>"
+    assert before.endswith("User: ")
+    assert "<think> " in before
+    assert before.index("</think> <answer>") < before.index("</answer>.")
+    assert decoded(prompt) == "<bos>" + prompt.text
+
+
+def test_an_appended_end_of_sequence_is_removed_and_a_written_one_is_kept():
+    ends = make_tokenizer(ends=True)
+    assert ends.encode("ab")[-1] == ends.eos_token_id
+    plain, written = build("ab", "ab<eos>", tokenizer=ends).prompts
+    assert decoded(plain) == "<bos>ab"
+    assert decoded(written) == "<bos>ab<eos>"
+    assert decoded(build("ab<eos>").prompts[0]) == "<bos>ab<eos>"
+
+
+def test_chat_has_one_beginning_of_sequence_and_ends_at_the_assistants_turn():
+    (prompt,) = build("Why?", template="chat", system="Be brief.").prompts
+    assert prompt.text == "<bos><|start|>system:Be brief.<|end|><|start|>user:Why?<|end|><|start|>assistant:"
+    assert decoded(prompt) == prompt.text
+    assert prompt.token_ids.count(0) == 1
+    assert prompt.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
+
+
+def test_chat_without_a_system_message_has_none_and_takes_template_arguments():
+    (prompt,) = build("Why?", template="chat", chat_template_kwargs={"quick": True}).prompts
+    assert prompt.text == "<bos><|start|>user:Why?<|end|><|start|>assistant:!"
+
+
+def test_a_template_file_keeps_every_other_brace(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text('Put it in \\boxed{}, {"a": {x}}.\nQ: {question}\nA:\n')
+    (prompt,) = build("{question} or {x}?", template=str(file)).prompts
+    assert prompt.text == 'Put it in \\boxed{}, {"a": {x}}.\nQ: {question} or {x}?\nA:'
+
+
+def test_only_one_final_line_break_of_a_template_file_is_the_editors(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("{question}\n\n")
+    assert build("Q", template=str(file)).prompts[0].text == "Q\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"template": "r1-zero"}, r"neither a file nor one of plain, .*did you mean 'r1_zero'\?"),
+        ({"template": "prompts/absent.txt"}, "neither a file nor one of"),
+        ({"system": "Be brief."}, "prompt.system needs a chat template: set prompt.template=chat"),
+        ({"chat_template_kwargs": {"a": 1}}, "prompt.chat_template_kwargs needs a chat template"),
+        ({"template": "chat", "chat_template_kwargs": {"tokenize": True}}, "kwargs.tokenize is not a choice"),
+        ({"max_tokens": 0}, "prompts may have 0 tokens"),
+    ],
+)
+def test_settings_that_cannot_work_are_errors(config, message):
+    with pytest.raises(UserError, match=message):
+        build("Q", **config)
+
+
+def test_a_file_without_the_placeholder_is_an_error(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Q: {Question}")
+    with pytest.raises(UserError, match=r"no \{question\} in the file"):
+        build("Q", template=str(file))
+    file.write_bytes(b"\xff{question}")
+    with pytest.raises(UserError, match="not UTF-8"):
+        build("Q", template=str(file))
+
+
+def test_a_tokenizer_without_a_chat_template_is_an_error_with_a_way_out():
+    with pytest.raises(UserError, match=r"no chat template; use prompt.template=r1_zero, plain or a file"):
+        build("Q", template="chat", tokenizer=make_tokenizer(chat_template=None))
+
+
+def test_a_chat_template_that_refuses_a_system_message_is_an_error_with_a_way_out():
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    with pytest.raises(UserError, match=r"refuses the messages \(no system role\); remove prompt.system"):
+        build("Q", template="chat", system="S", tokenizer=make_tokenizer(chat_template=refuses))
+
+
+def test_overlong_prompts_are_an_error_that_counts_them_and_names_the_fixes():
+    with pytest.raises(UserError) as caught:
+        build("12345", "1234", "123456789", max_tokens=5)
+    assert str(caught.value) == (
+        "2 of 3 prompts exceed 5 tokens (the longest has 10): set prompt.overlong=drop or truncate_left, "
+        "or a smaller rollout.max_new_tokens"
+    )
+    config = PromptConfig(max_tokens=5)
+    with pytest.raises(UserError, match=r"or a larger prompt\.max_tokens"):
+        build_prompts(examples("12345"), make_tokenizer(), config, max_tokens=100)
+
+
+def test_the_smaller_of_both_limits_holds():
+    def fits(config_limit, limit):
+        config = PromptConfig(max_tokens=config_limit, overlong="drop")
+        return build_prompts(examples("1", "12345"), make_tokenizer(), config, max_tokens=limit).dropped == 0
+
+    assert fits(None, 6) and fits(6, 6) and fits(100, 6) and fits(6, 100)
+    assert not fits(None, 5) and not fits(5, 100) and not fits(100, 5)
+
+
+def test_drop_leaves_overlong_prompts_out_and_counts_them():
+    result = build("12345", "1234", "123456789", "", max_tokens=5, overlong="drop")
+    assert [prompt.id for prompt in result.prompts] == ["e1", "e3"]
+    assert (result.dropped, result.truncated) == (2, 0)
+
+
+def test_dropping_everything_is_an_error():
+    with pytest.raises(UserError, match=r"2 of 2 prompts exceed 3 tokens.*set prompt.overlong=truncate_left"):
+        build("12345", "1234", max_tokens=3, overlong="drop")
+
+
+def test_truncate_left_keeps_the_longest_end_of_the_question():
+    result = build("abcdefghij", "xyz", max_tokens=5, overlong="truncate_left")
+    assert [decoded(prompt) for prompt in result.prompts] == ["<bos>ghij", "<bos>xyz"]
+    assert result.prompts[0].text == "ghij"
+    assert result.prompts[0].example.question == "abcdefghij"
+    assert (result.dropped, result.truncated) == (0, 1)
+
+
+def test_truncate_left_keeps_the_system_message_and_the_assistants_header():
+    whole = build("x" * 200 + "END", template="chat", system="S").prompts[0]
+    config = {"template": "chat", "system": "S", "overlong": "truncate_left"}
+    for limit in range(len(whole.token_ids) - 202, len(whole.token_ids)):
+        (prompt,) = build("x" * 200 + "END", max_tokens=limit, **config).prompts
+        assert len(prompt.token_ids) == limit
+        assert prompt.text.startswith("<bos><|start|>system:S<|end|><|start|>user:")
+        assert prompt.text.endswith("D<|end|><|start|>assistant:")
+        assert prompt.messages[-1]["content"] == ("x" * 200 + "END")[-len(prompt.messages[-1]["content"]) :]
+
+
+def test_a_template_that_alone_is_too_long_is_an_error():
+    with pytest.raises(UserError, match=r"'e0': .* the prompt has 20 tokens, and 19 fit; use a shorter"):
+        build("y" * 50, template="chat", max_tokens=19, overlong="truncate_left")
+
+
+def test_an_empty_prompt_is_an_error():
+    bare = make_tokenizer()
+    bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    with pytest.raises(UserError, match="'e1' makes an empty prompt"):
+        build("fine", "", tokenizer=bare)
+    ends = make_tokenizer()
+    ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", 1)]
+    )
+    with pytest.raises(UserError, match="'e0' makes an empty prompt"):
+        build("", tokenizer=ends)
+
+
+def test_equal_questions_make_separate_prompts():
+    result = build("same", "same")
+    assert [prompt.id for prompt in result.prompts] == ["e0", "e1"]
+    assert result.prompts[0].token_ids == result.prompts[1].token_ids
+
+
+def test_no_examples_make_no_prompts():
+    assert build().prompts == ()
+
+
+def test_the_texts_for_a_new_tokenizer_are_those_of_the_prompts():
+    rows = examples("1+2=", "{x}?")
+    for template in ("plain", "r1_zero"):
+        config = PromptConfig(template=template)
+        prompts = build_prompts(rows, make_tokenizer(), config, max_tokens=10_000).prompts
+        assert prompt_texts(rows, config) == [prompt.text for prompt in prompts]
+    with pytest.raises(UserError, match=r"prompt\.template=chat needs a tokenizer with a chat template"):
+        prompt_texts(rows, PromptConfig(template="chat"))

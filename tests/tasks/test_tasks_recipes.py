@@ -1,0 +1,130 @@
+"""The task recipes that ship with the package, on small rows in each data set's layout."""
+
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from flatpeak.rewards.config import RewardConfig
+from flatpeak.tasks.build import build_task
+from flatpeak.tasks.config import PromptConfig, RowsConfig, TaskConfig
+
+FOLDER = files("flatpeak") / "recipes" / "tasks"
+NAMES = ["arithmetic", "asdiv", "gsm8k", "mawps", "svamp", "word_problems"]
+WORDS = ["amber", "basin", "cedar", "delta", "ember", "fjord", "glade", "heath", "islet", "knoll"]
+
+
+def recipe(name):
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def task_from_files(name, paths):
+    """The recipe's task with each source's file given, as `task.train.0.path=FILE task.train.0.hub=null` would."""
+    task = recipe(name)["task"]
+    for (side, position), path in paths.items():
+        task[side][position] |= {"path": str(path), "hub": None}
+    return build_task(TypeAdapter(TaskConfig).validate_python(task))
+
+
+@pytest.fixture
+def layouts(tmp_path):
+    """One file per layout; the questions of a file are unlike each other."""
+
+    def texts(kind):
+        return [
+            f"{kind} {a} {b} {a}{b} {kind}{a}{b} holds {i} stones."
+            for i, (a, b) in enumerate(zip(WORDS, WORDS[1:] + WORDS[:1], strict=True))
+        ]
+
+    asdiv = [
+        {"body": t, "question": "How many? ", "answer": f"{i} (stones)", "formula": f"{i}+0={i}"}
+        for i, t in enumerate(texts("north"))
+    ]
+    odd = ("3:30 p.m.", "6th", "2:3", "Monday", "1/2", "1.5 (kg)")
+    asdiv += [{"body": f"odd {a}", "question": "What?", "answer": a, "formula": "x"} for a in odd]
+    asdiv += [{"body": "plain bare", "question": "What?", "answer": "1,250", "formula": "x"}]
+    mawps = [{"input": t + " How many ?", "target": float(i), "type": "t"} for i, t in enumerate(texts("south"))]
+    mawps += [{"input": "half of one ?", "target": 0.5, "type": "t"}, mawps[0]]
+    svamp = [
+        {"ID": f"chal-{i}", "Body": t, "Question": "How many?", "Equation": f"( {i}.0 + 1.0 )", "Answer": i + 1.0}
+        for i, t in enumerate(texts("west"))
+    ]
+    svamp[0]["Body"] = mawps[0]["input"].removesuffix(" How many ?").replace("0", "77")
+    paths = {}
+    for name, rows in (("asdiv", asdiv), ("mawps", mawps), ("svamp", svamp)):
+        paths[name] = tmp_path / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_has_known_keys_only(name):
+    content = recipe(name)
+    assert set(content) <= {"task", "prompt", "rewards"}
+    TypeAdapter(TaskConfig).validate_python(content["task"])
+    PromptConfig.model_validate(content["prompt"])
+    TypeAdapter(dict[str, RewardConfig]).validate_python(content["rewards"])
+
+
+def test_no_recipe_is_left_out_here():
+    assert sorted(entry.name.removesuffix(".yaml") for entry in FOLDER.iterdir()) == NAMES
+
+
+def test_arithmetic_builds_from_nothing():
+    task = build_task(TypeAdapter(TaskConfig).validate_python(recipe("arithmetic")["task"]))
+    assert (len(task.train), len(task.test)) == (8000, 500)
+
+
+def test_asdiv_takes_whole_numbers_and_nothing_that_only_starts_with_one(layouts):
+    task = task_from_files("asdiv", {("train", 0): layouts["asdiv"]})
+    by_id = {e.id: e for e in (*task.train, *task.test)}
+    assert sorted(by_id, key=int) == [*map(str, range(10)), "16"]
+    assert by_id["3"].gold == "3"
+    assert by_id["16"].gold == "1250"
+    assert by_id["3"].question.endswith("holds 3 stones. How many?\n")
+    assert by_id["3"].rationale == "3+0=3\n#### 3"
+
+
+def test_mawps_drops_decimals_and_repeated_problems(layouts):
+    task = task_from_files("mawps", {("train", 0): layouts["mawps"]})
+    by_id = {e.id: e for e in (*task.train, *task.test)}
+    assert sorted(by_id, key=int) == [*map(str, range(10))]
+    assert (by_id["4"].gold, by_id["4"].rationale) == ("4", "#### 4")
+
+
+def test_svamp_joins_body_and_question(layouts):
+    task = task_from_files("svamp", {("train", 0): layouts["svamp"], ("test", 0): layouts["svamp"]})
+    assert (len(task.train), len(task.test)) == (10, 10)
+    assert task.train[2].id == "train.0/chal-2"
+    assert task.train[2].question.endswith("holds 2 stones. How many?\n")
+    assert task.train[2].rationale == "( 2.0 + 1.0 ) = 3\n#### 3"
+    assert all(e.columns["near_train"] for e in task.test)
+
+
+def test_word_problems_trains_on_two_sets_and_marks_what_a_third_repeats(layouts):
+    places = {("train", 0): "mawps", ("train", 1): "asdiv", ("test", 0): "svamp"}
+    task = task_from_files("word_problems", {place: layouts[name] for place, name in places.items()})
+    assert task.name == "word_problems"
+    assert [e.id.split("/")[0] for e in task.train].count("train.0") == 10
+    assert [e.id.split("/")[0] for e in task.train].count("train.1") == 11
+    assert {e.rationale for e in task.train if e.gold == "3"} == {"#### 3"}
+    assert [e.columns["near_train"] for e in task.test] == [True] + [False] * 9
+
+
+@pytest.mark.skipif("FLATPEAK_DATA" not in os.environ, reason="FLATPEAK_DATA names no folder of data sets")
+def test_the_published_data_sets_load():
+    data = Path(os.environ["FLATPEAK_DATA"])
+    gsm8k = build_task(TypeAdapter(TaskConfig).validate_python({"type": "gsm8k", "path": str(data / "gsm8k")}))
+    assert (len(gsm8k.train), len(gsm8k.test)) == (7473, 1319)
+    asdiv, mawps, svamp = (data / name / "test.jsonl" for name in ("asdiv", "mawps", "svamp"))
+    for name, path, distinct in (("asdiv", asdiv, 2023), ("mawps", mawps, 1617)):
+        task = task_from_files(name, {("train", 0): path})
+        assert len(task.train) + len(task.test) == distinct
+    task = task_from_files("word_problems", {("train", 0): mawps, ("train", 1): asdiv, ("test", 0): svamp})
+    assert isinstance(RowsConfig.model_validate(recipe("word_problems")["task"]), RowsConfig)
+    assert (len(task.train), len(task.test)) == (3401, 1000)
+    assert sum(e.columns["near_train"] for e in task.test) == 303

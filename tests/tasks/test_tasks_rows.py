@@ -1,0 +1,274 @@
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from flatpeak.errors import UserError
+from flatpeak.tasks.build import build_task
+from flatpeak.tasks.config import RowsConfig, SourceConfig
+
+NAMES = ["Ann", "Ben", "Cleo", "Dev", "Eve", "Finn", "Gus", "Hana", "Ivy", "Jon"]
+THINGS = ["kites", "drums", "pears", "coins", "masks", "ropes", "seeds", "tiles", "lamps", "shells"]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(rows, name="rows.jsonl"):
+        file = tmp_path / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(file)
+
+    return write_rows
+
+
+def one_side(write, rows, **source):
+    """The examples of a source, read as training rows; the test row is of no interest."""
+    test = write([{"q": "unlike all others", "a": "0"}], "other.jsonl")
+    config = RowsConfig(
+        train=(SourceConfig(path=write(rows), **source),), test=(SourceConfig(path=test, question="q", answer="a"),)
+    )
+    return build_task(config).train
+
+
+def distinct_rows(count):
+    return [
+        {"question": f"{NAMES[i % 10]} keeps {i} {THINGS[i // 20]} under the {THINGS[i % 7]}; how many?", "answer": i}
+        for i in range(count)
+    ]
+
+
+def test_columns_and_format_strings_make_question_gold_and_rationale(write):
+    rows = [{"Body": " Lu has 8 pens. ", "Question": "Half of them? ", "Answer": 4.0, "Equation": "( 8.0 / 2.0 )"}]
+    (example,) = one_side(
+        write, rows, question="{Body} {Question}\n", answer="Answer", rationale="{Equation} = {gold}\n#### {gold}"
+    )
+    assert example.question == "Lu has 8 pens. Half of them?\n"
+    assert example.gold == "4"
+    assert example.rationale == "( 8.0 / 2.0 ) = 4\n#### 4"
+    assert example.columns == rows[0]
+
+
+def test_an_empty_part_of_a_question_leaves_no_leading_space(write):
+    rows = [{"Body": "", "Question": "What is 2+2?", "a": 4}, {"Body": None, "Question": "What is 2+3?", "a": 5}]
+    examples = one_side(write, rows, question="{Body} {Question}", answer="a")
+    assert [e.question for e in examples] == ["What is 2+2?", "What is 2+3?"]
+
+
+def test_a_row_without_its_rationale_has_none(write):
+    rows = [{"q": "one", "a": 1, "work": "1=1"}, {"q": "two", "a": 2, "work": None}]
+    examples = one_side(write, rows, question="q", answer="a", rationale="{work}\n#### {gold}")
+    assert [e.rationale for e in examples] == ["1=1\n#### 1", None]
+
+
+def test_column_names_may_hold_any_sign(write):
+    (example,) = one_side(write, [{"the-question: 1": "why", "a.b": "3"}], question="the-question: 1", answer="{a.b}0")
+    assert (example.question, example.gold) == ("why", "30")
+
+
+def test_answer_pattern_takes_its_group_or_the_whole_match(write):
+    rows = [{"question": "q1", "answer": "9 (apples)"}, {"question": "q2", "answer": "1,250. (kg)"}]
+    assert [e.gold for e in one_side(write, rows, answer_pattern=r"^(-?[0-9.,]+)")] == ["9", "1250"]
+    assert [e.gold for e in one_side(write, rows, answer_pattern=r"\d+")] == ["9", "1"]
+
+
+def test_a_pattern_that_finds_nothing_is_an_error_unless_only_integers_are_wanted(write):
+    rows = [{"question": "q1", "answer": "9 (apples)"}, {"question": "q2", "answer": "Monday"}]
+    with pytest.raises(UserError, match=r"rows.jsonl line 2: .*finds nothing in 'Monday'.*task.integers_only=true"):
+        one_side(write, rows, answer_pattern=r"^\d+")
+    config = RowsConfig(
+        train=(SourceConfig(path=write(rows), answer_pattern=r"^\d+"),),
+        test=(SourceConfig(path=write(distinct_rows(1), "t.jsonl")),),
+        integers_only=True,
+    )
+    assert [e.gold for e in build_task(config).train] == ["9"]
+
+
+def test_integers_only_drops_decimals_and_words_and_keeps_ids(write):
+    answers = [43.0, 0.5, "1,000", "Yes", "-7", "3/4", 12]
+    config = RowsConfig(
+        train=(SourceConfig(path=write([{"question": f"q{i}", "answer": a} for i, a in enumerate(answers)])),),
+        test=(SourceConfig(path=write(distinct_rows(1), "t.jsonl")),),
+        integers_only=True,
+    )
+    assert [(e.id, e.gold) for e in build_task(config).train] == [
+        ("train.0/0", "43"),
+        ("train.0/2", "1000"),
+        ("train.0/4", "-7"),
+        ("train.0/6", "12"),
+    ]
+
+
+def test_large_and_small_floats_are_written_out(write):
+    rows = [{"question": "big", "answer": 1e16}, {"question": "small", "answer": 1e-7}]
+    assert [e.gold for e in one_side(write, rows)] == ["10000000000000000", "0.0000001"]
+
+
+@pytest.mark.parametrize(
+    ("row", "source", "message"),
+    [
+        ({"Question": "q", "answer": 1}, {}, r"line 2: no column 'question' .*did you mean 'Question'\?"),
+        ({"question": "q", "target": 1}, {}, r"line 2: no column 'answer'.*; it has 'question', 'target'"),
+        ({"question": "q", "answer": 1}, {"rationale": "{work}"}, r"no column 'work' \(task.train.0.rationale\)"),
+        ({"question": " ", "answer": 1}, {}, r"line 2: the question .* is empty"),
+        ({"question": None, "answer": 1}, {}, r"line 2: the question .* is empty"),
+        ({"question": "q", "answer": ""}, {}, r"line 2: the answer .* is empty"),
+        ({"question": "q", "answer": float("nan")}, {}, r"line 2: the answer .* is empty"),
+        ({"question": [{"role": "user"}], "answer": 1}, {}, r"line 2: column 'question' holds a list"),
+        ({"question": "q", "answer": 1}, {"question": "{question"}, "task.train.0.question"),
+        ({"question": "q", "answer": 1}, {"answer_pattern": "("}, "task.train.0.answer_pattern"),
+    ],
+)
+def test_a_bad_row_or_mapping_is_an_error_that_says_where(write, row, source, message):
+    good = {"question": "fine", "answer": 1, **({"work": "w"} if "rationale" in source else {})}
+    with pytest.raises(UserError, match=message) as caught:
+        one_side(write, [good, row], **source)
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_come_from_their_column_and_must_be_unique(write):
+    rows = [{"question": "a", "answer": 1, "ID": "x-1"}, {"question": "b", "answer": 2, "ID": "x-2"}]
+    assert [e.id for e in one_side(write, rows, id="ID")] == ["train.0/x-1", "train.0/x-2"]
+    rows[1]["ID"] = "x-1"
+    with pytest.raises(UserError, match=r"line 2: id 'x-1' occurs already at .*line 1"):
+        one_side(write, rows, id="ID")
+    rows[1]["ID"] = None
+    with pytest.raises(UserError, match=r"line 2: no id in column 'ID'"):
+        one_side(write, rows, id="ID")
+
+
+def test_sources_are_laid_end_to_end_with_ids_of_their_own(write):
+    first = write([{"question": "a", "answer": 1}], "first.jsonl")
+    second = write([{"input": "b", "target": 2.0}], "second.jsonl")
+    config = RowsConfig(
+        name="both",
+        train=(SourceConfig(path=first), SourceConfig(path=second, question="input", answer="target")),
+        test=(SourceConfig(path=first),),
+    )
+    task = build_task(config)
+    assert task.name == "both"
+    assert [(e.id, e.question, e.gold) for e in task.train] == [("train.0/0", "a", "1"), ("train.1/0", "b", "2")]
+    assert [e.id for e in task.test] == ["test.0/0"]
+
+
+def test_equal_questions_stay_apart_by_id_unless_deduplicated(write):
+    rows = [{"question": q, "answer": a} for q, a in (("How many?", 1), ("how MANY", 2), ("How many 3?", 3))]
+    files = {"train": (SourceConfig(path=write(rows)), SourceConfig(path=write(rows[2:], "more.jsonl")))}
+    files["test"] = (SourceConfig(path=write(distinct_rows(2), "t.jsonl")),)
+    assert [e.id for e in build_task(RowsConfig(**files)).train] == ["train.0/0", "train.0/1", "train.0/2", "train.1/0"]
+    # The first of each stays, within a source and between sources.
+    assert [e.id for e in build_task(RowsConfig(**files, deduplicate=True)).train] == ["train.0/0", "train.0/2"]
+
+
+def test_deduplication_drops_training_rows_that_are_tested_on_and_no_test_row(write):
+    train = [{"question": "Seen?", "answer": 1}, {"question": "New", "answer": 2}]
+    test = [{"question": "seen", "answer": 1}, {"question": "seen!", "answer": 1}]
+    config = RowsConfig(
+        train=(SourceConfig(path=write(train)),), test=(SourceConfig(path=write(test, "t.jsonl")),), deduplicate=True
+    )
+    task = build_task(config)
+    assert [e.question for e in task.train] == ["New"]
+    assert len(task.test) == 2
+
+
+def test_a_split_by_fraction_is_seeded_and_independent_of_row_order(write):
+    rows = distinct_rows(200)
+
+    def test_questions(rows, **changes):
+        task = build_task(RowsConfig(train=(SourceConfig(path=write(rows)),), **changes))
+        assert len(task.train) + len(task.test) == len(rows)
+        return {e.question for e in task.test}
+
+    held_out = test_questions(rows)
+    assert 20 <= len(held_out) <= 60
+    assert test_questions(rows[::-1]) == held_out
+    assert test_questions(rows[:100]) == held_out & {row["question"] for row in rows[:100]}
+    assert test_questions(rows, seed=1) != held_out
+
+
+def test_equal_and_near_equal_questions_stay_on_one_side(write):
+    # A story's versions differ in the name, one word of 14; the stories differ in four words.
+    story = "{name} went early to the {thing}shop with a {thing}bag and {thing}money to buy {number} {thing}"
+    rows = [
+        {"question": story.format(name=name, number=number, thing=thing), "answer": number}
+        for thing in THINGS
+        for name, number in (("Ann", 3), ("ANN", 3), ("Ben", 5), ("Cleo", 8))
+    ]
+
+    def shared(threshold):
+        config = RowsConfig(train=(SourceConfig(path=write(rows)),), near_duplicates=threshold, test_fraction=0.5)
+        task = build_task(config)
+        stories = [{e.question.split()[-1] for e in side} for side in (task.train, task.test)]
+        questions = [{e.question.casefold() for e in side} for side in (task.train, task.test)]
+        return len(stories[0] & stories[1]), len(questions[0] & questions[1])
+
+    assert shared(0.8) == (0, 0)
+    stories, questions = shared(None)
+    assert stories > 3
+    assert questions == 0
+
+
+def test_test_examples_say_whether_training_has_nearly_the_same_question(write):
+    train = [{"question": "Ann has 3 red kites and buys 4 more; how many kites has she", "answer": 7}]
+    test = [
+        {"question": "Ann has 12 red kites and buys 9 more; how many kites has she?", "answer": 21},
+        {"question": "Ann has 12 red coins and sells 9; how many are left?", "answer": 3},
+    ]
+    files = {
+        "train": (SourceConfig(path=write(train)),),
+        "test": (SourceConfig(path=write(test, "t.jsonl")),),
+    }
+    task = build_task(RowsConfig(**files, near_duplicates=0.8))
+    assert [e.columns["near_train"] for e in task.test] == [True, False]
+    assert task.test[0].columns["answer"] == 21
+    assert "near_train" not in task.train[0].columns
+    assert "near_train" not in build_task(RowsConfig(**files)).test[0].columns
+
+
+def test_a_split_with_an_empty_side_is_an_error_with_a_way_out(write):
+    rows = [{"question": f"{i}+{i + 1}=", "answer": 2 * i + 1} for i in range(30)]
+    # With numbers masked all sums read alike.
+    with pytest.raises(UserError, match=r"30 rows in 1 clusters.*task.near_duplicates, or name test files"):
+        build_task(RowsConfig(train=(SourceConfig(path=write(rows)),), near_duplicates=0.8))
+    only_words = [{"question": "q", "answer": "word"}]
+    with pytest.raises(UserError, match=r"task.train: no row is left"):
+        build_task(
+            RowsConfig(
+                train=(SourceConfig(path=write(only_words)),),
+                test=(SourceConfig(path=write(rows, "t.jsonl")),),
+                integers_only=True,
+            )
+        )
+
+
+def test_a_source_names_exactly_one_place(write):
+    with pytest.raises(UserError, match=r"task.train.0 names no data: give task.train.0.path=FILE"):
+        build_task(RowsConfig(train=(SourceConfig(),)))
+    with pytest.raises(UserError, match=r"task.train.0 has both.*task.train.0.hub=null"):
+        build_task(RowsConfig(train=(SourceConfig(path=write(distinct_rows(1)), hub="some/name"),)))
+
+
+def test_hub_rows_pass_through_the_same_mapping(monkeypatch):
+    def load_dataset(name, config, *, split):
+        assert (name, config) == ("some/name", "easy")
+        return [{"q": f"{split} question", "a": "5.0"}]
+
+    hub = ModuleType("datasets")
+    hub.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    source = SourceConfig(hub="some/name", hub_config="easy", question="q", answer="a")
+    task = build_task(RowsConfig(train=(source,), test=(source.model_copy(update={"split": "validation"}),)))
+    assert [(e.question, e.gold) for e in (*task.train, *task.test)] == [
+        ("train question", "5"),
+        ("validation question", "5"),
+    ]
+
+
+def test_csv_cells_are_numbers_once_normalized(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer\nWhat is 1+1?,2.0\nWhat is 2+2?,4\n")
+    (tmp_path / "b.csv").write_text('question,answer\nWhat is 500+500?,"1,000"\n')
+    config = RowsConfig(
+        train=(SourceConfig(path=str(tmp_path / "a.csv")),), test=(SourceConfig(path=str(tmp_path / "b.csv")),)
+    )
+    task = build_task(config)
+    assert [e.gold for e in (*task.train, *task.test)] == ["2", "4", "1000"]
