@@ -71,6 +71,12 @@ def test_hessian_vector_product_equals_the_full_hessian():
     assert all(not t.requires_grad for t in found)
 
 
+def test_the_vector_is_a_constant_even_where_it_is_the_parameters():
+    # L = x^3: H x = 6 x * x. Were the vector differentiated too, 3 x^2 more.
+    x = double(2.0).requires_grad_()
+    assert [t.item() for t in hessian_vector_product(lambda: x**3, [x], [x])] == [24.0]
+
+
 def test_the_penalty_term_converges_to_the_exact_one_linearly_in_the_step():
     loss_of, params = small_network()
     grads = torch.autograd.grad(loss_of(*params), params)

@@ -177,6 +177,16 @@ def test_bfloat16_inputs_give_float32_results_from_their_own_logits():
     torch.testing.assert_close(weight_VD.grad.double(), expected_VD, rtol=2e-2, atol=2e-2)
 
 
+def test_bfloat16_gradients_are_summed_over_chunks_in_float32():
+    # 1,024 chunks of 1/2 each: a bfloat16 sum would stand still at 128.
+    hidden_TD = torch.ones(1024, 1, dtype=torch.bfloat16)
+    weight_VD, bias_V = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 1), 2))
+    targets_T = torch.zeros(1024, dtype=torch.int64)
+    token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, chunk_size=1)[0].sum().backward()
+    assert weight_VD.grad.tolist() == [[512.0], [-512.0]]
+    assert bias_V.grad.tolist() == [512.0, -512.0]
+
+
 def test_autocast_computes_both_passes_in_its_dtype():
     hidden_TD, weight_VD, targets_T, bias_V = problem(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -191,6 +201,15 @@ def test_autocast_computes_both_passes_in_its_dtype():
     for o, i in zip(outer_grads, inner_grads, strict=True):
         assert o.dtype == torch.float32
         assert torch.equal(o, i.float())
+
+
+def test_a_backward_pass_under_autocast_recomputes_what_the_forward_pass_computed():
+    hidden_TD, weight_VD, targets_T, bias_V = problem(dtype=torch.float32)
+    found = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V)
+    outside = torch.autograd.grad(found[0].sum(), (hidden_TD, weight_VD, bias_V), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(found[0].sum(), (hidden_TD, weight_VD, bias_V))
+    assert all(torch.equal(o, i) for o, i in zip(outside, inside, strict=True))
 
 
 def test_only_what_needs_a_gradient_gets_one():

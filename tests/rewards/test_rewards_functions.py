@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
+import threading
 from decimal import Decimal
 from fractions import Fraction
 
@@ -191,6 +193,19 @@ def test_anything_that_is_no_finite_number_names_function_and_index(group, value
         FunctionReward(mine).score([group("a", "b"), group("c")])
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda group: [float(completion.text) for completion in group.completions],
+        lambda completion: float(completion),
+        lambda completions: [float(text) for text in completions],
+    ],
+)
+def test_the_index_counts_completions_across_groups(group, function):
+    with pytest.raises(UserError, match="returned float nan for completion 3:"):
+        FunctionReward(function).score([group("1", "2"), group("3", "nan")])
+
+
 @pytest.mark.parametrize("container", [list, tuple, np.array, torch.tensor, iter, lambda values: np.array([values]).T])
 def test_scores_may_come_as_any_sequence(group, container):
     assert scores_of(lambda group: container([0.5, 1.0]), [group("a", "b")]) == [[0.5, 1.0]]
@@ -291,6 +306,34 @@ def test_async_calls_wait_for_each_other_side_by_side_and_fail_apart(group):
     scored = FunctionReward(mine).score([group("a", "b", "c")])
     assert scored.scores == [[1.0, None, 1.0]]
     assert scored.failed == 1 and str(scored.first_error) == "too slow"
+
+
+@pytest.mark.parametrize("stop", ["error", "signal"])
+def test_when_async_scoring_is_stopped_the_calls_under_way_are_cancelled(group, stop):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    cancelled = threading.Event()
+
+    async def mine(completion):
+        if completion == "b":
+            if stop == "error":
+                raise UserError("set the key")
+            await asyncio.sleep(0.2)  # by then the main thread waits for the scores
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(UserError if stop == "error" else KeyboardInterrupt):
+            FunctionReward(mine).score([group("a", "b")])
+        assert cancelled.wait(timeout=10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_async_functions_keep_their_event_loop_and_work_inside_a_running_one(group):

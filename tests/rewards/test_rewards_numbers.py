@@ -118,6 +118,14 @@ def test_an_answer_as_long_as_a_book_is_refused():
 
 @pytest.mark.parametrize(
     ("text", "value"),
+    [("18", 18), (" -3/4\n", Fraction(-3, 4)), ("<think>17</think>\n18", 18), ("<think>18", None), ("so 18", None)],
+)
+def test_the_whole_text_after_the_thinking_is_the_number(text, value):
+    assert extract_answer(text, "whole") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
     [
         ("<answer>18</answer>", 18),
         ("<answer>18</answer> trailing", 18),

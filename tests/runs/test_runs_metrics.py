@@ -134,6 +134,7 @@ START = [("eval", 0), ("sft", 1), ("sft", 2), ("sft", 3), ("eval", 3), ("train",
         (1, "train", 6),
         (0, "train", 5),  # all of SFT, whose steps have higher numbers
         (2, "sft", 3),
+        (3, "sft", 5),  # RL begins anew
         (9, "train", 11),
         (None, "train", 0),
     ],

@@ -113,8 +113,6 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch):
     hub = ModuleType("datasets")
     hub.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", hub)
-    with pytest.raises(
-        UserError, match=r"cannot be loaded: Couldn't reach the Hub.*give a local copy as path"
-    ) as caught:
+    with pytest.raises(UserError, match=r"Couldn't reach the Hub; .* or give a local copy as task\.path$") as caught:
         build_task(GSM8KConfig())
     assert "\n" not in str(caught.value)

@@ -107,7 +107,7 @@ def test_large_and_small_floats_are_written_out(write):
 @pytest.mark.parametrize(
     ("row", "source", "message"),
     [
-        ({"Question": "q", "answer": 1}, {}, r"line 2: no column 'question' .*did you mean 'Question'\?"),
+        ({"QUESTION": "q", "answer": 1}, {}, r"line 2: no column 'question' .*did you mean 'QUESTION'\?"),
         ({"question": "q", "target": 1}, {}, r"line 2: no column 'answer'.*; it has 'question', 'target'"),
         ({"question": "q", "answer": 1}, {"rationale": "{work}"}, r"no column 'work' \(task.train.0.rationale\)"),
         ({"question": " ", "answer": 1}, {}, r"line 2: the question .* is empty"),

@@ -81,7 +81,9 @@ def completion(token_ids: Sequence[int], *, limit: int, logprobs: Sequence[float
 
 
 @torch.no_grad()
-def plain_logprobs(policy: Policy, prompt_ids: Sequence[int], token_ids: Sequence[int], *, temperature: float) -> Tensor:
+def plain_logprobs(
+    policy: Policy, prompt_ids: Sequence[int], token_ids: Sequence[int], *, temperature: float
+) -> Tensor:
     """log softmax(logits / temperature) at each completion token, by the unmodified model on this one row."""
     with policy.plain_attention() as model:
         model.eval()

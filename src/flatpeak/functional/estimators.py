@@ -51,7 +51,7 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int
         if any(judged):
             others = [count for other, count in counts.items() if other != answer]
             right += _win_probability(len(judged), others, num_silent, k) * sum(judged) / len(judged)
-    return right
+    return min(right, 1.0)  # rounding
 
 
 def bootstrap_interval(

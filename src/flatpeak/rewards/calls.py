@@ -61,13 +61,18 @@ async def _attempt_async(awaitable: Awaitable[Any]) -> Any:
 
 def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     async def gather() -> list[Any]:
-        return await asyncio.gather(*map(_attempt_async, awaitables))
+        tasks = [asyncio.ensure_future(_attempt_async(awaitable)) for awaitable in awaitables]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # a run that stops must not keep paying for answers
+                task.cancel()
 
     future = asyncio.run_coroutine_threadsafe(gather(), _background_loop())
     try:
         return future.result()
     except BaseException:
-        future.cancel()  # an interrupted run must not keep paying for answers
+        future.cancel()
         raise
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from flatpeak.protocols import Tracker
 
 Row = dict[str, Any]
+STAGES = ("sft", "train")
+"""The stages that take steps, in their order; rows of evaluations stand between theirs."""
 
 
 def warn(text: str) -> None:
@@ -92,16 +94,17 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def truncate_metrics(path: Path, *, step: int | None, stage: str) -> None:
-    """Cut the file before the first row of `stage` with a later step, and drop a torn last line; None empties it.
+    """Cut the file before the first row of a later step of `stage`, or of a later stage, and drop a torn last line.
 
     What stands before that row was written by the time `step` of `stage` ended: rows of earlier stages, and the
-    evaluations up to and including this step's.
+    evaluations up to and including this step's. `step` None empties the file.
     """
+    later = STAGES[STAGES.index(stage) + 1 :]
     if not path.exists():
         return
     end = 0
     for line_end, row in _lines(path):
-        if step is None or (row.get("stage") == stage and row["step"] > step):
+        if step is None or row["stage"] in later or (row["stage"] == stage and row["step"] > step):
             break
         end = line_end
     os.truncate(path, end)
@@ -121,7 +124,7 @@ def _lines(path: Path) -> list[tuple[int, Row]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and "step" in row:
+        if isinstance(row, dict) and "step" in row and "stage" in row:
             found.append((offset, row))
     return found
 

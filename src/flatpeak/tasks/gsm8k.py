@@ -40,7 +40,7 @@ def _split(config: GSM8KConfig, split: str, size: int | None) -> tuple[Example, 
 
 def _rows(config: GSM8KConfig, split: str) -> Iterable[Row]:
     if config.path is None:
-        return read_hub(HUB_NAME, config=HUB_CONFIG, split=split, option="task.type=gsm8k")
+        return read_hub(HUB_NAME, config=HUB_CONFIG, split=split, path_option="task.path")
     file = Path(config.path).expanduser() / f"{split}.jsonl"
     if not file.is_file():
         raise UserError(f"task.path={config.path}: no {file.name} in it; put train.jsonl and test.jsonl there")

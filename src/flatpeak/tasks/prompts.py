@@ -184,8 +184,9 @@ def _shortened(example: Example, word: _Word, *, limit: int) -> _Wording:
     best = word(question[start:])
     if len(best.token_ids) > limit:
         raise UserError(
-            f"example {example.id!r}: with one character of the question left the prompt has "
-            f"{len(best.token_ids)} tokens, and {limit} fit; use a shorter prompt.template, raise prompt.max_tokens or lower rollout.max_new_tokens"
+            f"example {example.id!r}: with one character of the question left the prompt has {len(best.token_ids)} "
+            f"tokens, and {limit} fit; use a shorter prompt.template, raise prompt.max_tokens or lower "
+            "rollout.max_new_tokens"
         )
     while start - too_early > 1:
         middle = (too_early + start) // 2

@@ -98,7 +98,7 @@ def _rows(source: SourceConfig, *, option: str) -> Iterator[Row]:
     if source.path is not None:
         return read_file(source.path, option=f"{option}.path")
     if source.hub is not None:
-        return read_hub(source.hub, config=source.hub_config, split=source.split, option=f"{option}.hub")
+        return read_hub(source.hub, config=source.hub_config, split=source.split, path_option=f"{option}.path")
     raise UserError(f"{option} names no data: give {option}.path=FILE or {option}.hub=NAME")
 
 

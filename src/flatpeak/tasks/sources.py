@@ -80,17 +80,17 @@ def _read_csv(file: Path) -> Iterator[Row]:
         raise UserError(f"{file} line {reader.line_num}: not valid CSV ({error}); repair or remove it") from error
 
 
-def read_hub(name: str, *, config: str | None, split: str, option: str) -> Iterator[Row]:
-    """The rows of a data set on the Hugging Face Hub."""
+def read_hub(name: str, *, config: str | None, split: str, path_option: str) -> Iterator[Row]:
+    """The rows of a data set on the Hugging Face Hub; `path_option` is where a local copy could be given instead."""
     from datasets import load_dataset  # here, because it is slow to import and a run on files never needs it
 
     try:
         dataset = load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(
-            f"{option}={name} (config {config}, split {split}) cannot be loaded: {reason} "
-            "Check the name and the network, or give a local copy as path"
+            f"{name} (config {config}, split {split}) cannot be loaded from the Hub: {reason}; check the name and the "
+            f"network, or give a local copy as {path_option}"
         ) from error
     for number, values in enumerate(dataset, start=1):
         yield Row(where=f"{name} {split} row {number}", values=values)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.evaluation.evaluate import Evaluation, evaluate
+from flatpeak.functional import bootstrap_interval
+from flatpeak.rewards.build import as_reward
+from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
+
+GOLD = "7"
+
+
+def correctness(completion: str, gold: str) -> float | None:
+    """1 for the gold answer, 0.1 for another one in the right form, missing where the grader gives up."""
+    if completion == "?":
+        return None
+    return 1.0 if completion == gold else 0.1 if completion.isdigit() else 0.0
+
+
+class Script:
+    """Gives each prompt its scripted texts: one greedily, the others when sampled."""
+
+    def __init__(self, greedy: Sequence[str], sampled: Sequence[Sequence[str]] = ()) -> None:
+        self.greedy, self.sampled = greedy, sampled
+        self.asked: list[tuple[int, SamplingParams, int]] = []
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        self.asked.append((group_size, sampling, seed))
+        texts = [[text] for text in self.greedy] if sampling.temperature == 0 else self.sampled
+        return [
+            Group(prompt=prompt, completions=tuple(completion(text) for text in row))
+            for prompt, row in zip(prompts, texts, strict=True)
+        ]
+
+
+def completion(text: str) -> Completion:
+    """As many tokens as characters; longer than three counts as cut."""
+    return Completion(
+        token_ids=(1,) * len(text),
+        logprobs=(0.0,) * len(text),
+        finish_reason="length" if len(text) > 3 else "stop",
+        text=text,
+    )
+
+
+def questions(count: int, *, columns: Sequence[Mapping[str, object]] = ()) -> list[Prompt]:
+    return [
+        Prompt(
+            id=f"q{index}",
+            token_ids=(1,),
+            text="3+4=",
+            example=Example(id=f"q{index}", question="3+4=", gold=GOLD, columns=columns[index] if columns else {}),
+        )
+        for index in range(count)
+    ]
+
+
+def run(script: Script, prompts: Sequence[Prompt], **settings: object) -> Evaluation:
+    reward = as_reward(correctness, name="correctness")
+    return evaluate(script, prompts, reward, EvaluationConfig(**settings), task="sums", max_new_tokens=5, stop=("#",))
+
+
+def test_greedy_figures_are_means_over_the_questions() -> None:
+    found = run(Script(["7", "8", "no", "7777"]), questions(4))
+    assert found.metrics() == pytest.approx(
+        {
+            "accuracy": 0.25,
+            "reward": (1 + 0.1 + 0 + 0.1) / 4,
+            "correctness": 0.3,
+            "length": (1 + 1 + 2 + 4) / 4,
+            "truncated": 0.25,
+        }
+    )
+    assert (found.task, found.size, found.ids) == ("sums", 4, ["q0", "q1", "q2", "q3"])
+
+
+def test_wrong_but_well_formed_answers_are_wrong() -> None:
+    found = run(Script(["8", "9"], [["8"] * 4, ["9", "1", "2", "3"]]), questions(2), samples=4, k=(1, 4))
+    assert found.mean("correctness") == pytest.approx(0.1)
+    for metric in ("accuracy", "sampled/accuracy", "pass@1", "pass@4", "maj@1", "maj@4"):
+        assert found.mean(metric) == 0.0, metric
+
+
+def test_pass_at_k_is_the_unbiased_estimate() -> None:
+    # One of four right: 1 - C(3, k) / C(4, k); three of four right: 1 - C(1, k) / C(4, k).
+    script = Script(["8", "8"], [["7", "8", "9", "1"], ["7", "7", "7", "8"]])
+    found = run(script, questions(2), samples=4, k=(1, 2, 4))
+    assert found.values["pass@1"] == pytest.approx([1 / 4, 3 / 4])
+    assert found.values["pass@2"] == pytest.approx([1 / 2, 1.0])
+    assert found.values["pass@4"] == pytest.approx([1.0, 1.0])
+    assert found.mean("sampled/accuracy") == pytest.approx(0.5)
+
+
+def test_maj_at_k_is_what_most_of_the_draws_answer() -> None:
+    # Three 8s outvote one 7 for good; with two of each a tie is broken evenly; of any three draws two are 7.
+    script = Script(["8"] * 3, [["7", "8", "8", "8"], ["7", "7", "8", "8"], ["7", "7", "7", "8"]])
+    found = run(script, questions(3), samples=4, k=(1, 3, 4))
+    assert found.values["maj@4"] == pytest.approx([0.0, 0.5, 1.0])
+    assert found.values["maj@1"] == pytest.approx([0.25, 0.5, 0.75])
+    assert found.values["maj@3"] == pytest.approx([0.0, 0.5, 1.0])
+
+
+def test_missing_verdicts_leave_the_figures_instead_of_counting_as_wrong() -> None:
+    script = Script(["7", "?", "8"], [["7", "?", "7", "8"], ["?", "?", "?", "7"], ["?", "?", "?", "?"]])
+    found = run(script, questions(3), samples=4, k=(1, 2))
+    assert found.values["accuracy"] == [1.0, None, 0.0]
+    assert found.mean("accuracy") == 0.5
+    assert found.values["sampled/accuracy"] == pytest.approx([2 / 3, 1.0, None])
+    assert found.values["pass@1"] == pytest.approx([2 / 3, 1.0, None])
+    # Two draws need two verdicts: of the second question only one is left.
+    assert found.values["pass@2"] == [1.0, None, None]
+    assert found.mean("pass@2") == 1.0
+
+
+def test_a_metric_that_no_question_has_is_nan_and_has_no_interval() -> None:
+    found = run(Script(["?", "?"]), questions(2))
+    assert math.isnan(found.mean("accuracy"))
+    assert "accuracy" not in found.as_dict()["intervals"]
+
+
+def test_intervals_are_the_bootstrap_of_the_known_values() -> None:
+    found = run(Script(["7", "7", "8", "?", "8", "7"]), questions(6))
+    interval = found.as_dict()["intervals"]["accuracy"]
+    assert interval == list(bootstrap_interval([1.0, 1.0, 0.0, 0.0, 1.0]))
+    assert interval[0] <= 0.6 <= interval[1]
+    assert interval == pytest.approx([0.2, 1.0])
+
+
+def test_questions_with_near_neighbours_in_training_are_told_apart() -> None:
+    columns = [{"near_train": True}, {"near_train": False}, {"near_train": False}, {"near_train": True}]
+    found = run(Script(["7", "7", "8", "7"]), questions(4, columns=columns))
+    assert found.mean("accuracy") == 0.75
+    assert found.values["accuracy/not_near_train"] == [None, 1.0, 0.0, None]
+    assert found.mean("accuracy/not_near_train") == 0.5
+    assert "accuracy/not_near_train" not in run(Script(["7"]), questions(1)).values
+
+
+def test_greedy_and_sampled_decoding_use_the_evaluation_settings() -> None:
+    script = Script(["7"], [["7", "8"]])
+    run(script, questions(1), samples=2, temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=11, seed=4)
+    greedy, sampled = script.asked
+    assert greedy == (1, SamplingParams(temperature=0.0, max_new_tokens=11, stop=("#",)), 4)
+    assert sampled == (
+        2,
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=11, stop=("#",)),
+        4,
+    )
+
+
+def test_without_a_limit_of_its_own_evaluation_takes_the_rollouts_limit() -> None:
+    script = Script(["7"])
+    run(script, questions(1))
+    assert script.asked[0][1].max_new_tokens == 5
+    assert len(script.asked) == 1
+
+
+def test_the_first_questions_are_what_a_smaller_evaluation_sees() -> None:
+    texts = ["7", "8", "7", "7", "8"]
+    whole = run(Script(texts), questions(5))
+    small = run(Script(texts[:3]), questions(3))
+    assert whole.first(3).as_dict() == small.as_dict()
+    assert whole.first(3).rows == small.rows
+    assert whole.first(None) is whole.first(9) is whole
+
+
+def test_rows_tell_what_was_answered() -> None:
+    found = run(Script(["7", "8888"], [["7", "?"], ["8", "7"]]), questions(2), samples=2)
+    assert found.rows[1] == {
+        "id": "q1",
+        "gold": "7",
+        "text": "8888",
+        "finish_reason": "length",
+        "scores": {"correctness": 0.1},
+        "samples_correct": [0.0, 1.0],
+    }
+    assert found.rows[0]["samples_correct"] == [1.0, None]
