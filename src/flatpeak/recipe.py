@@ -148,7 +148,10 @@ def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...
         target = {}
     if not isinstance(target, Mapping):
         raise UserError(f"{'.'.join((*done, *path))}: {here} is {target!r}, which has no keys")
-    return merge(target, {key: _set(target.get(key), rest, value, done=(*done, key)) if rest else value})
+    if rest:
+        return {**target, key: _set(target.get(key), rest, value, done=(*done, key))}
+    delta = {key: value}
+    return delta if _changes_type(target, delta) else merge(target, delta)
 
 
 def _first_line(error: yaml.YAMLError) -> str:

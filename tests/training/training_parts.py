@@ -35,7 +35,7 @@ def tokenizer() -> Any:
 
 
 def tiny_model(*, seed: int = 0) -> Any:
-    """A random Qwen2 in float32 whose weights are large enough that attention and the head matter."""
+    """A random Qwen2 whose weights are large enough that attention and the head matter."""
     config = Qwen2Config(
         vocab_size=len(tokenizer()),
         hidden_size=16,
@@ -59,8 +59,8 @@ def tiny_model(*, seed: int = 0) -> Any:
     return model
 
 
-def tiny_policy(*, seed: int = 0) -> Policy:
-    policy = Policy(tiny_model(seed=seed), tokenizer())
+def tiny_policy(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Policy:
+    policy = Policy(tiny_model(seed=seed).to(dtype), tokenizer())
     assert policy.native, policy.notice
     return policy
 

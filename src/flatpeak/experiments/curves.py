@@ -9,7 +9,7 @@ from typing import Any
 
 # More points than this are drawn faint, with their running mean over them.
 _MANY = 40
-_WINDOW_FRACTION = 0.1
+_REACH_FRACTION = 0.05
 _SIZE_INCHES = (5.2, 2.9)
 
 
@@ -50,13 +50,10 @@ def curve_svg(title: str, curves: Sequence[Curve]) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and the `window - 1` before it (of fewer, at the start)."""
-    means = []
-    for index in range(len(values)):
-        part = values[max(0, index + 1 - window) : index + 1]
-        means.append(sum(part) / len(part))
-    return means
+def running_mean(values: Sequence[float], reach: int) -> list[float]:
+    """The mean of each value and its `reach` neighbours on either side (of those there are, at the ends)."""
+    parts = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
 
 
 def _draw(axes: Any, curve: Curve, *, color: str) -> None:
@@ -71,5 +68,5 @@ def _draw(axes: Any, curve: Curve, *, color: str) -> None:
     label = None if many else curve.label
     axes.plot(curve.steps, curve.values, color=color, alpha=0.3 if many else 1.0, marker=marker, label=label)
     if many:
-        means = running_mean(curve.values, round(len(curve.values) * _WINDOW_FRACTION))
+        means = running_mean(curve.values, round(len(curve.values) * _REACH_FRACTION))
         axes.plot(curve.steps, means, color=color, linewidth=2, label=curve.label)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 BLOCK = 128
 """A token is located among blocks of this many, then within one: 50 times faster at V = 32k than one long cumsum."""
-CANDIDATES = 1024
-"""top-p sorts this many of the largest first, and the whole vocabulary only where their mass falls short."""
+CANDIDATES = 128
+"""top-p sorts this many of the largest first, and the whole vocabulary only in rows where that is not enough."""
 ROUNDING = 1e-6
 """float32 probabilities are off by about this much in sum: a set this close below top_p has reached it."""
 
@@ -77,21 +77,13 @@ def filter_weights(weights_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0) ->
     The token that crosses top_p is kept (Holtzman et al. 2020); among equal weights lower token ids come first.
     """
     vocabulary = weights_RV.shape[-1]
-    by_count = 0 < top_k < vocabulary
-    if not by_count and top_p >= 1:
-        return weights_RV
-    candidates = top_k if by_count else min(vocabulary, CANDIDATES)
-    sorted_RK = weights_RV.topk(candidates).values
-    if top_p >= 1:
-        return _keep_largest(weights_RV, torch.full_like(sorted_RK[:, 0], top_k, dtype=torch.int64), sorted_RK)
-    totals_R = (sorted_RK if by_count else _block_sums(weights_RV)).sum(-1, dtype=torch.float64)
-    needed_R = totals_R * (top_p - ROUNDING)
-    cumulative_RK = sorted_RK.cumsum(-1, dtype=torch.float64)
-    if candidates < vocabulary and not by_count and bool((cumulative_RK[:, -1] < needed_R).any()):
-        sorted_RK = weights_RV.sort(dim=-1, descending=True).values
-        cumulative_RK = sorted_RK.cumsum(-1, dtype=torch.float64)
-    crossing_R = torch.searchsorted(cumulative_RK, needed_R[:, None])[:, 0]
-    return _keep_largest(weights_RV, (crossing_R + 1).clamp(max=sorted_RK.shape[-1]), sorted_RK)
+    if 0 < top_k < vocabulary:
+        counts_R = torch.full((len(weights_RV),), top_k, device=weights_RV.device)
+        weights_RV = _keep_largest(weights_RV, counts_R, weights_RV.topk(top_k + 1).values)
+    if top_p < 1:
+        totals_R = _block_sums(weights_RV).sum(-1, dtype=torch.float64)
+        weights_RV = _smallest_set(weights_RV, totals_R * (top_p - ROUNDING), CANDIDATES)
+    return weights_RV
 
 
 def choose_tokens(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,16 +130,40 @@ def _locate(weights_RK: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     return index_R1[:, 0], targets_R - before_R1[:, 0]
 
 
+def _smallest_set(weights_RV: Tensor, needed_R: Tensor, candidates: int) -> Tensor:
+    """Zero all but the fewest largest weights that together reach `needed_R` (float64)."""
+    if candidates < weights_RV.shape[-1]:
+        sorted_RK = weights_RV.topk(candidates).values
+    else:
+        sorted_RK = weights_RV.sort(dim=-1, descending=True).values
+    crossing_R1 = torch.searchsorted(sorted_RK.cumsum(-1, dtype=torch.float64), needed_R[:, None])
+    counts_R = (crossing_R1[:, 0] + 1).clamp(max=sorted_RK.shape[-1])
+    kept_RV = _keep_largest(weights_RV, counts_R, sorted_RK)
+    if candidates < weights_RV.shape[-1]:
+        short = (counts_R == candidates).nonzero()[:, 0]
+        if len(short):
+            whole = _smallest_set(weights_RV[short], needed_R[short], weights_RV.shape[-1])
+            kept_RV = kept_RV.index_copy(0, short, whole)
+    return kept_RV
+
+
 def _keep_largest(weights_RV: Tensor, counts_R: Tensor, sorted_RK: Tensor) -> Tensor:
-    """Zero all but each row's `counts_R` largest weights, ties to lower ids; `sorted_RK` is descending."""
+    """Zero all but each row's `counts_R` largest weights, ties to lower ids.
+
+    `sorted_RK` has the largest in descending order, one more than is kept where there is one more. Selecting by value
+    and then counting ties makes the set a function of the weights alone, which topk's own choice among ties is not.
+    """
     threshold_R1 = sorted_RK.gather(1, counts_R[:, None] - 1)
-    greater_RV = weights_RV > threshold_R1
-    tied_RV = weights_RV == threshold_R1
-    # Selecting by value and counting ties makes the set a function of the weights: topk's choice among ties is not.
-    wanted_R1 = counts_R[:, None] - greater_RV.sum(-1, keepdim=True)
-    if bool((tied_RV.sum(-1, keepdim=True) > wanted_R1).any()):
-        tied_RV = tied_RV & (tied_RV.cumsum(-1) <= wanted_R1)
-    return weights_RV.masked_fill(~(greater_RV | tied_RV), 0.0)
+    kept_RV = weights_RV.masked_fill(weights_RV < threshold_R1, 0.0)
+    next_R1 = sorted_RK.gather(1, counts_R[:, None].clamp(max=sorted_RK.shape[-1] - 1))
+    is_tied_R = ((next_R1 == threshold_R1) & (threshold_R1 > 0))[:, 0] & (counts_R < sorted_RK.shape[-1])
+    tied = is_tied_R.nonzero()[:, 0]
+    if len(tied):
+        at_threshold = kept_RV[tied] == threshold_R1[tied]
+        wanted = counts_R[tied, None] - (kept_RV[tied] > threshold_R1[tied]).sum(-1, keepdim=True)
+        surplus = at_threshold & (at_threshold.cumsum(-1) > wanted)
+        kept_RV = kept_RV.index_copy(0, tied, kept_RV[tied].masked_fill(surplus, 0.0))
+    return kept_RV
 
 
 def _scaled(logits_RV: Tensor, temperature: float) -> Tensor:

@@ -76,6 +76,7 @@ def collect(
 
 
 def _informative(scores: Scores, index: int) -> bool:
-    row = torch.tensor([[0.0 if score is None else score for score in scores.total[index]]])
+    known = [0.0 if score is None else score for score in scores.total[index]]
+    row = torch.tensor([known], dtype=torch.float32)
     valid = torch.tensor([[score is not None for score in scores.total[index]]])
     return bool(informative(row, valid))

@@ -34,7 +34,8 @@ def shape_rewards(
     0 up to L - B tokens, then (L - B - length) / B, which is -1 at L. Under a group baseline a group with fewer than
     two valid scores counts as missing.
     """
-    rewards_PG = torch.tensor([[0.0 if score is None else score for score in row] for row in scores.total])
+    known = [[0.0 if score is None else score for score in row] for row in scores.total]
+    rewards_PG = torch.tensor(known, dtype=torch.float32)
     valid_PG = torch.tensor([[score is not None for score in row] for row in scores.total])
     truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group.completions] for group in groups])
     if group_baseline:

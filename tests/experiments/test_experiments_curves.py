@@ -1,0 +1,57 @@
+import re
+from xml.etree import ElementTree
+
+from flatpeak.experiments.curves import Curve, curve_svg, running_mean
+
+
+def test_a_running_mean_is_over_the_values_around():
+    assert running_mean([1, 2, 3, 4, 8], 1) == [1.5, 2, 3, 5, 6]
+    assert running_mean([1, 2, 3], 0) == [1, 2, 3]
+    assert running_mean([], 3) == []
+
+
+def points_of(svg: str) -> list[list[tuple[float, float]]]:
+    """The drawn lines with a colour of the cycle, as points."""
+    paths = re.findall(r'<path d="([^"]+)"[^>]*style="fill: none; stroke: #1f77b4', svg)
+    return [[(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)] for path in paths]
+
+
+def test_a_curve_is_drawn_through_its_values():
+    svg = curve_svg("Reward", [Curve(label="reward", steps=[0, 5, 10], values=[0.0, 1.0, 0.5])])
+    ElementTree.fromstring(svg)  # well formed, and nothing before the element
+    [points] = [line for line in points_of(svg) if len(line) == 3]
+    (x0, y0), (x1, y1), (x2, y2) = points
+    assert abs((x1 - x0) - (x2 - x1)) < 1e-3
+    # SVG counts y downwards.
+    assert abs((y0 - y1) - 2 * (y0 - y2)) < 1e-3
+    assert ">Reward</text>" in svg
+
+
+def test_many_points_get_a_running_mean_and_few_do_not():
+    few = Curve(label="x", steps=range(40), values=[0.0, 1.0] * 20)
+    many = Curve(label="x", steps=range(100), values=[0.0, 1.0, 2.0, 1.0, 1.0] * 20)
+    assert [len(line) for line in points_of(curve_svg("a", [few])) if len(line) > 2] == [40]
+    lines = [line for line in points_of(curve_svg("a", [many])) if len(line) > 2]
+    assert len(lines) == 2
+    # Eleven values around each: two periods of mean 1, and one more; far flatter than the curve.
+    raw, smooth = ([y for _, y in line] for line in lines)
+    assert 10 < (max(raw) - min(raw)) / (max(smooth[5:-5]) - min(smooth[5:-5])) < 12
+
+
+def test_intervals_are_drawn_from_low_to_high():
+    curve = Curve(label="x", steps=[0, 1], values=[0.5, 0.5], intervals=[(0.25, 1.0), None])
+    svg = curve_svg("a", [curve])
+    bars = [line for line in points_of(svg) if len(line) == 2 and line[0][0] == line[1][0]]
+    [(low, high), (same_low, same_high)] = [sorted(y for _, y in bar) for bar in bars]
+    [value] = {y for line in points_of(svg) if len(line) == 2 and line[0][0] != line[1][0] for _, y in line}
+    assert abs((high - value) * 2 - (value - low)) < 1e-3
+    assert same_low == same_high == value
+
+
+def test_several_curves_have_a_legend_and_one_has_none():
+    one = Curve(label="only", steps=[0, 1], values=[0, 1])
+    two = Curve(label="other", steps=[0, 1], values=[1, 0])
+    assert ">only</text>" not in curve_svg("a", [one])
+    both = curve_svg("a", [one, two])
+    assert ">only</text>" in both
+    assert ">other</text>" in both

@@ -1,0 +1,286 @@
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from flatpeak.errors import UserError
+from flatpeak.experiments.report import CHARTS, charts, evaluations_of, example_rollouts, metric_curves, write_report
+from flatpeak.experiments.table import run_table
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.metrics import MetricsWriter
+from flatpeak.runs.summary import RunSummary, StageEvaluation, write_summary
+
+
+def evaluation(stage, step, accuracy, interval=None):
+    intervals = {} if interval is None else {"accuracy": interval}
+    metrics = {"accuracy": accuracy, "reward": accuracy}
+    return StageEvaluation(stage=stage, step=step, task="sums", size=200, metrics=metrics, intervals=intervals)
+
+
+EVALUATIONS = (
+    evaluation("start", 0, 0.0),
+    evaluation("sft", 30, 0.41, (0.34, 0.48)),
+    evaluation("train", 20, 0.9, (0.86, 0.94)),
+    evaluation("train", 40, 0.97, (0.94, 0.99)),
+)
+SUMMARY = RunSummary(
+    name="demo",
+    status="done",
+    metric="accuracy",
+    best_step=40,
+    last_step=40,
+    evaluations=EVALUATIONS,
+    checkpoints=("step_000000", "step_000040"),
+    wall_seconds=117.6,
+)
+
+
+def rollout(group, index, reward, text):
+    return {
+        "group": group,
+        "index": index,
+        "prompt": f"prompt of {group}",
+        "text": text,
+        "token_ids": [1, 2, 3],
+        "finish_reason": "stop",
+        "reward": reward,
+        "rewards": {"correctness": reward},
+        "advantage": None if reward is None else reward - 0.5,
+        "gold": "7",
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run as a trainer leaves it."""
+    paths = RunPaths(tmp_path / "demo")
+    paths.rollouts.mkdir(parents=True)
+    with MetricsWriter(paths.metrics) as writer:
+        writer.write(0, "eval", {"eval/sums/accuracy": 0.0})
+        for step in range(1, 31):
+            writer.write(step, "sft", {"sft/loss": 2 / step})
+        writer.write(30, "eval", {"eval/sums/accuracy": 0.41})
+        for step in range(1, 41):
+            writer.write(
+                step,
+                "train",
+                {
+                    "reward/mean": step / 40,
+                    "reward/std": 0.4,
+                    "policy/entropy": 1 / step,
+                    "policy/kl_reference": float("nan"),
+                    "throughput/response_tokens_per_second": 100.0 * step,
+                },
+            )
+    rows = [rollout("flat", i, 1.0, f"flat {i}") for i in range(3)]
+    rows += [rollout("wide", i, reward, f"wide {i}") for i, reward in enumerate([0.0, 1.0, None, 0.25, 0.75])]
+    for step in (39, 40):
+        (paths.rollouts / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_summary(paths.summary, SUMMARY)
+    paths.config.write_text("run:\n  name: demo\n")
+    return paths
+
+
+class Page(HTMLParser):
+    """The visible text, the tags that load something, and whether every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+    @property
+    def text(self) -> str:
+        return " ".join(text for text in self.texts if text)
+
+
+def test_the_page_shows_the_figures_of_the_run(run):
+    path = write_report(run.path)
+    assert path == run.report
+    page = Page(path.read_text())
+    assert page.open == []
+    for figure in (
+        "Held-out accuracy before training 0.000",
+        "Held-out accuracy after SFT 0.410 [0.340, 0.480]",
+        "Held-out accuracy after RL 0.970 [0.940, 0.990]",
+        "Best step, by accuracy 40",
+        "RL steps 40",
+        "SFT steps 30",
+        "Response tokens per second, median 2100",
+        "Wall time of SFT and RL 118 s",
+        "train 20 sums 200 0.900 [0.860, 0.940] 0.900",
+        "run: name: demo",
+    ):
+        assert figure in re.sub(r"\s+", " ", page.text)
+
+
+def test_the_page_needs_nothing_from_outside(run):
+    page = Page(write_report(run.path).read_text())
+    assert all(address.startswith("#") for address in page.addresses)
+
+
+def test_the_rollouts_are_the_extremes_and_the_middle_of_the_most_telling_group(run):
+    shown = example_rollouts(run)
+    assert shown["step"] == 40
+    assert shown["prompt"] == "prompt of wide"
+    assert shown["size"] == 4
+    assert {label: row["text"] for label, row in shown["rows"].items()} == {
+        "best": "wide 1",
+        "median": "wide 3",
+        "worst": "wide 0",
+    }
+
+
+def test_text_of_models_and_recipes_cannot_become_markup(run):
+    evil = "<script>alert(1)</script>"
+    rows = [rollout("g", index, float(index), evil) for index in range(2)]
+    (run.rollouts / "step_000041.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.config.write_text(f"prompt: {evil}\n")
+    with MetricsWriter(run.metrics) as writer:
+        writer.write(41, "train", {f"reward/{evil}": 1.0})
+    text = write_report(run.path).read_text()
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4
+
+
+def test_curves_hold_the_metrics_of_their_stage_and_skip_what_was_never_finite(run):
+    rows = [{"step": 1, "stage": "sft", "reward/mean": 9.0}]
+    rows += [{"step": s, "stage": "train", "reward/mean": s / 2, "reward/std": 1.0, "reward/x": None} for s in (1, 2)]
+    reward = next(chart for chart in CHARTS if chart.title == "Reward")
+    curves = metric_curves(rows, reward)
+    assert [(curve.label, list(curve.steps), list(curve.values)) for curve in curves] == [
+        ("reward/mean", [1, 2], [0.5, 1.0])
+    ]
+
+
+def test_only_charts_with_something_to_show_are_drawn(run):
+    text = write_report(run.path).read_text()
+    titles = re.findall(r">([A-Z][A-Za-z -]+)</text>", text)
+    assert titles == ["Held-out accuracy", "SFT loss", "Reward", "Entropy"]
+
+
+def test_accuracy_starts_from_the_model_that_rl_began_with():
+    from flatpeak.experiments.report import accuracy_curve
+
+    curve = accuracy_curve(EVALUATIONS)
+    assert list(curve.steps) == [0, 20, 40]
+    assert list(curve.values) == [0.41, 0.9, 0.97]
+    assert list(curve.intervals) == [(0.34, 0.48), (0.86, 0.94), (0.94, 0.99)]
+    assert accuracy_curve(()) is None
+
+
+def test_without_a_summary_evaluations_come_from_the_metrics():
+    rows = [
+        {"step": 0, "stage": "eval", "eval/sums/accuracy": 0.1},
+        {"step": 1, "stage": "sft"},
+        {"step": 1, "stage": "eval", "eval/sums/accuracy": 0.2, "eval/sums/pass@4": None},
+        {"step": 1, "stage": "train"},
+        {"step": 1, "stage": "eval", "eval/sums/accuracy": 0.3},
+    ]
+    found = evaluations_of(rows)
+    assert [(one.stage, one.step, one.task, one.metrics["accuracy"]) for one in found] == [
+        ("start", 0, "sums", 0.1),
+        ("sft", 1, "sums", 0.2),
+        ("train", 1, "sums", 0.3),
+    ]
+    assert found[1].metrics["pass@4"] is None
+
+
+def test_a_run_that_has_only_begun_has_a_report_too(run):
+    for path in (run.summary, run.metrics):
+        path.unlink()
+    for path in run.rollouts.iterdir():
+        path.unlink()
+    page = Page(write_report(run.path).read_text())
+    assert "no summary yet" in page.text
+    assert "Curves" not in page.text
+
+
+def test_the_same_run_gives_the_same_page(run):
+    first = write_report(run.path).read_text()
+    assert write_report(run.path).read_text() == first
+
+
+def test_charts_of_one_page_share_no_ids(run):
+    rows = [{"step": s, "stage": "train", "reward/mean": s, "policy/entropy": s, "policy/grad_norm": s} for s in (1, 2)]
+    drawn = charts(rows, EVALUATIONS)
+    assert len(drawn) == 4
+    # matplotlib names its groups alike in every figure (nothing refers to them); clip paths are referred to.
+    clips = [set(re.findall(r'clipPath id="([^"]+)"', chart["svg"])) for chart in drawn]
+    assert all(clips)
+    assert len(set.union(*clips)) == sum(len(found) for found in clips)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not a run's directory"):
+        write_report(tmp_path)
+
+
+def test_the_table_has_a_row_per_run(run):
+    assert run_table([run.path]) == (
+        "run,status,task,questions,start_accuracy,sft_accuracy,final_accuracy,final_low,final_high,metric,best_step,"
+        "best_value,last_step,wall_seconds\n"
+        f"{run.path},done,sums,200,0.0,0.41,0.97,0.94,0.99,accuracy,40,0.97,40,117.6\n"
+    )
+
+
+def test_the_best_value_at_step_0_is_that_of_the_model_rl_began_with(run):
+    summary = RunSummary(
+        name="x",
+        status="stopped",
+        metric="accuracy",
+        best_step=0,
+        last_step=0,
+        evaluations=EVALUATIONS[:2],
+        checkpoints=(),
+        wall_seconds=1.0,
+        signal=2,
+    )
+    write_summary(run.summary, summary)
+    row = run_table([run.path]).splitlines()[1].split(",")
+    assert row[1:] == [
+        "stopped",
+        "sums",
+        "200",
+        "0.0",
+        "0.41",
+        "0.41",
+        "0.34",
+        "0.48",
+        "accuracy",
+        "0",
+        "0.41",
+        "0",
+        "1.0",
+    ]
+
+
+def test_a_run_without_summary_has_no_row(run):
+    run.summary.unlink()
+    with pytest.raises(UserError, match=r"summary\.json does not exist"):
+        run_table([run.path])
+
+
+def test_a_report_needs_no_torch(run):
+    code = (
+        "import sys; from flatpeak.experiments.report import write_report; write_report(sys.argv[1]); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

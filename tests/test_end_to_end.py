@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import flatpeak
+from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.rollout_log import read_rollouts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHOSEN = 8
+SGD = {"name": "sgd", "learning_rate": 1.0}
+TIMES = ("time/", "throughput/", "memory/")
+
+
+def chosen_fraction(completion_ids: list[list[int]]) -> list[float]:
+    return [ids.count(CHOSEN) / len(ids) for ids in completion_ids]
+
+
+def varied(completion_ids: list[list[int]]) -> list[float]:
+    """A reward that differs within nearly every group."""
+    return [sum(ids) / 100 for ids in completion_ids]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def checkpoint(result: flatpeak.RunResult, step: int) -> dict[str, torch.Tensor]:
+    return weights(result.path / "checkpoints" / f"step_{step:06d}")
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def timeless(result: flatpeak.RunResult) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMES)}
+        for row in read_metrics(result.path / "metrics.jsonl")
+    ]
+
+
+def test_a_reward_for_one_token_climbs_from_chance_to_nearly_always(recipe: Callable[..., Any]) -> None:
+    config = recipe(
+        rollout={"prompts_per_step": 8, "group_size": 8},
+        optimizer={"learning_rate": 3e-2},
+        training={"steps": 20},
+    )
+    result = flatpeak.train(config, reward=chosen_fraction)
+    rewards = [row["reward/mean"] for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
+    vocabulary = next(iter(weights(result.best).values())).shape[0]
+    assert rewards[0] == pytest.approx(1 / vocabulary, abs=0.06)
+    assert min(rewards[-3:]) > 0.95
+    assert result.exit_code == 0
+    assert result.summary.status == "done"
+    assert result.report.read_text(encoding="utf-8").startswith("<!")
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(
+    recipe: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    runs = [train(recipe(run={"name": name, "seed": seed}), reward=varied) for name, seed in (("a", 3), ("b", 3))]
+    assert timeless(runs[0]) == timeless(runs[1])
+    assert same(checkpoint(runs[0], 2), checkpoint(runs[1], 2))
+    other = train(recipe(run={"name": "c", "seed": 4}), reward=varied)
+    assert timeless(other) != timeless(runs[0])
+
+
+def test_sft_teaches_what_rationales_say(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    config = recipe(
+        task={"rationale": "7"},
+        sft={"steps": 15, "batch_size": 8, "optimizer": {"learning_rate": 3e-2}},
+        training={"steps": 0},
+    )
+    seen = watch()
+    result = train(config, reward=lambda completion: float(completion == "7"), progress=seen)
+    assert [(row.stage, row.metrics["accuracy"]) for row in result.summary.evaluations] == [("start", 0.0), ("sft", 1.0)]
+    losses = seen.values("sft/loss", stage="sft")
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.1
+
+
+def test_equal_rewards_leave_the_weights_alone(recipe: Callable[..., Any], train: Callable[..., Any]) -> None:
+    result = train(recipe(optimizer=SGD), reward=lambda completion: 1.2)
+    assert same(checkpoint(result, 0), checkpoint(result, 2))
+    for row in read_metrics(result.path / "metrics.jsonl"):
+        assert all(value is not None and math.isfinite(value) for name, value in row.items() if name != "stage"), row
+        if row["stage"] == "train":
+            assert (row["policy/grad_norm"], row["groups/informative_fraction"]) == (0.0, 0.0)
+
+
+def test_missing_rewards_leave_the_groups_statistics_and_the_loss(
+    recipe: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    def first_is_missing(group: Any) -> list[float | None]:
+        return [None, *(sum(c.token_ids) / 100 for c in group.completions[1:])] if len(group.completions) > 1 else [0.0]
+
+    result = train(recipe(training={"steps": 1}), reward=first_is_missing)
+    (row,) = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
+    rollouts = read_rollouts(result.path / "rollouts" / "step_000001.jsonl")
+    known = [line["reward"] for line in rollouts if line["reward"] is not None]
+    assert (row["reward/missing_fraction"], len(known)) == (0.25, 12)
+    assert row["reward/mean"] == pytest.approx(sum(known) / 12, rel=1e-6)
+    for start in range(0, 16, 4):
+        group = rollouts[start : start + 4]
+        rewards = torch.tensor([line["reward"] for line in group[1:]], dtype=torch.float64)
+        by_hand = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        assert group[0]["reward"] is None
+        assert group[0]["advantage"] == 0.0
+        assert [line["advantage"] for line in group[1:]] == pytest.approx(by_hand.tolist(), abs=1e-4)
+
+
+def test_a_step_whose_rewards_are_all_missing_changes_nothing(
+    recipe: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    result = train(recipe(optimizer=SGD, kl={"coefficient": 0.1}), reward=lambda completion: None)
+    rows = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
+    assert [(row["reward/mean"], row["reward/missing_fraction"], row["optimizer/updates"]) for row in rows] == [
+        (None, 1.0, 0.0)
+    ] * 2
+    assert same(checkpoint(result, 0), checkpoint(result, 2))
+
+
+def test_a_second_epoch_sees_the_updated_weights(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    # 16 completions of at most 8 tokens, prompt included: 20 tokens make several micro-batches of each minibatch.
+    small = {"steps": 1, "micro_batch_tokens": 20}
+    seen = {}
+    for name, training in {
+        "once": small,
+        "epochs": small | {"epochs_per_rollout": 2},
+        "both": small | {"epochs_per_rollout": 2, "minibatches": 2},
+    }.items():
+        seen[name] = watch()
+        train(recipe(run={"name": name}, training=training), reward=varied, progress=seen[name])
+    updates = {name: watcher.values("optimizer/updates") for name, watcher in seen.items()}
+    gaps = {name: watcher.values("policy/ratio_max_gap")[0] for name, watcher in seen.items()}
+    assert updates == {"once": [1.0], "epochs": [2.0], "both": [4.0]}
+    assert gaps["once"] < 1e-5
+    assert gaps["epochs"] > 1e-3
+    assert gaps["both"] > 1e-3
+
+
+@pytest.mark.parametrize("normalization", ["sequence_mean", "constant", "token_mean", "longest", "sequence_sum"])
+def test_micro_batches_change_memory_and_not_the_update(
+    recipe: Callable[..., Any], train: Callable[..., Any], normalization: str
+) -> None:
+    ends = []
+    for tokens in (16, 10000):
+        config = recipe(
+            run={"name": f"{tokens}"},
+            optimizer={"name": "sgd", "learning_rate": 0.1},
+            objective={"normalization": normalization},
+            training={"steps": 1, "minibatches": 2, "micro_batch_tokens": tokens},
+        )
+        result = train(config, reward=varied)
+        start = checkpoint(result, 0)
+        ends.append(checkpoint(result, 1))
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name], rtol=0, atol=1e-6)
+    moved = [float((tensor - start[name]).abs().max()) for name, tensor in ends[0].items()]
+    assert max(moved) > 1e-3
+
+
+def lora_model(make_tiny_model: Callable[..., Any], *, dropout: float) -> tuple[Any, Any]:
+    model, tokenizer = make_tiny_model()
+    torch.manual_seed(0)
+    # Random B matrices: with the usual zeros the adapter, and so its dropout, would have no effect.
+    config = LoraConfig(r=4, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(model, config), tokenizer
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_dropout_is_off_in_every_pass_unless_the_recipe_keeps_it(
+    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any], watch: Any, kept: bool
+) -> None:
+    model, tokenizer = lora_model(make_tiny_model, dropout=0.1)
+    seen = watch()
+    config = recipe(model={"dropout": kept}, training={"steps": 1}, optimizer={"learning_rate": 0.0})
+    result = train(config, model=model, tokenizer=tokenizer, reward=varied, progress=seen)
+    (gap,) = seen.values("policy/ratio_max_gap")
+    assert (gap > 1e-4) if kept else (gap < 1e-5)
+    # Whatever the training pass does, completions were drawn without dropout.
+    for row in read_rollouts(result.path / "rollouts" / "step_000001.jsonl")[::5]:
+        ids = torch.tensor([row["prompt_token_ids"] + row["token_ids"]])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model.eval()(input_ids=ids).logits[0], dim=-1)
+        start = len(row["prompt_token_ids"]) - 1
+        expected = [float(logprobs[start + k, token]) for k, token in enumerate(row["token_ids"])]
+        assert row["logprobs"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_only_the_adapter_of_a_lora_model_is_trained(
+    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any]
+) -> None:
+    model, tokenizer = lora_model(make_tiny_model, dropout=0.0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train(recipe(), model=model, tokenizer=tokenizer, reward=varied)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+
+
+class Judge:
+    """Scores rollouts by what they are, and held-out answers by a script: `scripted[step]` after that step."""
+
+    def __init__(self, scripted: dict[int, float]) -> None:
+        self.scripted = scripted
+        self.step = 0
+
+    def __call__(self, group: Any) -> list[float]:
+        if len(group.completions) == 1:
+            return [self.scripted[self.step]]
+        return [sum(completion.token_ids) / 100 for completion in group.completions]
+
+    def at(self, steps: int) -> dict[tuple[str, int], Callable[[], None]]:
+        return {("train", step): lambda step=step: setattr(self, "step", step) for step in range(1, steps + 1)}
+
+
+def test_the_best_checkpoint_is_the_one_with_the_highest_evaluation_metric(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    judge = Judge({0: 0.1, 2: 0.7, 4: 0.2, 6: 0.6})
+    config = recipe(
+        run={"checkpoint_every": 1, "keep_checkpoints": 1},
+        training={"steps": 6},
+        evaluation={"every": 2, "metric": "reward"},
+    )
+    result = train(config, reward=judge, progress=watch(judge.at(6)))
+    assert (result.best.readlink(), result.summary.best_step) == (Path("step_000002"), 2)
+    assert (result.path / "checkpoints" / "last").readlink() == Path("step_000006")
+    # Step 5 is the newest that is neither first, best nor last.
+    assert result.summary.checkpoints == ("step_000000", "step_000002", "step_000005", "step_000006")
+    assert [row.step for row in result.summary.evaluations] == [0, 2, 4, 6]
+    assert [row.metrics["reward"] for row in result.summary.evaluations] == pytest.approx([0.1, 0.7, 0.2, 0.6])
+    assert same(weights(result.best), checkpoint(result, 2))
+
+
+def test_training_stops_once_the_goal_is_reached(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    judge = Judge({0: 0.0, 1: 0.49, 2: 0.5, 3: 1.0})
+    config = recipe(
+        training={"steps": 3, "stop_at": 0.5},
+        evaluation={"every": 1, "metric": "reward", "size": 2, "final_size": 5},
+    )
+    seen = watch(judge.at(3))
+    result = train(config, reward=judge, progress=seen)
+    assert seen.steps("train") == [1, 2]
+    assert (result.summary.status, result.summary.last_step, result.summary.best_step) == ("done", 2, 2)
+    # The last word is on the large set: at the start and once the goal is reached.
+    assert [(row.step, row.size) for row in result.summary.evaluations] == [(0, 5), (1, 2), (2, 2), (2, 5)]

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatpeak import api
+from flatpeak.errors import UserError
+from flatpeak.policy.policy import Policy
+from flatpeak.policy.reference import check_reference, snapshot
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def varied(completion_ids: list[list[int]]) -> list[float]:
+    return [sum(ids) / 100 for ids in completion_ids]
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def saved(make_tiny_model: Callable[..., Any], tmp_path: Path) -> Callable[[int], Path]:
+    """`saved(seed)`: the directory of a tiny model."""
+
+    def save(seed: int) -> Path:
+        directory = tmp_path / f"model-{seed}"
+        for part in make_tiny_model(seed=seed):
+            part.save_pretrained(directory)
+        return directory
+
+    return save
+
+
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, torch.Tensor]]]:
+    """The reference models that runs made, each with its weights at that time."""
+    made = []
+
+    def build(*args: Any, **kwargs: Any) -> Policy | None:
+        reference = original(*args, **kwargs)
+        made.append((reference, values(reference.model) if reference else {}))
+        return reference
+
+    original = api.build_reference
+    monkeypatch.setattr(api, "build_reference", build)
+    return made
+
+
+def test_a_reference_that_is_the_policy_is_refused(make_tiny_model: Callable[..., Any]) -> None:
+    policy = Policy(*make_tiny_model())
+    with pytest.raises(UserError, match="shares weights with the policy"):
+        check_reference(policy, policy)
+
+
+def test_a_reference_with_one_tensor_of_the_policys_is_refused(make_tiny_model: Callable[..., Any]) -> None:
+    policy, reference = Policy(*make_tiny_model()), Policy(*make_tiny_model(seed=1))
+    check_reference(policy, reference)
+    reference.model.model.norm.weight.data = policy.model.model.norm.weight.data
+    with pytest.raises(UserError, match="shares weights with the policy"):
+        check_reference(policy, reference)
+
+
+def test_a_reference_inside_the_policys_memory_is_refused(make_tiny_model: Callable[..., Any]) -> None:
+    policy, reference = Policy(*make_tiny_model()), Policy(*make_tiny_model(seed=1))
+    reference.model.model.norm.weight.data = policy.model.model.embed_tokens.weight.data[1]
+    with pytest.raises(UserError, match="shares weights with the policy"):
+        check_reference(policy, reference)
+
+
+def test_a_snapshot_passes_the_check_and_cannot_be_trained(make_tiny_model: Callable[..., Any]) -> None:
+    policy = Policy(*make_tiny_model())
+    reference = snapshot(policy)
+    check_reference(policy, reference)
+    assert same(values(policy.model), values(reference.model))
+    assert reference.parameters() == []
+    assert len(policy.parameters()) > 0
+
+
+def test_the_reference_stays_while_the_policy_moves(
+    recipe: Callable[..., Any],
+    train: Callable[..., Any],
+    make_tiny_model: Callable[..., Any],
+    watch: Any,
+    references: list[Any],
+) -> None:
+    model, tokenizer = make_tiny_model()
+    start, seen = values(model), watch()
+    config = recipe(kl={"coefficient": 0.1}, training={"steps": 4})
+    train(config, model=model, tokenizer=tokenizer, reward=varied, progress=seen)
+    ((reference, made),) = references
+    assert same(made, start)
+    assert same(values(reference.model), start)
+    assert not any(torch.equal(parameter, start[name]) for name, parameter in model.named_parameters())
+    kl = seen.values("policy/kl_reference")
+    assert kl[0] == pytest.approx(0.0, abs=1e-9)
+    assert all(later > 1e-4 for later in kl[1:])
+
+
+def test_kl_is_logged_without_a_penalty_where_a_reference_is_kept(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
+) -> None:
+    seen = {}
+    for keep in (False, True):
+        seen[keep] = watch()
+        train(recipe(run={"name": f"{keep}"}, reference={"keep": keep}), reward=varied, progress=seen[keep])
+    assert all("policy/kl_reference" not in metrics for _, _, metrics in seen[False].rows)
+    assert seen[True].values("policy/kl_reference")[1] > 1e-4
+    # Watching changes nothing.
+    assert seen[False].values("policy/grad_norm") == seen[True].values("policy/grad_norm")
+
+
+def test_a_penalty_pulls_the_policy_towards_another_model_even_where_rewards_are_equal(
+    recipe: Callable[..., Any], train: Callable[..., Any], saved: Callable[[int], Path], watch: Any
+) -> None:
+    seen = watch()
+    config = recipe(
+        model={"new": None, "path": str(saved(0))},
+        reference={"model": str(saved(1))},
+        kl={"coefficient": 1.0},
+        training={"steps": 8},
+    )
+    train(config, reward=lambda completion: 1.0, progress=seen)
+    kl = seen.values("policy/kl_reference")
+    assert seen.values("groups/informative_fraction") == [0.0] * 8
+    assert kl[0] > 0.01
+    assert kl[-1] < kl[0] / 2
+
+
+def test_the_start_given_as_reference_model_has_no_kl_at_first(
+    recipe: Callable[..., Any], train: Callable[..., Any], saved: Callable[[int], Path], watch: Any
+) -> None:
+    seen = watch()
+    config = recipe(model={"new": None, "path": str(saved(0))}, reference={"model": str(saved(0))})
+    train(config, reward=varied, progress=seen)
+    assert seen.values("policy/kl_reference")[0] == pytest.approx(0.0, abs=1e-9)
+    assert seen.values("policy/kl_reference")[1] > 1e-4
+
+
+def test_kl_in_the_reward_moves_advantages_and_not_the_loss_term(
+    recipe: Callable[..., Any], train: Callable[..., Any], saved: Callable[[int], Path], watch: Any
+) -> None:
+    seen = watch()
+    config = recipe(
+        model={"new": None, "path": str(saved(0))},
+        reference={"model": str(saved(1))},
+        kl={"coefficient": 1.0, "placement": "reward", "estimator": "k1"},
+        advantage={"scale": "none"},
+        training={"steps": 8},
+    )
+    train(config, reward=lambda completion: 1.0, progress=seen)
+    # Equal rewards, yet completions that the reference finds less likely are worth less.
+    assert seen.values("policy/grad_norm")[0] > 1e-3
+
+
+@pytest.mark.parametrize("broken", ["missing", "other vocabulary"])
+def test_a_reference_that_cannot_be_used_is_refused_before_a_run_begins(
+    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any], tmp_path: Path, broken: str
+) -> None:
+    directory = tmp_path / "reference"
+    if broken == "other vocabulary":
+        for part in make_tiny_model(vocab_size=31):
+            part.save_pretrained(directory)
+    config = recipe(reference={"model": str(directory)}, kl={"coefficient": 0.1})
+    with pytest.raises(UserError, match="reference"):
+        train(config, reward=varied)
+    assert not (tmp_path / "runs").exists()
