@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+# Read when torch loads. Threads that spin while they wait make two of them far slower than one on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 CHARACTERS = "0123456789+-*=#"
 """The vocabulary of the tiny model, beside <pad>, <eos> and <unk>."""
 SIZES = {

@@ -33,7 +33,7 @@ def saved(make_tiny_model: Callable[..., Any], tmp_path: Path) -> Callable[[int]
 
     def save(seed: int) -> Path:
         directory = tmp_path / f"model-{seed}"
-        for part in make_tiny_model(seed=seed):
+        for part in make_tiny_model(seed=seed, initializer_range=0.3):
             part.save_pretrained(directory)
         return directory
 
@@ -126,13 +126,14 @@ def test_a_penalty_pulls_the_policy_towards_another_model_even_where_rewards_are
         model={"new": None, "path": str(saved(0))},
         reference={"model": str(saved(1))},
         kl={"coefficient": 1.0},
-        training={"steps": 8},
+        optimizer={"learning_rate": 2e-2},
+        training={"steps": 15},
     )
     train(config, reward=lambda completion: 1.0, progress=seen)
     kl = seen.values("policy/kl_reference")
-    assert seen.values("groups/informative_fraction") == [0.0] * 8
-    assert kl[0] > 0.01
-    assert kl[-1] < kl[0] / 2
+    assert seen.values("groups/informative_fraction") == [0.0] * 15
+    assert kl[0] > 0.1
+    assert sum(kl[-3:]) < sum(kl[:3]) / 2
 
 
 def test_the_start_given_as_reference_model_has_no_kl_at_first(
@@ -154,7 +155,7 @@ def test_kl_in_the_reward_moves_advantages_and_not_the_loss_term(
         reference={"model": str(saved(1))},
         kl={"coefficient": 1.0, "placement": "reward", "estimator": "k1"},
         advantage={"scale": "none"},
-        training={"steps": 8},
+        training={"steps": 1},
     )
     train(config, reward=lambda completion: 1.0, progress=seen)
     # Equal rewards, yet completions that the reference finds less likely are worth less.
@@ -170,6 +171,6 @@ def test_a_reference_that_cannot_be_used_is_refused_before_a_run_begins(
         for part in make_tiny_model(vocab_size=31):
             part.save_pretrained(directory)
     config = recipe(reference={"model": str(directory)}, kl={"coefficient": 0.1})
-    with pytest.raises(UserError, match="reference"):
+    with pytest.raises(UserError, match=r"reference\.model"):
         train(config, reward=varied)
     assert not (tmp_path / "runs").exists()

@@ -162,7 +162,7 @@ def test_a_filter_that_keeps_everything_changes_nothing() -> None:
 def test_filters_agree_with_the_definition_whether_few_or_all_tokens_must_be_sorted(
     top_k: int, top_p: float, scale: float
 ) -> None:
-    # V = 3000 and a flat distribution (scale 0.1) need more than the 128 candidates that are sorted first.
+    # A flat distribution (scale 0.1) over 3000 needs more than the 128, and the 2048, candidates sorted first.
     probs_RV = scaled_probs(random_logits(4, 3000, scale=scale, seed=7), 1.0)
     kept_RV = filter_weights(probs_RV, top_k=top_k, top_p=top_p)
     for row, kept in zip(probs_RV.double().numpy(), kept_RV.double().numpy(), strict=True):
@@ -217,7 +217,8 @@ def test_bfloat16_logits_give_float32_logprobs() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [5, 1000])
-def test_nan_logits_give_a_token_in_range_and_a_nan_logprob(vocabulary: int) -> None:
-    drawn = draw(torch.full((2, vocabulary), torch.nan), torch.tensor([0.1, 0.9]).double(), temperature=1.0)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9}])
+def test_nan_logits_give_a_token_in_range_and_a_nan_logprob(vocabulary: int, filters: dict) -> None:
+    drawn = draw(torch.full((2, vocabulary), torch.nan), torch.tensor([0.1, 0.9]).double(), temperature=1.0, **filters)
     assert (drawn.tokens_R < vocabulary).all()
     assert drawn.logprobs_R.isnan().all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, get_args
@@ -14,6 +14,7 @@ from torch import Tensor
 from training_parts import (
     EOS,
     completion,
+    double_policy,
     gradients,
     largest_difference,
     make_batch,
@@ -87,10 +88,14 @@ def count_pieces(policy: Policy) -> list[Batch]:
 
 
 def step_gradient(
-    budget: int, *, objective: ObjectiveConfig, kl: KLConfig | None = None, dtype: torch.dtype = torch.float32
+    budget: int,
+    *,
+    objective: ObjectiveConfig,
+    kl: KLConfig | None = None,
+    make_policy: Callable[..., Policy] = tiny_policy,
 ) -> tuple[dict[str, Tensor], dict[str, float], list[Batch]]:
     """What one step of the trainer left in `.grad`, what it reported, and its micro-batches."""
-    policy = tiny_policy(dtype=dtype)
+    policy = make_policy()
     trainer = make_trainer(
         policy,
         make_groups(),
@@ -100,7 +105,7 @@ def step_gradient(
         kl=kl,
         advantage=AdvantageConfig(eps=0.0),
         training=TrainingConfig(steps=1, micro_batch_tokens=budget),
-        reference=None if kl is None else tiny_policy(seed=5, dtype=dtype),
+        reference=None if kl is None else make_policy(seed=5),
     )
     pieces = count_pieces(policy)
     metrics = trainer.train_step(1)
@@ -175,9 +180,9 @@ def test_gradients_do_not_depend_on_how_a_batch_is_cut(normalization: Normalizat
 def test_in_double_precision_no_cut_leaves_a_trace_in_any_tensor(normalization: Normalization) -> None:
     objective = ObjectiveConfig(normalization=normalization, truncated="mask", ratio="sequence")
     kl = KLConfig(coefficient=0.2)
-    whole, _, _ = step_gradient(WHOLE, objective=objective, kl=kl, dtype=torch.float64)
+    whole, _, _ = step_gradient(WHOLE, objective=objective, kl=kl, make_policy=double_policy)
     for budget in (SINGLE, SPLIT_GROUPS, 2 * SPLIT_GROUPS):
-        cut, _, _ = step_gradient(budget, objective=objective, kl=kl, dtype=torch.float64)
+        cut, _, _ = step_gradient(budget, objective=objective, kl=kl, make_policy=double_policy)
         assert tensorwise_difference(cut, whole) < 1e-12
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.policy import Policy
@@ -35,7 +35,7 @@ def tokenizer() -> Any:
 
 
 def tiny_model(*, seed: int = 0) -> Any:
-    """A random Qwen2 whose weights are large enough that attention and the head matter."""
+    """A random Qwen2."""
     config = Qwen2Config(
         vocab_size=len(tokenizer()),
         hidden_size=16,
@@ -49,6 +49,11 @@ def tiny_model(*, seed: int = 0) -> Any:
         pad_token_id=0,
         attention_dropout=0.0,
     )
+    return random_model(config, seed=seed)
+
+
+def random_model(config: Any, *, seed: int) -> Any:
+    """Random weights in float32, large enough that attention and the head matter."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -59,8 +64,25 @@ def tiny_model(*, seed: int = 0) -> Any:
     return model
 
 
-def tiny_policy(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Policy:
-    policy = Policy(tiny_model(seed=seed).to(dtype), tokenizer())
+def tiny_policy(*, seed: int = 0) -> Policy:
+    policy = Policy(tiny_model(seed=seed), tokenizer())
+    assert policy.native, policy.notice
+    return policy
+
+
+def double_policy(*, seed: int = 0) -> Policy:
+    """A random GPT-2 in float64: unlike Qwen2's, its norms do not go through float32."""
+    config = GPT2Config(
+        vocab_size=len(tokenizer()),
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    policy = Policy(random_model(config, seed=seed).double(), tokenizer())
     assert policy.native, policy.notice
     return policy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatpeak.cli.running import Overrides, read_config, run_and_report
+from flatpeak.cli.running import Overrides, read_config, run_and_tell
 
 DEMO = "flatpeak:demo"
 
@@ -14,4 +14,4 @@ def demo(overrides: Overrides = None) -> None:
     before and after. An earlier run of the demo is overwritten.
     """
     config = read_config(DEMO, overrides)
-    run_and_report("train", config, resume=False, overwrite=True, label="demo", since="sft")
+    run_and_tell("train", config, resume=False, overwrite=True, label="demo", since="sft")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,9 +30,11 @@ def evaluate(
         raise UserError("eval needs a model: a run, a checkpoint directory or a Hub name")
     if recipe is not None:
         overrides = [*recipe_overrides(recipe), *overrides]
-    from flatpeak.evaluation.compare import compare_checkpoints
+    from flatpeak.cli.progress import open_progress
+    from flatpeak.comparison import compare_checkpoints
 
-    comparison = compare_checkpoints(paths, overrides)
+    with open_progress(sys.stderr) as progress:
+        comparison = compare_checkpoints(paths, overrides, progress=progress)
     typer.echo(json.dumps(comparison.as_dict()) if as_json else comparison.render())
 
 
@@ -46,4 +49,6 @@ def recipe_overrides(recipe: str) -> list[str]:
     from flatpeak.recipe import load_recipe
 
     content = load_recipe(recipe)
-    return [f"{section}={json.dumps(content[section])}" for section in _SECTIONS if section in content]
+    return [
+        f"{section}={json.dumps(content[section], ensure_ascii=False)}" for section in _SECTIONS if section in content
+    ]

@@ -11,6 +11,16 @@ import typer
 from flatpeak.cli import chat, demo, evaluate, report, sft, train
 from flatpeak.errors import UserError
 
+# Read when torch, tokenizers and transformers load; what the user has set stays.
+ENVIRONMENT = {
+    # Threads that spin while they wait made a run on a busy machine 13 times slower.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Its threads would warn at every fork.
+    "TOKENIZERS_PARALLELISM": "false",
+    # A bar for every checkpoint would tear the display apart.
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
 app = typer.Typer(
     name="flatpeak",
     help="GRPO post-training that climbs to flat reward peaks. A recipe is a YAML file, or a shipped one such as "
@@ -41,10 +51,8 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 a bad command or recipe, 130 and 143 stopped by a signal."""
-    # Both are read when torch and tokenizers load. Threads that spin while they wait made a run on a busy machine
-    # 13 times slower; the tokenizers' own threads warn at every fork.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         app(prog_name="flatpeak")
     except UserError as error:

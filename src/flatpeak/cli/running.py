@@ -1,4 +1,4 @@
-"""What `train`, `sft` and `demo` share: recipe in, run, report, last line, exit code."""
+"""What `train`, `sft` and `demo` share: recipe in, run, last line, exit code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def print_config(config: RunConfig) -> None:
     typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
 
 
-def run_and_report(
+def run_and_tell(
     stage: Literal["train", "sft"],
     config: RunConfig,
     *,
@@ -50,24 +50,23 @@ def run_and_report(
     label: str,
     since: EvaluationStage,
 ) -> None:
-    """Train, write the report, print the outcome. Exits with 130 or 143 where a signal stopped the run."""
+    """Run the recipe and print the outcome. Exits with 130 or 143 where a signal stopped it."""
+    from flatpeak import api
     from flatpeak.cli.progress import open_progress
-    from flatpeak.experiments.report import write_report
-    from flatpeak.training import api
 
     run = api.train if stage == "train" else api.sft
     command = ["flatpeak", *sys.argv[1:]]
     with open_progress(sys.stderr if as_json else sys.stdout) as progress:
         result = run(config, progress=progress, resume=resume, overwrite=overwrite, command=command)
-    report, summary = write_report(result.directory), result.summary
+    summary = result.summary
     if as_json:
-        typer.echo(json.dumps({"directory": str(result.directory), "report": str(report), **asdict(summary)}))
+        typer.echo(json.dumps({"path": str(result.path), "report": str(result.report), **asdict(summary)}))
     elif summary.signal is None:
-        typer.echo(last_line(label, summary, since=since, report=report))
+        typer.echo(last_line(label, summary, since=since, report=result.report))
     else:
         typer.echo(f"{label}: stopped by signal {summary.signal} after step {summary.last_step}; go on with --resume")
-    if summary.signal is not None:
-        raise typer.Exit(128 + summary.signal)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 def last_line(label: str, summary: RunSummary, *, since: EvaluationStage, report: Path) -> str:

@@ -11,7 +11,7 @@ from flatpeak.cli.running import (
     Resume,
     print_config,
     read_config,
-    run_and_report,
+    run_and_tell,
 )
 
 
@@ -28,4 +28,4 @@ def sft(
     if show_config:
         print_config(config)
         return
-    run_and_report("sft", config, resume=resume, overwrite=overwrite, as_json=as_json, label="sft", since="start")
+    run_and_tell("sft", config, resume=resume, overwrite=overwrite, as_json=as_json, label="sft", since="start")

@@ -19,8 +19,8 @@ def snapshot(policy: Policy) -> Policy:
 
 def check_reference(policy: Policy, reference: Policy) -> None:
     """Refuse a reference that shares weights with the policy, or that reads other tokens."""
-    policy_storages = {parameter.data_ptr() for parameter in policy.model.parameters()}
-    if any(parameter.data_ptr() in policy_storages for parameter in reference.model.parameters()):
+    policy_storages = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+    if any(parameter.untyped_storage().data_ptr() in policy_storages for parameter in reference.model.parameters()):
         raise UserError(
             "the reference shares weights with the policy, so KL to it is always 0 and freezing it freezes the "
             "policy: give a copy, or leave reference.model null"

@@ -93,4 +93,6 @@ class Objective:
             return torch.zeros_like(ratio_T, dtype=torch.bool)
         above = (ratio_T > 1 + self.config.clip_high) & (advantages_T > 0)
         below = (ratio_T < 1 - self.config.clip_low) & (advantages_T < 0)
+        if self.config.dual_clip is not None:
+            below |= (ratio_T > self.config.dual_clip) & (advantages_T < 0)
         return above | below

@@ -31,7 +31,7 @@ def shape_rewards(
     """Apply `objective.truncated` to the total scores.
 
     soft_penalty adds DAPO's soft overlong punishment (Yu et al. 2025, equation 13), with B the buffer and L the limit:
-    0 up to L - B tokens, then (L - B - length) / B, which is -1 at L. Under a group baseline a group with fewer than
+    0 up to L - B tokens, then (L - B - length) / B, which is -1 at L, and no less beyond. Under a group baseline a group with fewer than
     two valid scores counts as missing.
     """
     known = [[0.0 if score is None else score for score in row] for row in scores.total]
@@ -44,7 +44,7 @@ def shape_rewards(
         rewards_PG = rewards_PG.masked_fill(truncated_PG, 0.0)
     if config.truncated == "soft_penalty":
         lengths_PG = torch.tensor([[len(c.token_ids) for c in group.completions] for group in groups])
-        over_PG = (lengths_PG - (max_new_tokens - config.overlong_buffer)).clamp(min=0)
+        over_PG = (lengths_PG - (max_new_tokens - config.overlong_buffer)).clamp(0, config.overlong_buffer)
         rewards_PG = rewards_PG - valid_PG * over_PG / config.overlong_buffer
     trained_PG = valid_PG & ~truncated_PG if config.truncated == "mask" else valid_PG
     return ShapedRewards(rewards_PG=rewards_PG, valid_PG=valid_PG, trained_PG=trained_PG)

@@ -1,0 +1,76 @@
+"""Every layout the native engine claims is proven equal to the plain forward pass, packed and decoded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layouts import LAYOUTS, build
+from policy_parts import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
+
+from flatpeak.policy.policy import Policy
+from flatpeak.policy.support import PROVEN
+
+TOLERANCE = 1e-5
+"""float32 against float32, on logits of size about 1 to 10."""
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda name: name.replace(" ", "_"))
+def policy(request: pytest.FixtureRequest) -> Policy:
+    made = Policy(build(*LAYOUTS[request.param]), Tokenizer())
+    assert made.native, made.notice
+    return made
+
+
+def test_every_proven_model_type_has_a_layout_here() -> None:
+    assert {model_type for model_type, _ in LAYOUTS.values()} == PROVEN
+
+
+def test_packed_log_probabilities_and_gradients_equal_the_plain_ones(policy: Policy) -> None:
+    batch = uneven_batch()
+    weights_T = tokens_and_weights(batch)
+    packed_T, _ = policy.token_logprobs(batch, temperature=0.7)
+    packed = gradients(policy, (weights_T * packed_T).sum())
+    plain_T = plain_logprobs(policy, batch, 0.7)
+    plain = gradients(policy, (weights_T * plain_T).sum())
+    torch.testing.assert_close(packed_T, plain_T, atol=TOLERANCE, rtol=TOLERANCE)
+    assert largest_gap(packed, plain) < TOLERANCE
+
+
+def test_a_short_prompt_does_not_see_its_neighbours(policy: Policy) -> None:
+    batch = uneven_batch()
+    changed_T = batch.tokens_T.clone()
+    changed_T[:10] = 39  # the completions of the first prompt
+    with torch.no_grad():
+        before_T, _ = policy.token_logprobs(batch, temperature=1.0)
+        other = type(batch)(**{name: getattr(batch, name) for name in batch.__slots__} | {"tokens_T": changed_T})
+        after_T, _ = policy.token_logprobs(other, temperature=1.0)
+    assert not torch.equal(before_T[:10], after_T[:10])
+    torch.testing.assert_close(before_T[10:], after_T[10:], atol=1e-6, rtol=1e-6)
+
+
+def test_decoding_equals_the_plain_forward_pass_through_compaction(policy: Policy) -> None:
+    prompts = uneven_batch().prompts
+    generator = torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        state, logits_PV = policy.prefill(prompts, copies=2, max_new_tokens=30)
+        sequences = [list(prompt) for prompt in prompts for _ in range(2)]
+        compare(policy, [list(prompt) for prompt in prompts], logits_PV)
+        live = list(range(len(sequences)))
+        for step in range(20):
+            if step == 7:
+                kept = torch.tensor([0, 3, 4])
+                state.keep(kept)
+                live = [live[row] for row in kept.tolist()]
+            tokens_R = torch.randint(2, 40, (len(live),), generator=generator)
+            logits_RV = policy.decode(state, tokens_R)
+            for row, token in zip(live, tokens_R.tolist(), strict=True):
+                sequences[row].append(token)
+            if step in (0, 6, 7, 19):
+                compare(policy, [sequences[row] for row in live], logits_RV)
+
+
+def compare(policy: Policy, sequences: list[list[int]], logits_RV: torch.Tensor) -> None:
+    for tokens, logits_V in zip(sequences, logits_RV, strict=True):
+        with policy.plain_attention() as model:
+            plain_V = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
+        torch.testing.assert_close(logits_V, plain_V, atol=TOLERANCE, rtol=TOLERANCE)

@@ -1,0 +1,344 @@
+"""The loss that a recipe describes, against its formulas in NumPy at double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from training_parts import (
+    EOS,
+    completion,
+    gradients,
+    largest_difference,
+    make_trainer,
+    prompt,
+    scored,
+    tiny_policy,
+    weights,
+)
+
+from flatpeak.training.batch import micro_batches
+from flatpeak.training.config import KLConfig, ObjectiveConfig
+from flatpeak.training.learner import score
+from flatpeak.training.objective import Objective, TokenStatistics
+from flatpeak.types import Batch, Group
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+ADVANTAGES = [1.5, -0.5, 2.0, -1.0]
+LENGTHS = [3, 2, 1, 4]
+RATIOS = np.array([0.5, 1.0, 1.5, 0.7, 1.25, 1.1, 4.0, 0.75, 1.0, 2.5])
+"""Below, within and above the clip, under advantages of both signs."""
+SEQUENCE = np.repeat(np.arange(4), LENGTHS)
+A = np.repeat(ADVANTAGES, LENGTHS)
+LOGPROBS = -np.linspace(0.3, 3.0, 10)
+REFERENCE = LOGPROBS + np.array([0.4, -0.3, 0.0, 1.2, -0.8, 0.1, -0.05, 0.6, -1.5, 0.2])
+ENTROPY = np.linspace(0.2, 2.0, 10)
+D = REFERENCE - LOGPROBS
+SEQUENCE_RATIOS = np.exp(
+    [np.log(RATIOS[n == SEQUENCE]).mean() for n in range(4)],
+)[SEQUENCE]
+"""The geometric mean of a completion's ratios: 0.909, 0.935, 1.1, 1.655."""
+
+
+def batch(*, reference: bool = True) -> Batch:
+    """The numbers above, in float64."""
+    return Batch(
+        prompts=((3,), (4, 5)),
+        prompt_N=torch.tensor([0, 0, 1, 1]),
+        lengths_N=torch.tensor(LENGTHS),
+        tokens_T=torch.arange(10) + 3,
+        sequence_T=torch.from_numpy(SEQUENCE),
+        advantages_N=torch.tensor(ADVANTAGES, dtype=torch.float64),
+        weights_N=torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64),
+        old_logprobs_T=torch.from_numpy(LOGPROBS - np.log(RATIOS)),
+        reference_logprobs_T=torch.from_numpy(REFERENCE) if reference else None,
+    )
+
+
+def evaluate(
+    config: ObjectiveConfig, kl: KLConfig | None = None, *, data: Batch | None = None
+) -> tuple[Array, Array, TokenStatistics]:
+    """The loss of every token, the gradient of their sum with respect to its log-probability, and the statistics."""
+    logprobs_T = torch.from_numpy(LOGPROBS.copy()).requires_grad_()
+    objective = Objective(config=config, kl=kl or KLConfig())
+    loss_T, statistics = objective(logprobs_T, torch.from_numpy(ENTROPY), data or batch())
+    (gradient_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T)
+    return loss_T.detach().numpy(), gradient_T.numpy(), statistics
+
+
+def clipped(ratio: Array, *, low: float, high: float, dual: float = np.inf) -> tuple[Array, Array]:
+    """The PPO loss, and which tokens keep their gradient."""
+    loss = -np.minimum(ratio * A, np.clip(ratio, 1 - low, 1 + high) * A)
+    lost = ((A > 0) & (ratio > 1 + high)) | ((A < 0) & (ratio < 1 - low)) | ((A < 0) & (ratio > dual))
+    return np.where(A < 0, np.minimum(loss, -dual * A), loss), ~lost
+
+
+TOKEN_LOSSES: dict[str, tuple[dict[str, Any], Array, Array, float]] = {
+    "policy gradient": ({"loss": "policy_gradient"}, -A * LOGPROBS, -A, 0.0),
+    "unclipped": ({"loss": "unclipped_surrogate"}, -RATIOS * A, -RATIOS * A, 0.0),
+    # Above the clip: the third token. Below it: the fourth and the eighth.
+    "clipped": (
+        {"loss": "clipped_surrogate"},
+        clipped(RATIOS, low=0.2, high=0.2)[0],
+        -RATIOS * A * clipped(RATIOS, low=0.2, high=0.2)[1],
+        3 / 10,
+    ),
+    "clipped unevenly": (
+        {"loss": "clipped_surrogate", "clip_low": 0.28, "clip_high": 0.6},
+        clipped(RATIOS, low=0.28, high=0.6)[0],
+        -RATIOS * A * clipped(RATIOS, low=0.28, high=0.6)[1],
+        1 / 10,
+    ),
+    # The dual clip also takes the gradient of the seventh and the tenth.
+    "dual clip": (
+        {"loss": "clipped_surrogate", "dual_clip": 2.0},
+        clipped(RATIOS, low=0.2, high=0.2, dual=2.0)[0],
+        -RATIOS * A * clipped(RATIOS, low=0.2, high=0.2, dual=2.0)[1],
+        5 / 10,
+    ),
+    "capped": (
+        {"loss": "truncated_policy_gradient", "cap": 1.2},
+        -np.minimum(RATIOS, 1.2) * A * LOGPROBS,
+        -np.minimum(RATIOS, 1.2) * A,
+        4 / 10,
+    ),
+}
+"""Settings, loss, its gradient, and the fraction of tokens that the clip touches, counted by hand."""
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_every_token_loss_has_the_value_gradient_and_clip_fraction_of_its_formula(name: str) -> None:
+    settings, expected_loss, expected_gradient, clip_fraction = TOKEN_LOSSES[name]
+    loss, gradient, statistics = evaluate(ObjectiveConfig(**settings))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-12, atol=1e-15)
+    assert float(statistics.clipped) / statistics.tokens == clip_fraction
+
+
+def test_statistics_are_sums_over_the_tokens() -> None:
+    _, _, statistics = evaluate(ObjectiveConfig())
+    assert statistics.tokens == 10
+    assert float(statistics.entropy) == pytest.approx(ENTROPY.sum(), rel=1e-12)
+    assert float(statistics.ratio) == pytest.approx(RATIOS.sum(), rel=1e-12)
+    assert float(statistics.max_ratio_gap) == pytest.approx(3.0, rel=1e-12)
+    assert statistics.kl is not None
+    assert float(statistics.kl) == pytest.approx((np.exp(D) - D - 1).sum(), rel=1e-12)
+
+
+def test_without_a_reference_no_kl_is_reported() -> None:
+    _, _, statistics = evaluate(ObjectiveConfig(), data=batch(reference=False))
+    assert statistics.kl is None
+
+
+def by_sequence(values: Array) -> Array:
+    """Each completion's mean, at each of its tokens."""
+    return np.array([values[n == SEQUENCE].mean() for n in range(4)])[SEQUENCE]
+
+
+SEQUENCE_LOSSES: dict[str, tuple[dict[str, Any], Array, Array, float]] = {
+    "unclipped": (
+        {"loss": "unclipped_surrogate"},
+        -SEQUENCE_RATIOS * A,
+        # A completion's len tokens share one ratio, and d s / d log p_t = s / len: the two cancel.
+        -SEQUENCE_RATIOS * A,
+        0.0,
+    ),
+    "clipped": (
+        {"loss": "clipped_surrogate", "clip_low": 0.2, "clip_high": 0.05},
+        clipped(SEQUENCE_RATIOS, low=0.2, high=0.05)[0],
+        -SEQUENCE_RATIOS * A * clipped(SEQUENCE_RATIOS, low=0.2, high=0.05)[1],
+        1 / 10,
+    ),
+    "capped": (
+        {"loss": "truncated_policy_gradient", "cap": 1.2},
+        -np.minimum(SEQUENCE_RATIOS, 1.2) * A * LOGPROBS,
+        -np.minimum(SEQUENCE_RATIOS, 1.2) * A,
+        4 / 10,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCE_LOSSES)
+def test_with_a_sequence_ratio_the_tokens_of_a_completion_share_one(name: str) -> None:
+    settings, expected_loss, expected_gradient, clip_fraction = SEQUENCE_LOSSES[name]
+    loss, gradient, statistics = evaluate(ObjectiveConfig(ratio="sequence", **settings))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-12, atol=1e-15)
+    assert float(statistics.clipped) / statistics.tokens == clip_fraction
+    assert float(statistics.ratio) == pytest.approx(SEQUENCE_RATIOS.sum(), rel=1e-12)
+    assert float(statistics.max_ratio_gap) == pytest.approx(3.0, rel=1e-12)
+
+
+def test_a_sequence_ratio_is_that_of_whole_completions_in_every_micro_batch() -> None:
+    config = ObjectiveConfig(ratio="sequence", loss="unclipped_surrogate")
+    objective = Objective(config=config, kl=KLConfig())
+    pieces, start = [], 0
+    for micro in micro_batches(batch(), 1):
+        stop = start + len(micro.tokens_T)
+        loss_T, _ = objective(torch.from_numpy(LOGPROBS[start:stop]), torch.from_numpy(ENTROPY[start:stop]), micro)
+        pieces.append(loss_T.numpy())
+        start = stop
+    assert len(pieces) == 4
+    np.testing.assert_allclose(np.concatenate(pieces), -SEQUENCE_RATIOS * A, rtol=1e-12)
+
+
+KL_VALUES: dict[str, tuple[Array, Array]] = {
+    "k1": (-D, np.ones(10)),
+    "k2": (D**2 / 2, -D),
+    "k3": (np.exp(D) - D - 1, 1 - np.exp(D)),
+}
+"""Each estimator, and its derivative with respect to log p."""
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_in_the_loss_is_added_per_token(estimator: Any) -> None:
+    value, derivative = KL_VALUES[estimator]
+    loss, gradient, statistics = evaluate(ObjectiveConfig(), KLConfig(coefficient=0.3, estimator=estimator))
+    plain_loss, plain_gradient, _ = evaluate(ObjectiveConfig())
+    np.testing.assert_allclose(loss, plain_loss + 0.3 * value, rtol=1e-12)
+    np.testing.assert_allclose(gradient, plain_gradient + 0.3 * derivative, rtol=1e-12)
+    assert statistics.kl is not None
+    assert float(statistics.kl) == pytest.approx(value.sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_ratio_weighted_kl_is_differentiated_through_the_ratio_too(estimator: Any) -> None:
+    value, derivative = KL_VALUES[estimator]
+    kl = KLConfig(coefficient=0.3, estimator=estimator, ratio_weighted=True)
+    loss, gradient, statistics = evaluate(ObjectiveConfig(), kl)
+    plain_loss, plain_gradient, _ = evaluate(ObjectiveConfig())
+    np.testing.assert_allclose(loss, plain_loss + 0.3 * RATIOS * value, rtol=1e-12)
+    np.testing.assert_allclose(gradient, plain_gradient + 0.3 * RATIOS * (value + derivative), rtol=1e-12)
+    assert statistics.kl is not None
+    assert float(statistics.kl) == pytest.approx(value.sum(), rel=1e-12)
+
+
+def test_ratio_weighted_kl_takes_the_sequence_ratio_where_that_is_the_ratio() -> None:
+    value, derivative = KL_VALUES["k3"]
+    config = ObjectiveConfig(ratio="sequence", loss="policy_gradient")
+    loss, gradient, _ = evaluate(config, KLConfig(coefficient=0.3, ratio_weighted=True))
+    np.testing.assert_allclose(loss, -A * LOGPROBS + 0.3 * SEQUENCE_RATIOS * value, rtol=1e-12)
+    expected = -A + 0.3 * SEQUENCE_RATIOS * (derivative + by_sequence(value))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kl",
+    [KLConfig(), KLConfig(coefficient=0.3, placement="reward"), KLConfig(placement="reward", estimator="k1")],
+    ids=str,
+)
+def test_kl_outside_the_loss_is_reported_and_changes_no_loss(kl: KLConfig) -> None:
+    loss, gradient, statistics = evaluate(ObjectiveConfig(), kl)
+    plain_loss, plain_gradient, _ = evaluate(ObjectiveConfig(), data=batch(reference=False))
+    np.testing.assert_array_equal(loss, plain_loss)
+    np.testing.assert_array_equal(gradient, plain_gradient)
+    assert statistics.kl is not None
+    assert float(statistics.kl) == pytest.approx(KL_VALUES[kl.estimator][0].sum(), rel=1e-12)
+
+
+def test_k1_in_the_loss_is_refused_and_elsewhere_allowed() -> None:
+    with pytest.raises(ValidationError, match="zero expected gradient"):
+        KLConfig(coefficient=0.1, estimator="k1")
+    KLConfig(coefficient=0.1, estimator="k1", placement="reward")
+    KLConfig(coefficient=0.1, estimator="k1", ratio_weighted=True)
+    KLConfig(coefficient=0.0, estimator="k1")
+
+
+def test_the_entropy_term_lowers_the_loss_of_uncertain_tokens() -> None:
+    entropy_T = torch.from_numpy(ENTROPY.copy()).requires_grad_()
+    objective = Objective(config=ObjectiveConfig(entropy_coefficient=0.25), kl=KLConfig())
+    loss_T, _ = objective(torch.from_numpy(LOGPROBS), entropy_T, batch())
+    plain, _, _ = evaluate(ObjectiveConfig())
+    np.testing.assert_allclose(loss_T.detach().numpy(), plain - 0.25 * ENTROPY, rtol=1e-12)
+    (gradient_T,) = torch.autograd.grad(loss_T.sum(), entropy_T)
+    np.testing.assert_array_equal(gradient_T.numpy(), np.full(10, -0.25))
+
+
+LIMIT = 5
+TOKENS = {"alive": [(5, 9, EOS), (12, 3, 7, EOS)], "dead": [(8, EOS), (4, 6, 11, EOS)]}
+REWARDS = {"alive": (1.0, 0.0), "dead": (0.5, 0.5)}
+
+
+def groups(*names: str) -> list[Group]:
+    return scored(
+        tiny_policy(),
+        [
+            Group(prompt=prompt(name, (3, 7)), completions=tuple(completion(c, limit=LIMIT) for c in TOKENS[name]))
+            for name in names
+        ],
+    )
+
+
+def scored_tokens(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[int], dict[str, Tensor]]:
+    """How many response tokens each pass with gradients read in one step, and the gradient it left."""
+    policy = tiny_policy()
+    passes: list[int] = []
+    plain: Callable[..., tuple[Tensor, Tensor]] = policy.token_logprobs
+
+    def counted(batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+        passes.append(len(batch.tokens_T))
+        return plain(batch, temperature=temperature)
+
+    monkeypatch.setattr(policy, "token_logprobs", counted)
+    names = settings.pop("names", ("alive", "dead"))
+    trainer = make_trainer(policy, groups(*names), REWARDS, max_new_tokens=LIMIT, **settings)
+    trainer.train_step(1)
+    return passes, gradients(policy)
+
+
+def test_groups_without_signal_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scored_tokens(monkeypatch)[0] == [7]
+    assert scored_tokens(monkeypatch, names=("dead",))[0] == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kl": KLConfig(coefficient=0.1)},
+        {"objective": ObjectiveConfig(entropy_coefficient=0.1)},
+        {"objective": ObjectiveConfig(entropy_coefficient=-0.1)},
+    ],
+    ids=["KL", "entropy", "negative entropy"],
+)
+def test_kl_and_entropy_in_the_loss_move_groups_without_signal(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, gradient = scored_tokens(monkeypatch, names=("dead",), reference=tiny_policy(seed=5), **settings)
+    assert passes == [6]
+    assert max(part.abs().max().item() for part in gradient.values()) > 1e-3
+
+
+@pytest.mark.parametrize("kl", [KLConfig(), KLConfig(coefficient=0.1, placement="reward")], ids=["logged", "in reward"])
+def test_a_reference_outside_the_loss_costs_groups_without_signal_no_pass(
+    kl: KLConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, _ = scored_tokens(monkeypatch, kl=kl, reference=tiny_policy())
+    assert passes == [7]
+
+
+def test_a_reference_that_is_only_logged_changes_no_weight() -> None:
+    results = []
+    for reference in (None, tiny_policy(seed=5)):
+        policy = tiny_policy()
+        trainer = make_trainer(policy, groups("alive", "dead"), REWARDS, max_new_tokens=LIMIT, reference=reference)
+        results.append((weights(policy), trainer.train_step(1), weights(policy)))
+    (start, without, plain), (_, with_reference, logged) = results
+    assert largest_difference(plain, start) > 1e-3
+    assert largest_difference(plain, logged) == 0
+    assert "policy/kl_reference" not in without
+    assert with_reference["policy/kl_reference"] > 0.01
+
+
+def test_scoring_needs_no_gradient_and_does_not_depend_on_the_budget() -> None:
+    policy = tiny_policy()
+    data = replace(batch(), prompts=((3, 9), (4, 5, 8)))
+    whole = score(policy, data, temperature=0.7, micro_batch_tokens=1000)
+    assert not whole.requires_grad
+    np.testing.assert_allclose(score(policy, data, temperature=0.7, micro_batch_tokens=1), whole, atol=1e-6)
