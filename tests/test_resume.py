@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
+from flatpeak.errors import UserError
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TIMES = ("time/", "throughput/", "memory/")
 SFT_STEPS, RL_STEPS = 3, 6
@@ -36,6 +41,14 @@ EVERYTHING: dict[str, Any] = {
     "sft": {"steps": SFT_STEPS, "batch_size": 8, "optimizer": {"learning_rate": 1e-2}},
     "evaluation": {"every": 2, "metric": "reward", "size": 3, "final_size": 6, "samples": 2, "k": [1, 2]},
 }
+
+
+class Death(BaseException):
+    """Stands for a kill where a test cannot afford a process of its own."""
+
+
+def die() -> None:
+    raise Death
 
 
 class Judge:
@@ -110,14 +123,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[what] == expected[what], what
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], scope="module")
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def make_run(recipe: Callable[..., Any], train: Callable[..., Any], watch: Any) -> Callable[..., Run]:
     def make(name: str = "tiny", **sections: Any) -> Run:
@@ -129,8 +134,8 @@ def make_run(recipe: Callable[..., Any], train: Callable[..., Any], watch: Any) 
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(threads: int) -> dict[str, Any]:
-    """Filled by the first test that asks for it, once for each number of threads."""
+def uninterrupted() -> dict[str, Any]:
+    """Filled by the first test that asks for it."""
     return {}
 
 
@@ -177,3 +182,186 @@ def test_a_run_stopped_between_steps_ends_the_same(
     finished = run.start(resume=True)
     assert finished.exit_code == 0
     assert_same(outcome(run.path), expected)
+
+
+def test_an_interrupt_in_the_middle_of_a_step_lets_the_step_end(
+    make_run: Callable[..., Run], expected: dict[str, Any], send: Any
+) -> None:
+    run = make_run()
+    calls = []
+
+    class Interrupting(Judge):
+        def __call__(self, group: Any) -> list[float]:
+            calls.append(len(group.completions))
+            if calls.count(3) == 10:
+                send(signal.SIGINT)()
+            return super().__call__(group)
+
+    stopped = run.start(reward=Interrupting())
+    assert stopped.exit_code == 130
+    assert stopped.summary.signal == signal.SIGINT
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), expected)
+
+
+def test_a_run_stopped_twice_ends_the_same(make_run: Callable[..., Run], expected: dict[str, Any], send: Any) -> None:
+    run = make_run()
+    assert run.start(stop={("sft", 2): send(signal.SIGTERM)}).exit_code == 143
+    assert run.start(stop={("train", 4): send(signal.SIGINT)}, resume=True).exit_code == 130
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [("eval", 0), ("sft", 1), ("sft", 3), ("eval", 3), ("train", 1), ("train", 3), ("eval", 4), ("train", 6)],
+)
+def test_a_run_that_died_between_checkpoints_ends_the_same(
+    make_run: Callable[..., Run], expected: dict[str, Any], stage: str, step: int
+) -> None:
+    run = make_run()
+    with pytest.raises(Death):
+        run.start(stop={(stage, step): die})
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), expected)
+
+
+@pytest.mark.parametrize("link", ["last", "best"])
+def test_a_run_that_died_while_it_pointed_at_its_new_checkpoint_ends_the_same(
+    make_run: Callable[..., Run], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    from flatpeak.training import journal
+
+    run, original = make_run(), journal.point
+
+    def point(parent: Path, name: str, target: Path) -> None:
+        if (name, target.name) == (link, "step_000002"):
+            raise Death
+        original(parent, name, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Death):
+        patch.setattr(journal, "point", point)
+        run.start()
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), expected)
+
+
+KILLED = """
+import json, os, signal, sys
+import torch
+torch.set_num_threads(1)
+import flatpeak
+from conftest import Watcher
+from test_resume import Judge
+judge = Judge()
+class Killer(Watcher):
+    def update(self, stage, *, step, total, metrics):
+        judge.step = step if stage == "train" else judge.step
+        if (stage, step) == ("train", 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+flatpeak.train(json.loads(sys.argv[1]), reward=judge, progress=Killer())
+"""
+
+
+def test_a_run_that_was_killed_ends_the_same(make_run: Callable[..., Run], expected: dict[str, Any]) -> None:
+    run = make_run()
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, json.dumps(run.config)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl") if row["stage"] == "train"] == [1, 2, 3]
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), expected)
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    make_run: Callable[..., Run], expected: dict[str, Any], send: Any
+) -> None:
+    run = make_run(run={"keep_checkpoints": 3})
+    run.start(stop={("train", 5): send(signal.SIGTERM)})
+    model = run.path / "checkpoints" / "step_000005" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), expected)
+
+
+def test_two_threads_resume_to_the_same_bits(make_run: Callable[..., Run], send: Any) -> None:
+    # Large enough that torch gives both threads work, with one prompt position repeated for 16 completions.
+    sections = {
+        "run": {"threads": 2},
+        "model": {"new": {"config": {"hidden_size": 128, "intermediate_size": 256}}},
+        "rollout": {"prompts_per_step": 2, "group_size": 16, "max_new_tokens": 6},
+        "sft": {"steps": 1},
+        "training": {"steps": 4, "micro_batch_tokens": 16384},
+    }
+    ends = []
+    for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
+        run = make_run(name, **sections)
+        run.start(stop=stop)
+        run.start(resume=True)
+        ends.append(outcome(run.path))
+    assert_same(ends[1], ends[0])
+    assert torch.get_num_threads() == 2
+
+
+def test_dropout_resumes_to_the_same_bits(make_run: Callable[..., Run], send: Any) -> None:
+    sections = {"model": {"dropout": True, "new": {"config": {"attention_dropout": 0.2}}}}
+    ends = []
+    for name, stop in (("whole", {}), ("cut", {("train", 3): send(signal.SIGTERM)})):
+        run = make_run(name, **sections)
+        run.start(stop=stop)
+        run.start(resume=True)
+        ends.append(outcome(run.path))
+    assert_same(ends[1], ends[0])
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full model", "LoRA"])
+def test_a_model_of_the_callers_resumes_to_the_same_bits(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, make_tiny_model: Any, send: Any, adapter: bool
+) -> None:
+    def parts() -> tuple[Any, Any]:
+        model, tokenizer = make_tiny_model()
+        if adapter:
+            torch.manual_seed(0)
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        return model, tokenizer
+
+    ends = []
+    for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
+        config = recipe(run={"name": name}, kl={"coefficient": 0.1}, training={"steps": 4})
+        for resume in (False, True):
+            model, tokenizer = parts()
+            given = {"model": model, "tokenizer": tokenizer, "reward": Judge()}
+            train(config, **given, progress=watch({} if resume else stop), resume=resume)
+        ends.append({key: value.clone() for key, value in model.state_dict().items()})
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_a_run_that_is_done_stays_as_it_is(make_run: Callable[..., Run], expected: dict[str, Any]) -> None:
+    run = make_run()
+    run.start()
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), expected)
+
+
+def test_a_run_that_reached_its_goal_stays_as_it_is(make_run: Callable[..., Run]) -> None:
+    run = make_run(training={"stop_at": 0.8})
+    assert run.start().summary.last_step == 2
+    before = outcome(run.path)
+    assert run.start(resume=True).summary.last_step == 2
+    assert_same(outcome(run.path), before)
+
+
+def test_resume_starts_a_run_that_does_not_exist_yet(make_run: Callable[..., Run], expected: dict[str, Any]) -> None:
+    run = make_run()
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), expected)
+
+
+def test_a_changed_recipe_is_refused_by_the_key_that_changed(make_run: Callable[..., Run], send: Any) -> None:
+    make_run().start(stop={("train", 1): send(signal.SIGTERM)})
+    with pytest.raises(UserError, match=r"kl\.coefficient: 0\.05 -> 0\.5"):
+        make_run(kl={"coefficient": 0.5}).start(resume=True)

@@ -39,14 +39,19 @@ def open_progress(stream: TextIO) -> Iterator[Progress]:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
+
+    def whole() -> Column:
+        return Column(no_wrap=True)
 
     columns = (
-        TextColumn("{task.description:<5}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.description}", table_column=whole()),
+        BarColumn(bar_width=12, table_column=whole()),
+        MofNCompleteColumn(table_column=whole()),
+        TimeElapsedColumn(table_column=whole()),
+        TimeRemainingColumn(table_column=whole()),
+        # The only column that gives way on a narrow terminal: it goes on in a second line.
+        TextColumn("{task.fields[figures]}", table_column=Column()),
     )
     with Progress(*columns, console=Console(file=stream)) as bars:
         yield LiveProgress(bars)
@@ -59,14 +64,18 @@ class LiveProgress:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
         self._figures = Figures()
+        self._stage = ""
+        self._metrics: Mapping[str, float] = {}
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Advance the stage's bar; an evaluation only adds to the figures."""
-        text = self._figures.update(metrics)
+        """Advance the stage's bar; an evaluation adds to the figures of the stage it interrupts."""
         if stage == "eval":
-            for task in self._tasks.values():
-                self._bars.update(task, figures=text)
+            text = self._figures.update({**self._metrics, **metrics})
+            if self._stage:
+                self._bars.update(self._tasks[self._stage], figures=text)
             return
+        self._stage, self._metrics = stage, metrics
+        text = self._figures.update(metrics)
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total, figures=text)
         self._bars.update(self._tasks[stage], completed=step, total=total, figures=text)
@@ -121,5 +130,5 @@ class Figures:
                 self._accuracy = value
         shown = [f"{label} {form.format(metrics[name])}" for name, label, form in _SHOWN if name in metrics]
         if self._accuracy is not None:
-            shown.append(f"accuracy {self._accuracy:.3f}")
+            shown.insert(0, f"accuracy {self._accuracy:.3f}")
         return ", ".join(shown)

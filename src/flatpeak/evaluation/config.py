@@ -17,7 +17,7 @@ class EvaluationConfig(StrictConfig):
     size: Annotated[int, Field(ge=1)] | None = None
     """The first so many held-out questions; null is all."""
     final_size: Annotated[int, Field(ge=1)] | None = None
-    """At step 0, and at the end: so many; null is `size`."""
+    """So many after SFT, before RL, and at the end; null is `size`."""
     accuracy: str = "correctness"
     """The reward part that says whether a completion is right (1) or not."""
     metric: str = "accuracy"

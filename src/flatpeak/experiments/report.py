@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -75,6 +76,7 @@ def write_report(run_dir: Path) -> Path:
 def page_content(run: RunPaths) -> dict[str, Any]:
     """Everything the page shows, by name."""
     rows = read_metrics(run.metrics)
+    manifest = json.loads(run.manifest.read_text(encoding="utf-8")) if run.manifest.exists() else None
     summary = read_summary(run.summary) if run.summary.exists() else None
     evaluations = summary.evaluations if summary else evaluations_of(rows)
     return {
@@ -85,7 +87,8 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "evaluations": evaluations,
         "eval_metrics": list(dict.fromkeys(name for found in evaluations for name in found.metrics)),
         "rollouts": example_rollouts(run),
-        "manifest": json.loads(run.manifest.read_text(encoding="utf-8")) if run.manifest.exists() else None,
+        "manifest": manifest,
+        "command": shlex.join(manifest["command"]) if manifest else None,
         "config": run.config.read_text(encoding="utf-8") if run.config.exists() else None,
         "figure": _figure,
     }

@@ -57,7 +57,10 @@ def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tu
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError) as error:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[tokenizer.eos_token_id]]))
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        # Sizes that do not fit each other are found only when the model runs.
         raise UserError(f"model.new cannot be built: {_first_line(error)}") from error
     return model, tokenizer
 

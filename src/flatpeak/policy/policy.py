@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
@@ -129,7 +130,8 @@ class Policy:
 
     def save(self, directory: Path) -> None:
         """Write model and tokenizer in Hugging Face format."""
-        self.model.save_pretrained(directory)
+        with _no_progress_bar():
+            self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
 
     def _hidden(self, row: PackedRow, context: attention.PackedContext) -> Tensor:
@@ -144,6 +146,18 @@ class Policy:
     def _evaluate(self) -> None:
         if self.model.training:
             self.model.eval()
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws a bar at every save, across whatever display the run has."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatpeak.errors import UserError
 from flatpeak.runs.files import fsync_path
-from flatpeak.runs.metrics import warn
+from flatpeak.runs.notices import warn
 from flatpeak.runs.seal import broken_file, read_manifest, seal
 
 if TYPE_CHECKING:

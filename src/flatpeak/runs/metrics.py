@@ -6,11 +6,12 @@ import errno
 import json
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from flatpeak.runs.notices import warn
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Tracker
@@ -18,11 +19,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 STAGES = ("sft", "train")
 """The stages that take steps, in their order; rows of evaluations stand between theirs."""
-
-
-def warn(text: str) -> None:
-    """Where notices go unless the caller says otherwise: Python's warnings."""
-    warnings.warn(text, stacklevel=3)
 
 
 class MetricsWriter:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatpeak.runs.metrics import warn
+from flatpeak.runs.notices import warn
 from flatpeak.runs.redact import redact
 from flatpeak.types import Group, Scores
 

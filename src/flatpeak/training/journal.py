@@ -94,14 +94,14 @@ class Journal:
 
     def begin(self, stage: Stage) -> None:
         """Before the first step of RL: the model as it starts is evaluated, saved, and is the first candidate."""
-        self.evaluate_start()
+        self.evaluate_start(size=self._large_size)
         self._consider(0, self.history.evaluations[-1]["choice"])
         self.checkpoint(stage, 0)
 
-    def evaluate_start(self) -> None:
+    def evaluate_start(self, *, size: int | None) -> None:
         """Evaluate the model before any training, once: the first row of every table."""
         if not self.history.evaluations:
-            self.evaluate("start", 0, size=self._large_size)
+            self.evaluate("start", 0, size=size)
 
     def evaluate_after_sft(self, step: int) -> None:
         """Evaluate what SFT made of the model."""

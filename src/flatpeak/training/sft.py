@@ -73,7 +73,7 @@ class SFTTrainer:
     def train(self, *, first_step: int = 1) -> None:
         """Step until the steps are done, the check passes, or a signal asks to stop."""
         if first_step == 1:
-            self.journal.evaluate_start()
+            self.journal.evaluate_start(size=self.journal.evaluation.size)
         for step in range(first_step, self.config.steps + 1):
             metrics = self.train_step(step)
             self.journal.record(self.name, step, self.config.steps, metrics)

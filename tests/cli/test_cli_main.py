@@ -1,0 +1,133 @@
+"""The command as users start it: a process, its output, its exit code, its time."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMANDS = ("demo", "sft", "train", "eval", "chat", "report")
+
+
+def flatpeak(*arguments, cwd=None, env=None):
+    code = "from flatpeak.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def test_help_answers_in_half_a_second_without_torch():
+    code = (
+        "import sys, time\n"
+        "start = time.process_time()\n"
+        "from flatpeak.cli.main import main\n"
+        "sys.argv[1:] = ['--help']\n"
+        "try:\n    main()\n"
+        "except SystemExit as error:\n    print('exit', error.code)\n"
+        "print('seconds', time.process_time() - start)\n"
+        "print('heavy', [name for name in ('torch', 'transformers', 'pydantic', 'rich') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "heavy []"
+    assert float(lines[-2].split()[1]) < 0.5
+    assert lines[-3] == "exit 0"
+    assert all(f"  {command} " in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
+    done = flatpeak(command, "--help")
+    assert done.returncode == 0
+    assert f"Usage: flatpeak {command} " in done.stdout
+    assert "..." not in done.stdout.split("\n\n")[1]
+
+
+def test_a_typo_in_a_recipe_is_one_line_and_exit_code_2(tmp_path):
+    (tmp_path / "r.yaml").write_text("model: {path: x}\n")
+    start = time.monotonic()
+    done = flatpeak("train", "r.yaml", "optimizer.lerning_rate=1e-5", cwd=tmp_path)
+    assert time.monotonic() - start < 5  # about 0.3 s alone on the machine; torch would add seconds
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: unknown key optimizer.lerning_rate: did you mean optimizer.learning_rate?\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "Missing argument"),
+        (["trian"], "No such command 'trian'"),
+        (["train", "r.yaml", "--resum"], "No such option: --resum"),
+        (["train", "nothing.yaml"], "error: recipe nothing.yaml not found"),
+        (["report", "nowhere"], "error: nowhere is not a run's directory"),
+        (["report", "--csv", "nowhere"], "error: nowhere/summary.json does not exist"),
+        (["eval", "task.type=gsm8k"], "error: eval needs a model"),
+    ],
+)
+def test_a_bad_command_is_exit_code_2_and_says_why(tmp_path, arguments, message):
+    done = flatpeak(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_print_config_shows_the_whole_recipe_and_can_be_read_back(tmp_path):
+    (tmp_path / "r.yaml").write_text("model: {path: x}\n")
+    shown = flatpeak("train", "r.yaml", "optimizer.learning_rate=1e-5", "--print-config", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert "learning_rate: 1.0e-05\n" in shown.stdout
+    assert "  group_size: 8\n" in shown.stdout
+    (tmp_path / "all.yaml").write_text(shown.stdout)
+    assert flatpeak("sft", "all.yaml", "--print-config", cwd=tmp_path).stdout == shown.stdout
+
+
+def test_the_version_is_the_package_s():
+    from flatpeak import __version__
+
+    assert flatpeak("--version").stdout == f"flatpeak {__version__}\n"
+
+
+def run_main(body: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`main` with a `report` command that runs `body`."""
+    code = (
+        "import os, sys\n"
+        "from flatpeak.errors import UserError\n"
+        "from flatpeak.cli import main as module\n"
+        "@module.app.command('probe')\n"
+        "def probe() -> None:\n"
+        f"    {body}\n"
+        "sys.argv[1:] = ['probe']\n"
+        "module.main()\n"
+    )
+    unset = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY",)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=unset | (env or {}))
+
+
+def test_a_user_s_error_is_one_line_even_where_it_has_several():
+    done = run_main(r"raise UserError('first\nsecond')")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: first second\n")
+
+
+def test_any_other_error_is_a_traceback_and_exit_code_1_without_secrets():
+    done = run_main("raise RuntimeError('key ' + os.environ['MY_TOKEN'])", env={"MY_TOKEN": "swordfish-123"})
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("RuntimeError: key [redacted]\n")
+
+
+def test_an_interrupt_is_exit_code_130():
+    assert run_main("raise KeyboardInterrupt").returncode == 130
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, seen):
+    body = "print(os.environ['OMP_WAIT_POLICY'], os.environ['TOKENIZERS_PARALLELISM'], 'torch' in sys.modules)"
+    done = run_main(body, env={"TOKENIZERS_PARALLELISM": "true"} | ({"OMP_WAIT_POLICY": given} if given else {}))
+    assert done.stdout == f"{seen} true False\n"

@@ -1,0 +1,80 @@
+import io
+
+from flatpeak.cli.progress import LiveProgress, PlainProgress, open_progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+STEP = {
+    "reward/mean": 0.5,
+    "rollout/length_mean": 12.34,
+    "throughput/response_tokens_per_second": 4567.8,
+    "policy/loss": 0.0,
+}
+
+
+def test_plain_lines_are_ten_seconds_apart_and_the_last_step_is_always_shown():
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, clock=clock)
+    for step in range(1, 101):
+        progress.update("train", step=step, total=100, metrics=STEP)
+        clock.now += 0.25
+    figures = "reward 0.500, length 12.3, tokens/s 4568"
+    assert stream.getvalue().splitlines() == [
+        f"train 1/100 (0 s): {figures}",
+        f"train 41/100 (10 s, 15 s left): {figures}",
+        f"train 81/100 (20 s, 5 s left): {figures}",
+        f"train 100/100 (25 s): {figures}",
+    ]
+
+
+def test_an_evaluation_is_always_shown_and_its_accuracy_stays_in_sight():
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, clock=clock)
+    progress.update("sft", step=1, total=9, metrics={"sft/loss": 2.5})
+    progress.update("eval", step=0, total=0, metrics={"eval/sums/accuracy": 0.25, "eval/sums/accuracy/easy": 0.9})
+    progress.notice("notice [bold]")
+    clock.now = 30.0
+    progress.update("train", step=50, total=80, metrics={"reward/mean": 1.0})
+    assert stream.getvalue().splitlines() == [
+        "sft 1/9 (0 s): loss 2.500",
+        "eval at step 0: accuracy 0.250",
+        "notice [bold]",
+        "train 50/80 (0 s): accuracy 0.250, reward 1.000",
+    ]
+
+
+def test_time_left_is_measured_from_the_first_step_seen_as_after_a_resume():
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, clock=clock)
+    for step in (91, 92):
+        progress.update("train", step=step, total=100, metrics={})
+        clock.now += 20.0
+    assert stream.getvalue().splitlines()[1] == "train 92/100 (20 s, 160 s left): "
+
+
+def test_a_terminal_gets_a_live_display_and_anything_else_lines():
+    terminal = Terminal()
+    with open_progress(terminal) as live:
+        assert isinstance(live, LiveProgress)
+        live.update("train", step=3, total=10, metrics=STEP)
+        live.update("eval", step=3, total=3, metrics={"eval/sums/accuracy": 0.75})
+        live.notice("mind [bold]this[/bold]")
+        live.update("train", step=4, total=10, metrics=STEP)
+    text = terminal.getvalue()
+    assert "mind [bold]this[/bold]" in text
+    assert " 4/10" in text
+    assert "accuracy 0.750, reward 0.500, length" in text
+    with open_progress(io.StringIO()) as plain:
+        assert isinstance(plain, PlainProgress)

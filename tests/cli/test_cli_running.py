@@ -1,0 +1,174 @@
+"""What the commands hand to the library, and what they make of its answer."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from flatpeak.cli.evaluate import recipe_overrides, split_arguments
+from flatpeak.cli.main import app
+from flatpeak.cli.running import last_line
+from flatpeak.recipe import apply_overrides
+from flatpeak.runs.summary import RunSummary, StageEvaluation
+
+
+def evaluation(stage, step, accuracy):
+    return StageEvaluation(stage=stage, step=step, task="t", size=2, metrics={"accuracy": accuracy}, intervals={})
+
+
+def summary(*evaluations, signal=None):
+    return RunSummary(
+        name="demo",
+        status="done" if signal is None else "stopped",
+        metric="accuracy",
+        best_step=2,
+        last_step=3,
+        evaluations=evaluations,
+        checkpoints=("step_000003",),
+        wall_seconds=117.6,
+        signal=signal,
+    )
+
+
+STAGES = (evaluation("start", 0, 0.0), evaluation("sft", 9, 0.411), evaluation("train", 3, 0.968))
+
+
+class Library:
+    """Stands in for flatpeak.api and flatpeak.comparison; remembers how it was called."""
+
+    def __init__(self, *, signal=None) -> None:
+        self.signal = signal
+        self.calls: list[tuple[str, object, dict[str, object]]] = []
+
+    def train(self, config, **options):
+        return self._answer("train", config, options)
+
+    def sft(self, config, **options):
+        return self._answer("sft", config, options)
+
+    def _answer(self, name, config, options):
+        options.pop("progress").notice("hello")
+        self.calls.append((name, config, options))
+        code = 0 if self.signal is None else 128 + self.signal
+        path = Path(config.run.directory) / config.run.name
+        return SimpleNamespace(
+            path=path, report=path / "report.html", summary=summary(*STAGES, signal=self.signal), exit_code=code
+        )
+
+    def compare_checkpoints(self, names, overrides, *, progress):
+        self.calls.append(("compare", names, {"overrides": overrides}))
+        return SimpleNamespace(render=lambda: "a table", as_dict=lambda: {"models": [{"accuracy": 0.5}]})
+
+
+def run(monkeypatch, *arguments, signal=None):
+    library = Library(signal=signal)
+    monkeypatch.setitem(sys.modules, "flatpeak.api", library)
+    monkeypatch.setattr("flatpeak.api", library, raising=False)
+    monkeypatch.setitem(sys.modules, "flatpeak.comparison", library)
+    return library, CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("model: {path: x}\nrun: {name: mine}\n")
+    return str(path)
+
+
+def test_the_demo_ends_with_accuracy_after_sft_and_after_rl(monkeypatch):
+    library, done = run(monkeypatch, "demo", "training.steps=7")
+    assert done.exit_code == 0
+    last = done.stdout.splitlines()[-1]
+    assert last == "demo: held-out accuracy 0.41 -> 0.97 in 118 s, report: runs/demo/report.html"
+    [(name, config, options)] = library.calls
+    assert name == "train"
+    assert config.training.steps == 7
+    assert options["overwrite"] is True
+    assert options["resume"] is False
+
+
+def test_train_hands_on_what_it_was_given(monkeypatch, recipe):
+    library, done = run(monkeypatch, "train", recipe, "optimizer.learning_rate=1e-5", "--resume")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines() == [
+        "hello",
+        "train: held-out accuracy 0.00 -> 0.97 in 118 s, report: runs/mine/report.html",
+    ]
+    [(name, config, options)] = library.calls
+    assert (name, config.optimizer.learning_rate, options["resume"], options["overwrite"]) == (
+        "train",
+        1e-5,
+        True,
+        False,
+    )
+    assert options["command"][0] == "flatpeak"
+
+
+def test_sft_runs_only_sft(monkeypatch, recipe):
+    library, done = run(monkeypatch, "sft", recipe, "--overwrite")
+    assert done.exit_code == 0
+    assert [(name, options["overwrite"]) for name, _, options in library.calls] == [("sft", True)]
+
+
+def test_json_is_all_of_stdout(monkeypatch, recipe):
+    _, done = run(monkeypatch, "train", recipe, "--json")
+    content = json.loads(done.stdout)
+    assert content["path"] == "runs/mine"
+    assert content["report"] == "runs/mine/report.html"
+    assert content["best_step"] == 2
+    assert content["evaluations"][2]["metrics"] == {"accuracy": 0.968}
+    assert done.stderr == "hello\n"
+
+
+@pytest.mark.parametrize(("signal", "code"), [(2, 130), (15, 143)])
+def test_a_run_stopped_by_a_signal_says_how_to_go_on(monkeypatch, recipe, signal, code):
+    _, done = run(monkeypatch, "train", recipe, signal=signal)
+    assert done.exit_code == code
+    assert done.stdout.splitlines()[-1] == f"train: stopped by signal {signal} after step 3; go on with --resume"
+
+
+def test_the_last_line_copes_with_stages_that_were_not():
+    report = Path("r.html")
+    line = last_line("demo", summary(STAGES[0], STAGES[2]), since="sft", report=report)
+    assert line == "demo: held-out accuracy 0.00 -> 0.97 in 118 s, report: r.html"
+    assert "unknown -> unknown" in last_line("demo", summary(), since="sft", report=report)
+
+
+def test_eval_tells_models_from_settings(monkeypatch, tmp_path):
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    assert split_arguments(["runs/x", "task.type=gsm8k", str(odd), "org/model"]) == (
+        ["runs/x", str(odd), "org/model"],
+        ["task.type=gsm8k"],
+    )
+    library, done = run(monkeypatch, "eval", "runs/x", "evaluation.size=5", "runs/y")
+    assert done.stdout == "a table\n"
+    assert library.calls == [("compare", ["runs/x", "runs/y"], {"overrides": ["evaluation.size=5"]})]
+    assert json.loads(run(monkeypatch, "eval", "runs/x", "--json")[1].stdout) == {"models": [{"accuracy": 0.5}]}
+
+
+def test_eval_takes_from_a_recipe_what_a_model_is_evaluated_on(monkeypatch, tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "model: {path: x}\noptimizer: {learning_rate: 1e-5}\n"
+        "task: {type: rows, train: [{path: ä.csv, question: 'Q: {q}'}]}\nevaluation: {temperature: 1e-3}\n"
+    )
+    overrides = recipe_overrides(str(path))
+    assert apply_overrides({"task": {"type": "arithmetic", "seed": 3}}, overrides) == {
+        "task": {"type": "rows", "train": [{"path": "ä.csv", "question": "Q: {q}"}]},
+        "evaluation": {"temperature": 1e-3},
+    }
+    library, _ = run(monkeypatch, "eval", "org/model", "evaluation.size=5", "--recipe", str(path))
+    assert library.calls == [("compare", ["org/model"], {"overrides": [*overrides, "evaluation.size=5"]})]
+
+
+def test_chat_hands_its_options_on(monkeypatch):
+    seen = []
+    stand_in = SimpleNamespace(chat_loop=lambda path, **options: seen.append((path, options)))
+    monkeypatch.setitem(sys.modules, "flatpeak.evaluation.chat", stand_in)
+    done = CliRunner().invoke(app, ["chat", "runs/x", "--temperature", "0", "--max-new-tokens", "9", "--system", "hi"])
+    assert done.exit_code == 0
+    assert seen == [("runs/x", {"temperature": 0.0, "max_new_tokens": 9, "system": "hi"})]

@@ -1,0 +1,118 @@
+"""Policies from recipes: new models with tokenizers of their own, saved ones bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatpeak.errors import UserError
+from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
+from flatpeak.policy.loading import load_policy, make_model
+from flatpeak.policy.policy import Policy
+from flatpeak.policy.tokenizers import build_tokenizer
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+NEW = ModelConfig(new=NewModelConfig(config=SIZES), device="cpu")
+TEXTS = ["12+34=", "46\n"]
+
+
+def test_a_character_tokenizer_has_one_token_per_character_and_reads_back_what_it_wrote() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(), TEXTS)
+    assert len(tokenizer) == 3 + len(set("12+34=46\n"))
+    ids = tokenizer.encode("1+2=\n3")
+    assert len(ids) == 6
+    assert tokenizer.decode(ids) == "1+2=\n3"
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "1+2=\n3"
+
+
+def test_a_character_that_was_never_seen_is_the_unknown_token() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(), TEXTS)
+    assert tokenizer.encode("x") == [tokenizer.unk_token_id]
+
+
+def test_a_bpe_tokenizer_keeps_digits_single_and_reads_back_any_text() -> None:
+    texts = ["there are 12345 apples in the box"] * 50
+    tokenizer = build_tokenizer(TokenizerConfig(type="bpe", vocab_size=300), texts)
+    assert len(tokenizer) <= 300
+    assert tokenizer.tokenize("12345") == ["1", "2", "3", "4", "5"]
+    assert len(tokenizer.encode("there")) < 5
+    for text in ("there are 7 apples", "naïve café — 5 €\n\ttabs", "解"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_new_weights_depend_on_the_seed_and_leave_the_callers_random_state_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first, again, other = (load_policy(NEW, texts=TEXTS, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    weights = [policy.head.linear.weight for policy in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_saved_policy_loads_bit_for_bit_with_its_tokenizer(tmp_path: Path) -> None:
+    policy = load_policy(NEW, texts=TEXTS)
+    policy.save(tmp_path)
+    loaded = load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+    assert loaded.native
+    for (name, saved), (_, found) in zip(
+        policy.model.state_dict().items(), loaded.model.state_dict().items(), strict=True
+    ):
+        assert torch.equal(saved, found), name
+    assert loaded.tokenizer.encode("1+2=") == policy.tokenizer.encode("1+2=")
+    assert loaded.eos_token_ids == policy.eos_token_ids
+
+
+def test_every_end_of_sequence_token_counts_wherever_it_is_named() -> None:
+    model, tokenizer = make_model(NEW.new, texts=TEXTS, seed=0)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 5]
+    model.config.eos_token_id = 7
+    assert Policy(model, tokenizer).eos_token_ids == {tokenizer.eos_token_id, 5, 7}
+
+
+def test_a_model_without_an_end_of_sequence_token_is_refused() -> None:
+    model, tokenizer = make_model(NEW.new, texts=TEXTS, seed=0)
+    tokenizer.eos_token = None
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    with pytest.raises(UserError, match="set tokenizer"):
+        Policy(model, tokenizer)
+
+
+def test_dropout_is_off_in_every_module_unless_asked_for() -> None:
+    config = NewModelConfig(architecture="gpt2", config={"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32})
+    silent = Policy(*make_model(config, texts=TEXTS, seed=0))
+    kept = Policy(*make_model(config, texts=TEXTS, seed=0), dropout=True)
+    rates = [
+        {module.p for module in policy.model.modules() if isinstance(module, torch.nn.Dropout)}
+        for policy in (silent, kept)
+    ]
+    assert rates == [{0.0}, {0.1}]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"path": "./nowhere"}, "no such directory"),
+        ({"new": {"architecture": "qwen99"}}, "model.new cannot be built"),
+        ({"new": {"config": {**SIZES, "num_attention_heads": 3}}}, "model.new cannot be built"),
+        ({"path": "x", "device": "nonsense"}, "not a torch device"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_clear_error(model: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_policy(ModelConfig.model_validate({"device": "cpu", **model}), texts=TEXTS)
+
+
+def test_a_recipe_names_exactly_one_source_of_the_model() -> None:
+    for model in ({}, {"path": "x", "new": {}}):
+        with pytest.raises(ValueError, match="exactly one of"):
+            ModelConfig.model_validate(model)

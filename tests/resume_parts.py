@@ -1,0 +1,109 @@
+"""Runs that are stopped or die and go on, and all that they leave behind, for comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.summary import read_summary
+
+TIMES = ("time/", "throughput/", "memory/")
+SFT_STEPS, RL_STEPS = 3, 5
+EVERYTHING: dict[str, Any] = {
+    "run": {"checkpoint_every": 2, "keep_checkpoints": 1},
+    "model": {"new": {"config": {"num_hidden_layers": 1}}},
+    "rollout": {"prompts_per_step": 4, "group_size": 3},
+    "advantage": {"scale": "none"},
+    "kl": {"coefficient": 0.05},
+    "optimizer": {"schedule": "cosine", "warmup_steps": 2},
+    "training": {
+        "steps": RL_STEPS,
+        "epochs_per_rollout": 2,
+        "minibatches": 2,
+        "micro_batch_tokens": 40,
+        "dynamic_sampling": {"max_resamples": 2},
+    },
+    "curriculum": {"task": {"type": "arithmetic", "max_value": 5, "train_size": 5, "test_size": 2}, "steps": 2},
+    "sft": {"steps": SFT_STEPS, "batch_size": 8, "optimizer": {"learning_rate": 1e-2}},
+    "evaluation": {"every": 2, "metric": "reward", "size": 3, "final_size": 6},
+}
+
+
+class Judge:
+    """Rollouts by their first token, so that some groups are dead; greedy answers by a script, best at RL step 2."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self, group: Any) -> list[float]:
+        if len(group.completions) == 1:
+            return [{2: 0.9}.get(self.step, self.step / 10)]
+        return [float(completion.token_ids[0] % 2) for completion in group.completions]
+
+
+class Run:
+    """One run of a recipe, which may be interrupted and go on."""
+
+    def __init__(self, train: Callable[..., Any], watch: Any, config: dict[str, Any], **given: Callable[[], Any]) -> None:
+        self.train, self.watch, self.config, self.given = train, watch, config, given
+        self.path = Path(config["run"]["directory"]) / config["run"]["name"]
+
+    def start(
+        self, *, stop: Mapping[tuple[str, int], Callable[[], None]] | None = None, resume: bool = False, reward: Any = None
+    ) -> Any:
+        judge = Judge()
+        actions = {("train", step): self._then(judge, step, None) for step in range(1, 50)}
+        for (stage, step), action in (stop or {}).items():
+            actions[stage, step] = self._then(judge, step, action) if stage == "train" else action
+        given = {name: make() for name, make in self.given.items()}
+        return self.train(
+            self.config, reward=reward or judge, progress=self.watch(actions), resume=resume, **given
+        )
+
+    @staticmethod
+    def _then(judge: Judge, step: int, action: Callable[[], None] | None) -> Callable[[], None]:
+        def act() -> None:
+            judge.step = step
+            if action is not None:
+                action()
+
+        return act
+
+
+def outcome(path: Path) -> dict[str, Any]:
+    """Everything that a run leaves behind, but for times."""
+    last = path / "checkpoints" / "last"
+    state = json.loads((last / "trainer.json").read_text())
+    del state["history"]["seconds"]
+    summary = read_summary(path / "summary.json")
+    return {
+        "weights": load_file(last / "model.safetensors"),
+        "optimizer": load_file(last / "trainer.safetensors"),
+        "state": state,
+        "metrics": [
+            {name: value for name, value in row.items() if not name.startswith(TIMES)}
+            for row in read_metrics(path / "metrics.jsonl")
+        ],
+        "rollouts": {file.name: file.read_bytes() for file in (path / "rollouts").iterdir()},
+        "evaluations": {file.name: file.read_bytes() for file in (path / "evaluations").iterdir()},
+        "summary": (summary.status, summary.best_step, summary.last_step, summary.evaluations, summary.signal),
+        "links": {name: (path / "checkpoints" / name).readlink() for name in ("best", "last")},
+        "best": load_file(path / "checkpoints" / "best" / "model.safetensors"),
+    }
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for what in ("weights", "optimizer", "best"):
+        assert found[what].keys() == expected[what].keys()
+        for name, tensor in expected[what].items():
+            assert torch.equal(found[what][name], tensor), (what, name)
+    for what in ("metrics", "state", "rollouts", "evaluations", "summary", "links"):
+        assert found[what] == expected[what], what
+
+

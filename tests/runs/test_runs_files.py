@@ -1,0 +1,21 @@
+import pytest
+
+from flatpeak.runs.files import write_atomic
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "summary.json"
+    write_atomic(path, "old and long")
+    write_atomic(path, "néw")
+    assert path.read_bytes() == "néw".encode()
+    assert [found.name for found in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_full_disk_leaves_the_old_content(tmp_path):
+    path = tmp_path / "summary.json"
+    write_atomic(path, "old")
+    (tmp_path / ".tmp-summary.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["summary.json"]

@@ -1,0 +1,296 @@
+"""Bad input is one line that names the fix, and leaves nothing behind that stands in the way of the next try."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import flatpeak
+from flatpeak.errors import UserError
+from flatpeak.types import Example, Group
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEN = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10)]
+
+
+def constant(completion: str) -> float:
+    return float(len(completion))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A task of the caller's own."""
+
+    train: Sequence[Example] = field(
+        default_factory=lambda: [Example(id=f"{a}", question=f"{a}+1=", gold=f"{a + 1}") for a in range(8)]
+    )
+    test: Sequence[Example] = (Example(id="t", question="9+0=", gold="9"),)
+    name: str = "sums"
+
+
+@pytest.fixture
+def refused(
+    recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
+) -> Callable[..., None]:
+    """`refused(match, given, **sections)`: train raises one matching line and leaves no run directory."""
+
+    def check(match: str, given: dict[str, Any] | None = None, **sections: Any) -> None:
+        with pytest.raises(UserError, match=match) as caught:
+            train(recipe(**sections), **(given or {}))
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "runs").exists()
+
+    return check
+
+
+def jsonl(path: Path, lines: Sequence[Any]) -> str:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def rows(path: str, **settings: Any) -> dict[str, Any]:
+    return {"type": "rows", "train": [{"path": path}], "test_fraction": 0.3, **settings}
+
+
+@pytest.mark.parametrize(
+    ("sections", "match"),
+    [
+        ({"optimizer": {"lr": 1e-3}}, r"optimizer\.lr"),
+        ({"rollout": {"groupsize": 4}}, r"rollout\.groupsize: did you mean rollout\.group_size"),
+        ({"rolout": {}}, "rolout: did you mean rollout"),
+        ({"rollout": {"group_size": 1}}, r"rollout\.group_size=1 .*advantage\.baseline"),
+        ({"advantage": {"baseline": "none"}}, r"advantage\.scale=none"),
+        ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, r"kl\.estimator=k1"),
+        ({"training": {"minibatches": 9}}, r"training\.minibatches=9"),
+        ({"evaluation": {"samples": 2, "k": [4]}}, r"evaluation\.samples"),
+        ({"model": {"path": "somewhere"}}, r"model\.path .* model\.new"),
+    ],
+)
+def test_a_recipe_that_cannot_work_names_its_keys(refused: Callable[..., None], sections: Any, match: str) -> None:
+    refused(match, **sections)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "match"),
+    [
+        ({"accuracy": "corectness"}, r"evaluation\.accuracy=corectness .*correctness"),
+        ({"metric": "acuracy"}, r"evaluation\.metric=acuracy"),
+        ({"metric": "pass@2"}, r"evaluation\.metric=pass@2"),
+    ],
+)
+def test_evaluation_must_name_what_there_is(refused: Callable[..., None], evaluation: Any, match: str) -> None:
+    refused(match, evaluation=evaluation)
+
+
+def test_the_accuracy_must_be_among_the_callers_rewards(refused: Callable[..., None]) -> None:
+    refused("evaluation.accuracy=correctness", {"reward": {"length": constant}})
+
+
+def test_the_accuracy_must_be_among_the_rewards_of_the_first_task(refused: Callable[..., None]) -> None:
+    first = {"task": {"type": "arithmetic", "train_size": 5, "test_size": 1}, "steps": 1}
+    refused("evaluation.accuracy=correctness", curriculum={**first, "rewards": {"layout": {"type": "format"}}})
+
+
+def test_a_data_file_that_is_missing(refused: Callable[..., None], tmp_path: Path) -> None:
+    refused("nowhere.jsonl.*does not exist", task=rows(str(tmp_path / "nowhere.jsonl")))
+
+
+def test_a_broken_row_is_named_by_its_line(refused: Callable[..., None], tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [*TEN[:3], '{"question": "1+1="', *TEN[3:]])
+    refused(r"rows\.jsonl line 4: not valid JSON", task=rows(path))
+
+
+def test_a_prompt_longer_than_the_context(refused: Callable[..., None], tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [*TEN, {"question": "1+" * 40 + "1=", "answer": "41"}])
+    refused(r"1 of \d+ prompts exceed 60 tokens .*prompt\.overlong", task=rows(path))
+
+
+def test_a_completion_longer_than_the_context(refused: Callable[..., None]) -> None:
+    refused(r"rollout\.max_new_tokens", rollout={"max_new_tokens": 64})
+
+
+def test_held_out_completions_must_fit_into_the_context_too(refused: Callable[..., None]) -> None:
+    refused(r"evaluation\.max_new_tokens", evaluation={"max_new_tokens": 64})
+
+
+def test_a_chat_prompt_without_a_chat_template(
+    refused: Callable[..., None], make_tiny_model: Callable[..., Any]
+) -> None:
+    model, tokenizer = make_tiny_model()
+    refused("no chat template", {"model": model, "tokenizer": tokenizer}, prompt={"template": "chat"})
+    refused("needs a tokenizer with a chat template", prompt={"template": "chat"})
+
+
+def test_sft_without_rationales(refused: Callable[..., None], tmp_path: Path) -> None:
+    refused("sft.steps .*rationale", task=rows(jsonl(tmp_path / "rows.jsonl", TEN)), sft={"steps": 2})
+
+
+def test_an_sft_check_that_takes_every_training_row(refused: Callable[..., None]) -> None:
+    refused(r"sft\.check_size", sft={"steps": 2, "stop_at": 0.9, "check_size": 30})
+
+
+def test_a_model_without_any_end_of_sequence(
+    refused: Callable[..., None], make_tiny_model: Callable[..., Any]
+) -> None:
+    model, tokenizer = make_tiny_model()
+    tokenizer.eos_token = None
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    refused("end-of-sequence", {"model": model, "tokenizer": tokenizer})
+
+
+def test_a_model_without_its_tokenizer(refused: Callable[..., None], make_tiny_model: Callable[..., Any]) -> None:
+    refused("tokenizer", {"model": make_tiny_model()[0]})
+
+
+def test_a_model_with_nothing_to_train(refused: Callable[..., None], make_tiny_model: Callable[..., Any]) -> None:
+    model, tokenizer = make_tiny_model()
+    refused("requires_grad", {"model": model.requires_grad_(False), "tokenizer": tokenizer})
+
+
+@pytest.mark.parametrize(
+    ("task", "match"),
+    [
+        (Sums(test=()), "test"),
+        (Sums(train=()), "train"),
+        (Sums(train=(Example(id="a", question="1+1=", gold="2"), Example(id="a", question="1+2=", gold="3"))), "'a'"),
+    ],
+)
+def test_a_task_of_the_callers_is_checked(refused: Callable[..., None], task: Sums, match: str) -> None:
+    refused(match, {"task": task})
+
+
+def test_a_tokenizer_without_a_pad_token_just_works(
+    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any]
+) -> None:
+    for engine in ("native", "generate"):
+        model, tokenizer = make_tiny_model()
+        tokenizer.pad_token = None
+        model.config.pad_token_id = model.generation_config.pad_token_id = None
+        config = recipe(run={"name": engine}, rollout={"engine": engine})
+        assert train(config, model=model, tokenizer=tokenizer).exit_code == 0
+
+
+def wrong_length(completions: list[str]) -> list[float]:
+    return [0.0] * (len(completions) - 1)
+
+
+def not_a_number(completions: list[str]) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+def raises(completion: str) -> float:
+    raise KeyError("answer")
+
+
+def asks_for_a_column(completion: str, solution: str) -> float:
+    return 0.0
+
+
+def no_grader(groups: Sequence[Group]) -> Any:
+    """The protocol's Reward, without what majority votes need."""
+    from flatpeak.types import Scores
+
+    scores: Any = [[0.0] * len(group.completions) for group in groups]
+    return Scores(total=scores, parts={"correctness": scores})
+
+
+@pytest.mark.parametrize(
+    ("reward", "match"),
+    [
+        (wrong_length, r"'wrong_length' returned \d+ scores for \d+ completions"),
+        (not_a_number, "'not_a_number' returned float nan"),
+        (raises, "failed on all .*KeyError"),
+        (asks_for_a_column, "no such column"),
+    ],
+)
+def test_a_reward_that_fails_at_its_first_call_leaves_nothing_in_the_way(
+    refused: Callable[..., None], recipe: Callable[..., Any], train: Callable[..., Any], reward: Any, match: str
+) -> None:
+    refused(match, {"reward": reward})
+    assert train(recipe(), reward=constant).exit_code == 0
+
+
+def test_a_reward_that_fails_later_leaves_the_run_to_be_resumed(
+    recipe: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    calls = []
+
+    def fails_at_the_third_call(completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        return [1.0] * (len(completions) - (len(calls) == 3))
+
+    config = recipe(run={"checkpoint_every": 1})
+    with pytest.raises(UserError, match="scores for"):
+        train(config, reward=fails_at_the_third_call)
+    assert train(config, reward=fails_at_the_third_call, resume=True).summary.last_step == 2
+
+
+def test_a_reward_without_answers_serves_wherever_no_votes_are_counted(
+    recipe: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    assert train(recipe(), reward=no_grader).exit_code == 0
+
+
+def test_majority_votes_need_a_reward_that_tells_answers(refused: Callable[..., None]) -> None:
+    refused(r"evaluation\.samples", {"reward": no_grader}, evaluation={"samples": 2})
+
+
+def test_a_run_name_that_exists_is_refused_and_left_alone(recipe: Callable[..., Any], train: Callable[..., Any]) -> None:
+    first = train(recipe(), reward=constant)
+    before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file() and path.name != ".lock"}
+    with pytest.raises(UserError, match=r"exists: continue it with --resume, delete it with --overwrite"):
+        train(recipe(), reward=constant)
+    assert before == {path: path.read_bytes() for path in before}
+    assert train(recipe(), reward=constant, overwrite=True).exit_code == 0
+
+
+def test_short_contexts_are_enough_for_the_start_up_test(recipe: Callable[..., Any], tmp_path: Path) -> None:
+    # Learned positions end with the context: a probe that decodes beyond it would fail.
+    gpt2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    config = recipe(model={"new": {"architecture": "gpt2", "config": None}})
+    config["model"]["new"]["config"] = gpt2
+    assert flatpeak.train(config, reward=constant).exit_code == 0
+
+
+def run_command(tmp_path: Path, recipe: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    command = "from flatpeak.cli.main import main; import sys; code = 0\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    return subprocess.run(
+        [sys.executable, "-c", command, "train", str(file), *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_line_says_a_bad_key_in_one_line_before_torch_is_imported(
+    recipe: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = run_command(tmp_path, recipe(), "optimizer.learning_rat=1e-3")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "did you mean optimizer.learning_rate" in done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_line_says_missing_data_in_one_line(recipe: Callable[..., Any], tmp_path: Path) -> None:
+    done = run_command(tmp_path, recipe(task=rows(str(tmp_path / "nowhere.jsonl"))))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "nowhere.jsonl" in done.stderr
+    assert not (tmp_path / "runs").exists()
