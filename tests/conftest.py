@@ -91,9 +91,10 @@ def watch() -> type[Watcher]:
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """flatpeak.train without what takes most of a tiny run's time: the report's plots and the start-up self-test."""
+    """flatpeak.train without what takes most of a tiny run's time: plots, the start-up self-test, waiting for disks."""
     import flatpeak.api
 
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr("flatpeak.api.write_report", lambda path: path / "report.html")
     monkeypatch.setattr("flatpeak.api.announce_invariance", lambda *args: None)
     return flatpeak.api.train
@@ -114,3 +115,35 @@ def one_thread() -> Iterator[None]:
 def send() -> Callable[[int], Callable[[], None]]:
     """`send(signal)` makes a function that sends the signal to this very process."""
     return lambda number: lambda: os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def make_run(recipe: Callable[..., Any], train: Callable[..., Any]) -> Callable[..., Any]:
+    """`make_run(name, **sections)`: a run that uses all that a resumed one could get wrong."""
+
+    def make(name: str = "tiny", **sections: Any) -> Any:
+        from resume_parts import EVERYTHING, Run
+
+        from flatpeak.recipe import merge
+
+        return Run(train, Watcher, recipe(**merge(merge(EVERYTHING, sections), {"run": {"name": name}})))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def outcomes() -> dict[str, Any]:
+    """What `uninterrupted` keeps."""
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(outcomes: dict[str, Any], make_run: Callable[..., Any]) -> dict[str, Any]:
+    """The outcome of such a run, uninterrupted; made by the first test that asks for it."""
+    from resume_parts import outcome
+
+    if not outcomes:
+        run = make_run("uninterrupted")
+        assert run.start().exit_code == 0
+        outcomes.update(outcome(run.path))
+    return outcomes

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 
+Stops = Mapping[tuple[str, int], Callable[[], None]]
 TIMES = ("time/", "throughput/", "memory/")
 SFT_STEPS, RL_STEPS = 3, 5
 EVERYTHING: dict[str, Any] = {
@@ -46,38 +47,42 @@ class Judge:
             return [{2: 0.9}.get(self.step, self.step / 10)]
         return [float(completion.token_ids[0] % 2) for completion in group.completions]
 
+    def at(self, step: int, action: Callable[[], None] = lambda: None) -> Callable[[], None]:
+        """Know that the step is done, then act."""
 
-class Run:
-    """One run of a recipe, which may be interrupted and go on."""
-
-    def __init__(self, train: Callable[..., Any], watch: Any, config: dict[str, Any], **given: Callable[[], Any]) -> None:
-        self.train, self.watch, self.config, self.given = train, watch, config, given
-        self.path = Path(config["run"]["directory"]) / config["run"]["name"]
-
-    def start(
-        self, *, stop: Mapping[tuple[str, int], Callable[[], None]] | None = None, resume: bool = False, reward: Any = None
-    ) -> Any:
-        judge = Judge()
-        actions = {("train", step): self._then(judge, step, None) for step in range(1, 50)}
-        for (stage, step), action in (stop or {}).items():
-            actions[stage, step] = self._then(judge, step, action) if stage == "train" else action
-        given = {name: make() for name, make in self.given.items()}
-        return self.train(
-            self.config, reward=reward or judge, progress=self.watch(actions), resume=resume, **given
-        )
-
-    @staticmethod
-    def _then(judge: Judge, step: int, action: Callable[[], None] | None) -> Callable[[], None]:
         def act() -> None:
-            judge.step = step
-            if action is not None:
-                action()
+            self.step = step
+            action()
 
         return act
 
 
+class Death(BaseException):
+    """Stands for a kill where a test cannot afford a process of its own."""
+
+
+def die() -> None:
+    raise Death
+
+
+class Run:
+    """One run of a recipe, which may be interrupted and go on."""
+
+    def __init__(self, train: Callable[..., Any], watch: Callable[..., Any], config: dict[str, Any]) -> None:
+        self.train, self.watch, self.config = train, watch, config
+        self.path = Path(config["run"]["directory"]) / config["run"]["name"]
+
+    def start(self, *, stop: Stops | None = None, judge: Judge | None = None, **options: Any) -> Any:
+        """Start it; `stop[stage, step]` is called when that step is recorded."""
+        judge = judge or Judge()
+        actions = {("train", step): judge.at(step) for step in range(1, RL_STEPS + 1)}
+        for (stage, step), action in (stop or {}).items():
+            actions[stage, step] = judge.at(step, action) if stage == "train" else action
+        return self.train(self.config, reward=judge, progress=self.watch(actions), **options)
+
+
 def outcome(path: Path) -> dict[str, Any]:
-    """Everything that a run leaves behind, but for times."""
+    """All that a run leaves behind, but for times."""
     last = path / "checkpoints" / "last"
     state = json.loads((last / "trainer.json").read_text())
     del state["history"]["seconds"]
@@ -105,5 +110,3 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(found[what][name], tensor), (what, name)
     for what in ("metrics", "state", "rollouts", "evaluations", "summary", "links"):
         assert found[what] == expected[what], what
-
-

@@ -218,7 +218,7 @@ def _journal(
     newest = saved.newest
     if run.resumed:
         stage = "train" if saved.train else "sft"
-        run.rewind(newest.step if newest else -1, stage=stage)
+        run.rewind(newest.step if newest else None, stage=stage)
     return Journal(
         run,
         config=config.run,

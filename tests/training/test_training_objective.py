@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
-from training_parts import (
-    EOS,
-    completion,
-    gradients,
-    largest_difference,
-    make_trainer,
-    prompt,
-    scored,
-    tiny_policy,
-    weights,
-)
 
 from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import KLConfig, ObjectiveConfig
-from flatpeak.training.learner import score
 from flatpeak.training.objective import Objective, TokenStatistics
-from flatpeak.types import Batch, Group
+from flatpeak.types import Batch
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -259,86 +244,3 @@ def test_the_entropy_term_lowers_the_loss_of_uncertain_tokens() -> None:
     np.testing.assert_allclose(loss_T.detach().numpy(), plain - 0.25 * ENTROPY, rtol=1e-12)
     (gradient_T,) = torch.autograd.grad(loss_T.sum(), entropy_T)
     np.testing.assert_array_equal(gradient_T.numpy(), np.full(10, -0.25))
-
-
-LIMIT = 5
-TOKENS = {"alive": [(5, 9, EOS), (12, 3, 7, EOS)], "dead": [(8, EOS), (4, 6, 11, EOS)]}
-REWARDS = {"alive": (1.0, 0.0), "dead": (0.5, 0.5)}
-
-
-def groups(*names: str) -> list[Group]:
-    return scored(
-        tiny_policy(),
-        [
-            Group(prompt=prompt(name, (3, 7)), completions=tuple(completion(c, limit=LIMIT) for c in TOKENS[name]))
-            for name in names
-        ],
-    )
-
-
-def scored_tokens(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[int], dict[str, Tensor]]:
-    """How many response tokens each pass with gradients read in one step, and the gradient it left."""
-    policy = tiny_policy()
-    passes: list[int] = []
-    plain: Callable[..., tuple[Tensor, Tensor]] = policy.token_logprobs
-
-    def counted(batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-        passes.append(len(batch.tokens_T))
-        return plain(batch, temperature=temperature)
-
-    monkeypatch.setattr(policy, "token_logprobs", counted)
-    names = settings.pop("names", ("alive", "dead"))
-    trainer = make_trainer(policy, groups(*names), REWARDS, max_new_tokens=LIMIT, **settings)
-    trainer.train_step(1)
-    return passes, gradients(policy)
-
-
-def test_groups_without_signal_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scored_tokens(monkeypatch)[0] == [7]
-    assert scored_tokens(monkeypatch, names=("dead",))[0] == []
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kl": KLConfig(coefficient=0.1)},
-        {"objective": ObjectiveConfig(entropy_coefficient=0.1)},
-        {"objective": ObjectiveConfig(entropy_coefficient=-0.1)},
-    ],
-    ids=["KL", "entropy", "negative entropy"],
-)
-def test_kl_and_entropy_in_the_loss_move_groups_without_signal(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes, gradient = scored_tokens(monkeypatch, names=("dead",), reference=tiny_policy(seed=5), **settings)
-    assert passes == [6]
-    assert max(part.abs().max().item() for part in gradient.values()) > 1e-3
-
-
-@pytest.mark.parametrize("kl", [KLConfig(), KLConfig(coefficient=0.1, placement="reward")], ids=["logged", "in reward"])
-def test_a_reference_outside_the_loss_costs_groups_without_signal_no_pass(
-    kl: KLConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes, _ = scored_tokens(monkeypatch, kl=kl, reference=tiny_policy())
-    assert passes == [7]
-
-
-def test_a_reference_that_is_only_logged_changes_no_weight() -> None:
-    results = []
-    for reference in (None, tiny_policy(seed=5)):
-        policy = tiny_policy()
-        trainer = make_trainer(policy, groups("alive", "dead"), REWARDS, max_new_tokens=LIMIT, reference=reference)
-        results.append((weights(policy), trainer.train_step(1), weights(policy)))
-    (start, without, plain), (_, with_reference, logged) = results
-    assert largest_difference(plain, start) > 1e-3
-    assert largest_difference(plain, logged) == 0
-    assert "policy/kl_reference" not in without
-    assert with_reference["policy/kl_reference"] > 0.01
-
-
-def test_scoring_needs_no_gradient_and_does_not_depend_on_the_budget() -> None:
-    policy = tiny_policy()
-    data = replace(batch(), prompts=((3, 9), (4, 5, 8)))
-    whole = score(policy, data, temperature=0.7, micro_batch_tokens=1000)
-    assert not whole.requires_grad
-    np.testing.assert_allclose(score(policy, data, temperature=0.7, micro_batch_tokens=1), whole, atol=1e-6)

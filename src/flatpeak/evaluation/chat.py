@@ -50,6 +50,8 @@ def reply(policy: Policy, asked: str | Sequence[Message], *, sampling: SamplingP
     else:
         text = policy.tokenizer.apply_chat_template(list(asked), tokenize=False, add_generation_prompt=True)
         ids = policy.tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        return "(this model's tokenizer knows nothing of that text)"
     prompt = Prompt(id="chat", token_ids=tuple(ids), text=text, example=Example(id="chat", question=text, gold=""))
     if policy.native:
         engine: NativeEngine | GenerateEngine = NativeEngine(policy)

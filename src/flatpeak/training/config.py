@@ -84,6 +84,12 @@ class OptimizerConfig(StrictConfig):
     """What linear and cosine end at, as a fraction of learning_rate."""
 
 
+class SFTOptimizerConfig(OptimizerConfig):
+    """The optimizer with a learning rate that suits supervised training."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+
+
 class DynamicSamplingConfig(StrictConfig):
     """DAPO: groups whose rewards are all equal are replaced by fresh prompts, up to a budget."""
 
@@ -125,7 +131,7 @@ class SFTConfig(StrictConfig):
     steps: Annotated[int, Field(ge=0)] = 0
     """0: no SFT."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
+    optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     normalization: Normalization = "token_mean"
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once greedy accuracy on training problems set aside for it reaches this; checked every `check_every`."""
