@@ -216,11 +216,11 @@ def test_only_the_adapter_of_a_lora_model_is_trained(
 class Judge:
     """Scores rollouts by what they are, and held-out answers by a script: `scripted[step]` after that step."""
 
-    def __init__(self, scripted: dict[int, float]) -> None:
+    def __init__(self, scripted: dict[int, float | None]) -> None:
         self.scripted = scripted
         self.step = 0
 
-    def __call__(self, group: Any) -> list[float]:
+    def __call__(self, group: Any) -> list[float | None]:
         if len(group.completions) == 1:
             return [self.scripted[self.step]]
         return [sum(completion.token_ids) / 100 for completion in group.completions]
@@ -246,6 +246,15 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_evaluation_metric(
     assert [row.step for row in result.summary.evaluations] == [0, 2, 4, 6]
     assert [row.metrics["reward"] for row in result.summary.evaluations] == pytest.approx([0.1, 0.7, 0.2, 0.6])
     assert same(weights(result.best), checkpoint(result, 2))
+
+
+def test_an_evaluation_whose_grader_failed_is_not_the_best(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    judge = Judge({0: None, 1: 0.3, 2: None, 3: 0.2})
+    config = recipe(training={"steps": 3}, evaluation={"every": 1, "metric": "reward"})
+    result = train(config, reward=judge, progress=watch(judge.at(3)))
+    assert (result.best.readlink(), result.summary.best_step) == (Path("step_000001"), 1)
 
 
 def test_training_stops_once_the_goal_is_reached(

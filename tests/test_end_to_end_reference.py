@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from flatpeak import api
 from flatpeak.errors import UserError
 from flatpeak.policy.policy import Policy
 from flatpeak.policy.reference import check_reference, snapshot
+from flatpeak.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,14 +44,13 @@ def saved(make_tiny_model: Callable[..., Any], tmp_path: Path) -> Callable[[int]
 def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, torch.Tensor]]]:
     """The reference models that runs made, each with its weights at that time."""
     made = []
+    original = Trainer.__init__
 
-    def build(*args: Any, **kwargs: Any) -> Policy | None:
-        reference = original(*args, **kwargs)
-        made.append((reference, values(reference.model) if reference else {}))
-        return reference
+    def build(self: Trainer, *args: Any, reference: Policy, **settings: Any) -> None:
+        made.append((reference, values(reference.model)))
+        original(self, *args, reference=reference, **settings)
 
-    original = api.build_reference
-    monkeypatch.setattr(api, "build_reference", build)
+    monkeypatch.setattr(Trainer, "__init__", build)
     return made
 
 
@@ -173,4 +172,4 @@ def test_a_reference_that_cannot_be_used_is_refused_before_a_run_begins(
     config = recipe(reference={"model": str(directory)}, kl={"coefficient": 0.1})
     with pytest.raises(UserError, match=r"reference\.model"):
         train(config, reward=varied)
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs" / "tiny").exists()

@@ -1,4 +1,4 @@
-"""Which completions a step of the trainer spends passes on, and what a reference that is only logged may change."""
+"""Which completions a step spends passes on, and what a reference is asked for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from training_parts import (
     EOS,
     completion,
     gradients,
     largest_difference,
+    make_batch,
     make_trainer,
+    plain_logprobs,
     prompt,
     scored,
     tiny_policy,
@@ -20,6 +23,7 @@ from training_parts import (
 )
 
 from flatpeak.training.config import KLConfig, ObjectiveConfig
+from flatpeak.training.learner import score
 from flatpeak.types import Batch, Group
 
 LIMIT = 5
@@ -97,9 +101,12 @@ def test_a_reference_that_is_only_logged_changes_no_weight() -> None:
     assert with_reference["policy/kl_reference"] > 0.01
 
 
-def test_scoring_needs_no_gradient_and_does_not_depend_on_the_budget() -> None:
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_a_batch_is_scored_at_the_sampling_temperature_without_gradients(budget: int) -> None:
     policy = tiny_policy()
-    data = replace(batch(), prompts=((3, 9), (4, 5, 8)))
-    whole = score(policy, data, temperature=0.7, micro_batch_tokens=1000)
-    assert not whole.requires_grad
-    np.testing.assert_allclose(score(policy, data, temperature=0.7, micro_batch_tokens=1), whole, atol=1e-6)
+    batch = make_batch([3, 1, 2], prompts=[(3, 9), (4, 5, 8)], prompt_N=[0, 0, 1])
+    logprobs_T = score(policy, batch, temperature=0.7, micro_batch_tokens=budget)
+    assert not logprobs_T.requires_grad
+    rows = zip(((3, 9), (3, 9), (4, 5, 8)), batch.tokens_T.split([3, 1, 2]), strict=True)
+    expected = torch.cat([plain_logprobs(policy, ids, tokens.tolist(), temperature=0.7) for ids, tokens in rows])
+    torch.testing.assert_close(logprobs_T, expected, rtol=0, atol=1e-5)

@@ -98,8 +98,8 @@ def choose_tokens(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tenso
         return block_R, totals_R
     last = weights_RV.shape[-1] - 1
     index_RK = block_R[:, None] * BLOCK + torch.arange(BLOCK, device=weights_RV.device)
-    inner_RK = weights_RV.gather(1, index_RK.clamp(max=last)).masked_fill(index_RK > last, 0.0)
-    inner_R, _ = _locate(inner_RK, rest_R)
+    # Past the end of a short last block its last token repeats: found there, it is that token.
+    inner_R, _ = _locate(weights_RV.gather(1, index_RK.clamp(max=last)), rest_R)
     return (block_R * BLOCK + inner_R).clamp(max=last), totals_R
 
 

@@ -1,0 +1,183 @@
+"""What the documents say is so: names, links, paths, recipes and commands."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flatpeak.policy.support import PROVEN
+from flatpeak.recipe import load_recipe, merge, parse_config, shipped_recipes
+from flatpeak.runs.metrics import read_metrics
+from flatpeak.types import Example
+from test_architecture import ORDER
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
+TEXTS = [*DOCUMENTS, *sorted(ROOT.glob("examples/*.py"))]
+SOURCES = [path for path in sorted((ROOT / "src").rglob("*")) if path.suffix in (".py", ".yaml")]
+MODEL = {"model": {"path": "x"}}
+PARTS, TASK = ("correctness", "neat"), "sums"
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> Iterator[str]:
+    """The fenced code blocks of a language."""
+    yield from re.findall(rf"^```{language}\n(.*?)^```", read(path), flags=re.MULTILINE | re.DOTALL)
+
+
+def every_block(language: str) -> list[Any]:
+    return [
+        pytest.param(block, id=f"{path.stem}-{index}")
+        for path in DOCUMENTS
+        for index, block in enumerate(blocks(path, language))
+    ]
+
+
+def general(name: str) -> str:
+    """A metric's name as the documents write it."""
+    name = re.sub(r"@\d+$", "@k", name.replace(f"eval/{TASK}/", "eval/<task>/"))
+    head, _, last = name.rpartition("/")
+    return f"{head}/<part>" if last in PARTS else name
+
+
+def varied(completion_ids: list[list[int]]) -> list[float]:
+    """A reward that differs within nearly every group, so that every metric has something to measure."""
+    return [sum(ids) / 100 for ids in completion_ids]
+
+
+def defined_metrics() -> list[str]:
+    rows = re.findall(r"^\| `([^`]+)` \|", read(ROOT / "docs" / "metrics.md").partition("## Files of a run")[0], re.M)
+    assert len(rows) > 30
+    return rows
+
+
+def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., Any], train: Callable[..., Any]) -> None:
+    sums = [
+        Example(id=f"{n}", question=f"{n}+1=", gold=f"{n + 1}", rationale=f"{n + 1}", columns={"near_train": n % 2})
+        for n in range(8)
+    ]
+    config = recipe(
+        reference={"keep": True},
+        training={"steps": 1},
+        sft={"steps": 1, "batch_size": 2},
+        evaluation={"samples": 2, "k": [1, 2]},
+    )
+    task = SimpleNamespace(name=TASK, train=sums[:6], test=sums[6:])
+    result = train(config, task=task, reward=dict.fromkeys(PARTS, varied))
+    rows = read_metrics(result.path / "metrics.jsonl")
+    assert {row["stage"] for row in rows} == {"sft", "train", "eval"}
+    assert sorted({general(name) for row in rows for name in row if "/" in name}) == sorted(defined_metrics())
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", read(path))
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_files_named_in_prose_exist(path: Path) -> None:
+    named = re.findall(r"`((?:src|docs|examples|tests)/[\w./]+|[a-z]+/[a-z_]+\.py)`", read(path))
+    roots = (ROOT, ROOT / "src" / "flatpeak")
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
+
+
+@pytest.mark.parametrize("path", [*TEXTS, *SOURCES], ids=lambda path: path.name)
+def test_recipes_that_are_named_exist(path: Path) -> None:
+    named = set(re.findall(r"\bflatpeak:[a-z_][\w/]*", read(path)))
+    assert named <= set(shipped_recipes())
+
+
+def test_docs_list_every_shipped_recipe() -> None:
+    listed = re.findall(r"^\| `(flatpeak:[\w/]+)` \|", read(ROOT / "docs" / "recipes.md"), flags=re.MULTILINE)
+    assert sorted(listed) == shipped_recipes()
+    presets = re.findall(r"^\| `(flatpeak:[\w/]+)` \|", read(ROOT / "docs" / "algorithms.md"), flags=re.MULTILINE)
+    assert sorted(presets) == [name for name in shipped_recipes() if name.startswith("flatpeak:algorithms/")]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_parses_once_it_has_a_model(name: str) -> None:
+    content = load_recipe(name)
+    parse_config(content if "model" in content else merge(content, MODEL))
+
+
+@pytest.mark.parametrize("block", every_block("yaml"))
+def test_recipes_shown_parse(block: str, tmp_path: Path) -> None:
+    (tmp_path / "shown.yaml").write_text(block, encoding="utf-8")
+    parse_config(load_recipe(tmp_path / "shown.yaml"))
+
+
+@pytest.mark.parametrize("block", every_block("sh"))
+def test_training_commands_shown_parse(block: str) -> None:
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:2] in (["flatpeak", "train"], ["flatpeak", "sft"]):
+            recipe, *overrides = [word for word in words[2:] if not word.startswith("--")]
+            parse_config(load_recipe(recipe, overrides))
+
+
+@pytest.mark.parametrize("block", every_block("python"))
+def test_python_shown_has_a_config_that_parses(block: str) -> None:
+    assigned = [node for node in ast.parse(block).body if isinstance(node, ast.Assign)]
+    (config,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == "config"]
+    parse_config(ast.literal_eval(config))
+
+
+def test_the_command_of_the_custom_task_parses() -> None:
+    command = re.search(r"flatpeak train (.*?)\n\n", read(ROOT / "examples" / "custom_task.py"), flags=re.DOTALL)
+    assert command is not None
+    recipe, *overrides = shlex.split(command[1].replace("\\\\\n", " "))
+    config = parse_config(load_recipe(recipe, overrides))
+    assert config.task.factory == "examples/custom_task.py:largest_number"
+    assert config.task.arguments == {"numbers": 4, "test_size": 300}
+
+
+def mapped_paths() -> list[str]:
+    """The paths of README's file map: two spaces are one level, further names stand on the same line."""
+    (block,) = blocks(ROOT / "README.md", "text")
+    above: list[str] = []
+    found = []
+    for line in block.splitlines():
+        first, *others = line.split()
+        names = [first, *takewhile(lambda word: "." in word or word.endswith("/"), others)]
+        depth = (len(line) - len(line.lstrip())) // 2
+        found += ["".join([*above[:depth], name]) for name in names]
+        above = [*above[:depth], names[-1]]
+    return found
+
+
+def test_the_file_map_is_true() -> None:
+    paths = mapped_paths()
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    folders = {path.parent.relative_to(ROOT).as_posix() + "/" for path in SOURCES} - {"src/flatpeak/recipes/tasks/"}
+    assert folders <= {*paths, "src/flatpeak/recipes/tasks/"}
+    top = {path.relative_to(ROOT).as_posix() for path in (ROOT / "src" / "flatpeak").glob("*.py")}
+    assert top - {"src/flatpeak/__init__.py"} <= set(paths)
+
+
+def test_readme_counts_the_model_families() -> None:
+    assert f"{len(PROVEN)} model families" in read(ROOT / "README.md")
+
+
+def test_the_layers_of_the_document_are_those_that_are_enforced() -> None:
+    table = read(ROOT / "docs" / "architecture.md").partition("## The layers")[2].partition("## Why")[0]
+    rows = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
+    written = [name for row in rows for name in row]
+    there = {path.stem for path in (ROOT / "src" / "flatpeak").iterdir()} & {name for line in ORDER for name in line}
+    assert set(written) == there
+    ranks = [next(rank for rank, names in enumerate(ORDER) if name in names) for name in written]
+    assert ranks == sorted(ranks)
