@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import flatpeak
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.rollout_log import read_rollouts
+from flatpeak.types import Completion, Group, Prompt, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +87,10 @@ def test_sft_teaches_what_rationales_say(
     )
     seen = watch()
     result = train(config, reward=lambda completion: float(completion == "7"), progress=seen)
-    assert [(row.stage, row.metrics["accuracy"]) for row in result.summary.evaluations] == [("start", 0.0), ("sft", 1.0)]
+    assert [(row.stage, row.metrics["accuracy"]) for row in result.summary.evaluations] == [
+        ("start", 0.0),
+        ("sft", 1.0),
+    ]
     losses = seen.values("sft/loss", stage="sft")
     assert losses[0] > 2.0
     assert losses[-1] < 0.1
@@ -213,61 +217,38 @@ def test_only_the_adapter_of_a_lora_model_is_trained(
     assert moved == {name for name in before if "lora_" in name}
 
 
-class Judge:
-    """Scores rollouts by what they are, and held-out answers by a script: `scripted[step]` after that step."""
-
-    def __init__(self, scripted: dict[int, float | None]) -> None:
-        self.scripted = scripted
-        self.step = 0
-
-    def __call__(self, group: Any) -> list[float | None]:
-        if len(group.completions) == 1:
-            return [self.scripted[self.step]]
-        return [sum(completion.token_ids) / 100 for completion in group.completions]
-
-    def at(self, steps: int) -> dict[tuple[str, int], Callable[[], None]]:
-        return {("train", step): lambda step=step: setattr(self, "step", step) for step in range(1, steps + 1)}
-
-
-def test_the_best_checkpoint_is_the_one_with_the_highest_evaluation_metric(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+def test_one_completion_per_prompt_is_enough_without_a_baseline(
+    recipe: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
-    judge = Judge({0: 0.1, 2: 0.7, 4: 0.2, 6: 0.6})
     config = recipe(
-        run={"checkpoint_every": 1, "keep_checkpoints": 1},
-        training={"steps": 6},
-        evaluation={"every": 2, "metric": "reward"},
+        rollout={"group_size": 1, "prompts_per_step": 8},
+        advantage={"baseline": "none", "scale": "none"},
+        optimizer={"learning_rate": 3e-2},
+        training={"steps": 12},
     )
-    result = train(config, reward=judge, progress=watch(judge.at(6)))
-    assert (result.best.readlink(), result.summary.best_step) == (Path("step_000002"), 2)
-    assert (result.path / "checkpoints" / "last").readlink() == Path("step_000006")
-    # Step 5 is the newest that is neither first, best nor last.
-    assert result.summary.checkpoints == ("step_000000", "step_000002", "step_000005", "step_000006")
-    assert [row.step for row in result.summary.evaluations] == [0, 2, 4, 6]
-    assert [row.metrics["reward"] for row in result.summary.evaluations] == pytest.approx([0.1, 0.7, 0.2, 0.6])
-    assert same(weights(result.best), checkpoint(result, 2))
+    result = train(config, reward=chosen_fraction)
+    rewards = [row["reward/mean"] for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
+    assert rewards[-1] > rewards[0] + 0.3
 
 
-def test_an_evaluation_whose_grader_failed_is_not_the_best(
+class Scripted:
+    """A sampler of the caller's own: every completion is the chosen token and an end."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        completion = Completion(token_ids=(CHOSEN, 1), logprobs=(-2.5, -0.5), finish_reason="stop", text="5")
+        return [Group(prompt=prompt, completions=(completion,) * group_size) for prompt in prompts]
+
+
+def test_a_sampler_of_the_callers_serves_rollouts_and_evaluation(
     recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
 ) -> None:
-    judge = Judge({0: None, 1: 0.3, 2: None, 3: 0.2})
-    config = recipe(training={"steps": 3}, evaluation={"every": 1, "metric": "reward"})
-    result = train(config, reward=judge, progress=watch(judge.at(3)))
-    assert (result.best.readlink(), result.summary.best_step) == (Path("step_000001"), 1)
-
-
-def test_training_stops_once_the_goal_is_reached(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
-) -> None:
-    judge = Judge({0: 0.0, 1: 0.49, 2: 0.5, 3: 1.0})
-    config = recipe(
-        training={"steps": 3, "stop_at": 0.5},
-        evaluation={"every": 1, "metric": "reward", "size": 2, "final_size": 5},
-    )
-    seen = watch(judge.at(3))
-    result = train(config, reward=judge, progress=seen)
-    assert seen.steps("train") == [1, 2]
-    assert (result.summary.status, result.summary.last_step, result.summary.best_step) == ("done", 2, 2)
-    # The last word is on the large set: at the start and once the goal is reached.
-    assert [(row.step, row.size) for row in result.summary.evaluations] == [(0, 5), (1, 2), (2, 2), (2, 5)]
+    seen = watch()
+    result = train(recipe(), sampler=Scripted(), progress=seen)
+    rows = read_rollouts(result.path / "rollouts" / "step_000001.jsonl")
+    assert {(tuple(row["token_ids"]), tuple(row["logprobs"]), row["text"]) for row in rows} == {
+        ((CHOSEN, 1), (-2.5, -0.5), "5")
+    }
+    assert [row.metrics["length"] for row in result.summary.evaluations] == [2.0, 2.0]
+    assert seen.values("rollout/length_mean") == [2.0, 2.0]

@@ -163,7 +163,11 @@ def test_kl_in_the_reward_moves_advantages_and_not_the_loss_term(
 
 @pytest.mark.parametrize("broken", ["missing", "other vocabulary"])
 def test_a_reference_that_cannot_be_used_is_refused_before_a_run_begins(
-    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any], tmp_path: Path, broken: str
+    recipe: Callable[..., Any],
+    train: Callable[..., Any],
+    make_tiny_model: Callable[..., Any],
+    tmp_path: Path,
+    broken: str,
 ) -> None:
     directory = tmp_path / "reference"
     if broken == "other vocabulary":

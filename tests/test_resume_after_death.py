@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resume_parts import Death, Run, assert_same, die, outcome
 
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.training import journal
+from resume_parts import Death, Run, assert_same, die, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeRun = Callable[..., Run]
@@ -38,7 +38,10 @@ def test_a_killed_process_leaves_a_run_that_ends_the_same(make_run: MakeRun, uni
     run = make_run()
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, json.dumps(run.config)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        },
         capture_output=True,
         check=False,
     )

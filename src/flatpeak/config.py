@@ -22,6 +22,10 @@ from flatpeak.training.config import (
 )
 
 
+RESERVED_PARTS = frozenset({"mean", "std", "missing_fraction", "accuracy", "reward", "length", "truncated"})
+"""Names of metrics that stand beside the reward parts' own."""
+
+
 class RunConfig(StrictConfig):
     """Everything that decides what a run does. The keys are the sections of a recipe."""
 
@@ -54,6 +58,9 @@ class RunConfig(StrictConfig):
                 f"training.minibatches={self.training.minibatches} exceeds rollout.prompts_per_step="
                 f"{self.rollout.prompts_per_step}: each minibatch needs at least one whole group"
             )
+        taken = sorted(RESERVED_PARTS & self.rewards.keys())
+        if taken:
+            raise ValueError(f"rewards.{taken[0]}: metrics of that name exist already; call this reward something else")
         if self.evaluation.samples and max(self.evaluation.k) > self.evaluation.samples:
             raise ValueError(
                 f"evaluation.k={list(self.evaluation.k)} needs evaluation.samples of at least {max(self.evaluation.k)}"

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Judge:
+    """Scores rollouts by what they are, and held-out answers by a script: `scripted[step]` after that step."""
+
+    def __init__(self, scripted: dict[int, float | None]) -> None:
+        self.scripted = scripted
+        self.step = 0
+
+    def __call__(self, group: Any) -> list[float | None]:
+        if len(group.completions) == 1:
+            return [self.scripted[self.step]]
+        return [sum(completion.token_ids) / 100 for completion in group.completions]
+
+    def at(self, steps: int) -> dict[tuple[str, int], Callable[[], None]]:
+        return {("train", step): lambda step=step: setattr(self, "step", step) for step in range(1, steps + 1)}
+
+
+def test_the_best_checkpoint_is_the_one_with_the_highest_evaluation_metric(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    judge = Judge({0: 0.1, 2: 0.7, 4: 0.2, 6: 0.6})
+    config = recipe(
+        run={"checkpoint_every": 1, "keep_checkpoints": 1},
+        training={"steps": 6},
+        evaluation={"every": 2, "metric": "reward"},
+    )
+    result = train(config, reward=judge, progress=watch(judge.at(6)))
+    assert (result.best.readlink(), result.summary.best_step) == (Path("step_000002"), 2)
+    assert (result.path / "checkpoints" / "last").readlink() == Path("step_000006")
+    # Step 5 is the newest that is neither first, best nor last.
+    assert result.summary.checkpoints == ("step_000000", "step_000002", "step_000005", "step_000006")
+    assert [row.step for row in result.summary.evaluations] == [0, 2, 4, 6]
+    assert [row.metrics["reward"] for row in result.summary.evaluations] == pytest.approx([0.1, 0.7, 0.2, 0.6])
+    best, last = (load_file(result.path / "checkpoints" / name / "model.safetensors") for name in ("best", "last"))
+    assert not any(torch.equal(best[name], last[name]) for name in best)
+
+
+def test_an_evaluation_whose_grader_failed_is_not_the_best(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    judge = Judge({0: None, 1: 0.3, 2: None, 3: 0.2})
+    config = recipe(training={"steps": 3}, evaluation={"every": 1, "metric": "reward"})
+    result = train(config, reward=judge, progress=watch(judge.at(3)))
+    assert (result.best.readlink(), result.summary.best_step) == (Path("step_000001"), 1)
+
+
+def test_training_stops_once_the_goal_is_reached(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    judge = Judge({0: 0.0, 1: 0.49, 2: 0.5, 3: 1.0})
+    config = recipe(
+        training={"steps": 3, "stop_at": 0.5},
+        evaluation={"every": 1, "metric": "reward", "size": 2, "final_size": 5},
+    )
+    seen = watch(judge.at(3))
+    result = train(config, reward=judge, progress=seen)
+    assert seen.steps("train") == [1, 2]
+    assert (result.summary.status, result.summary.last_step, result.summary.best_step) == ("done", 2, 2)
+    # The last word is on the large set: at the start and once the goal is reached.
+    assert [(row.step, row.size) for row in result.summary.evaluations] == [(0, 5), (1, 2), (2, 2), (2, 5)]
