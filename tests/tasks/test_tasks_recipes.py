@@ -64,7 +64,7 @@ def layouts(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_has_known_keys_only(name):
     content = recipe(name)
-    assert set(content) <= {"task", "prompt", "rewards"}
+    assert set(content) <= {"task", "prompt", "rewards", "rollout"}
     TypeAdapter(TaskConfig).validate_python(content["task"])
     PromptConfig.model_validate(content["prompt"])
     TypeAdapter(dict[str, RewardConfig]).validate_python(content["rewards"])

@@ -31,8 +31,8 @@ def shape_rewards(
     """Apply `objective.truncated` to the total scores.
 
     soft_penalty adds DAPO's soft overlong punishment (Yu et al. 2025, equation 13), with B the buffer and L the limit:
-    0 up to L - B tokens, then (L - B - length) / B, which is -1 at L, and no less beyond. Under a group baseline a group with fewer than
-    two valid scores counts as missing.
+    0 up to L - B tokens, then (L - B - length) / B, which is -1 at L and stays -1 beyond. Under a group baseline a
+    group with fewer than two valid scores counts as missing.
     """
     known = [[0.0 if score is None else score for score in row] for row in scores.total]
     rewards_PG = torch.tensor(known, dtype=torch.float32)
