@@ -96,6 +96,18 @@ def test_sft_teaches_what_rationales_say(
     assert losses[-1] < 0.1
 
 
+def test_sft_sees_every_demonstration_once_in_a_pass(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    sft = {"steps": 6, "batch_size": 10, "normalization": "sequence_mean", "optimizer": {"learning_rate": 0.0}}
+    seen = watch()
+    train(recipe(sft=sft, training={"steps": 0}), progress=seen)
+    losses = seen.values("sft/loss", stage="sft")
+    assert len(set(losses)) == 6
+    # 30 rows are three batches: whatever the order, a pass has the same mean.
+    assert sum(losses[:3]) == pytest.approx(sum(losses[3:]), rel=1e-6)
+
+
 def test_equal_rewards_leave_the_weights_alone(recipe: Callable[..., Any], train: Callable[..., Any]) -> None:
     result = train(recipe(optimizer=SGD), reward=lambda completion: 1.2)
     assert same(checkpoint(result, 0), checkpoint(result, 2))

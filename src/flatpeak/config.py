@@ -58,6 +58,12 @@ class RunConfig(StrictConfig):
                 f"training.minibatches={self.training.minibatches} exceeds rollout.prompts_per_step="
                 f"{self.rollout.prompts_per_step}: each minibatch needs at least one whole group"
             )
+        buffer, limit = self.objective.overlong_buffer, self.rollout.max_new_tokens
+        if self.objective.truncated == "soft_penalty" and buffer >= limit:
+            raise ValueError(
+                f"objective.overlong_buffer={buffer} punishes every completion of at most rollout.max_new_tokens="
+                f"{limit}: set a smaller buffer"
+            )
         taken = sorted(RESERVED_PARTS & self.rewards.keys())
         if taken:
             raise ValueError(f"rewards.{taken[0]}: metrics of that name exist already; call this reward something else")

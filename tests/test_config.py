@@ -1,0 +1,66 @@
+"""Settings that contradict each other are refused together, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flatpeak.errors import UserError
+from flatpeak.recipe import load_recipe, parse_config, shipped_recipes
+
+MODEL = {"model": {"path": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"rollout": {"group_size": 1}}, "needs at least 2 completions"),
+        ({"rollout": {"prompts_per_step": 2}, "training": {"minibatches": 3}}, "at least one whole group"),
+        ({"evaluation": {"samples": 4, "k": [1, 8]}}, "evaluation.samples of at least 8"),
+        ({"rewards": {"length": {"type": "number"}}}, "call this reward something else"),
+        ({"advantage": {"baseline": "none"}}, "needs advantage.scale=none"),
+        ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "zero expected gradient"),
+        (
+            {"objective": {"truncated": "soft_penalty", "overlong_buffer": 64}, "rollout": {"max_new_tokens": 64}},
+            "set a smaller buffer",
+        ),
+    ],
+)
+def test_a_contradiction_is_one_line_that_names_the_fix(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        parse_config({**MODEL, **sections})
+    assert "\n" not in str(caught.value)
+
+
+def test_k1_is_allowed_where_it_has_a_gradient() -> None:
+    for kl in ({"placement": "reward"}, {"ratio_weighted": True}):
+        config = parse_config({**MODEL, "kl": {"coefficient": 0.1, "estimator": "k1", **kl}})
+        assert config.kl.estimator == "k1"
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if "algorithms" in name])
+def test_every_algorithm_is_a_delta_that_applies_to_any_recipe(name: str) -> None:
+    config = parse_config({**MODEL, **load_recipe(name)})
+    plain = parse_config(MODEL)
+    assert config.task == plain.task
+    assert config.optimizer == plain.optimizer
+
+
+def test_the_presets_say_what_their_papers_say() -> None:
+    def preset(name: str) -> Any:
+        return parse_config({**MODEL, **load_recipe(f"flatpeak:algorithms/{name}")})
+
+    dr_grpo, dapo, gspo = preset("dr_grpo"), preset("dapo"), preset("gspo")
+    assert (dr_grpo.advantage.scale, dr_grpo.objective.normalization) == ("none", "constant")
+    assert (dapo.objective.clip_low, dapo.objective.clip_high, dapo.objective.normalization) == (
+        0.2,
+        0.28,
+        "token_mean",
+    )
+    assert dapo.training.dynamic_sampling.max_resamples > 0
+    assert dapo.objective.truncated == "soft_penalty"
+    assert (gspo.objective.ratio, gspo.objective.clip_low, gspo.objective.clip_high) == ("sequence", 3e-4, 4e-4)
+    assert preset("rloo").advantage.baseline == "leave_one_out"
+    assert preset("reinforce").advantage.baseline == "none"
+    assert preset("cispo").objective.loss == "truncated_policy_gradient"
