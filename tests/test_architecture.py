@@ -26,6 +26,7 @@ ORDER = (
     {"recipe_errors", "recipe_yaml"},
     {"recipe"},
     {"experiments"},
+    {"checks"},
     {"assembly"},
     {"api"},
     {"comparison"},

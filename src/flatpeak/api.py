@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from flatpeak.assembly import Given, Parts, announce_invariance, assemble, build_reference
+from flatpeak.assembly import Given, Parts, announce_invariance, assemble, own_reference
 from flatpeak.config import RunConfig
+from flatpeak.errors import UserError
 from flatpeak.experiments.report import write_report
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.recipe import load_recipe, parse_config
@@ -42,8 +43,9 @@ class RunResult:
 
     @property
     def best(self) -> Path:
-        """The best checkpoint, which `from_pretrained` loads."""
-        return self.path / "checkpoints" / "best"
+        """The best checkpoint, which `from_pretrained` loads; after SFT alone its last one."""
+        best = self.path / "checkpoints" / "best"
+        return best if best.exists() else self.path / "checkpoints" / "sft" / "last"
 
 
 class Silence:
@@ -117,7 +119,7 @@ def _run(
         torch.set_num_threads(recipe.run.threads)
     saved = _saved(recipe, progress) if resume else Saved()
     parts = assemble(recipe, given, checkpoint=saved.checkpoint, progress=progress)
-    announce_invariance(parts.policy, parts.test, progress)
+    announce_invariance(parts.policy, parts.test, progress, max_new_tokens=recipe.rollout.max_new_tokens)
     with (
         RunDirectory.create(
             recipe.run, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite, command=command
@@ -126,9 +128,13 @@ def _run(
     ):
         journal = _journal(recipe, parts, run, stop, progress, saved)
         try:
+            journal.summarize("running")
             _stages(recipe, parts, journal, saved, with_training=with_training)
             summary = journal.summarize("stopped" if journal.stopped else "done")
             report = write_report(run.path)
+        except UserError:
+            run.discard_if_empty()
+            raise
         finally:
             journal.close()
             parts.policy.release()
@@ -166,7 +172,7 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpo
         learner,
         sampler=parts.sampler,
         phases=parts.phases,
-        reference=build_reference(config, parts.policy, start=start),
+        reference=parts.reference or own_reference(config, parts.policy, start=start),
         config=TrainerConfig(
             seed=derive_seed(config.run.seed, "train"),
             rollout=config.rollout,
@@ -219,7 +225,7 @@ def _journal(
     if run.resumed:
         stage = "train" if saved.train else "sft"
         run.rewind(newest.step if newest else None, stage=stage)
-    return Journal(
+    journal = Journal(
         run,
         config=config.run,
         evaluation=config.evaluation,
@@ -228,6 +234,9 @@ def _journal(
         progress=progress,
         history=History(**newest.state["history"]) if newest else History(),
     )
+    if newest is not None:
+        journal.point_at(newest.path)
+    return journal
 
 
 def _as_config(config: RunConfig | Mapping[str, Any] | str | Path) -> RunConfig:

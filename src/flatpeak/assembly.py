@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from flatpeak.checks import check_accuracy, check_aside, check_metric, check_policy
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluation, Grader, TextAnswers, evaluate
 from flatpeak.policy.config import ModelConfig
-from flatpeak.policy.loading import load_policy
+from flatpeak.policy.loading import load_policy, restore_weights
 from flatpeak.policy.policy import Policy
 from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.protocols import Progress, Sampler, Task
@@ -24,6 +25,7 @@ from flatpeak.rollout.generate import GenerateEngine
 from flatpeak.rollout.invariance import batch_invariant
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.tasks.build import build_task
+from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
 from flatpeak.training.curriculum import Phase
 from flatpeak.training.data import Stream
@@ -55,16 +57,19 @@ class Parts:
     check: tuple[Prompt, ...]
     """Training prompts set aside for `sft.stop_at`."""
     demonstrations: Stream[Demonstration]
+    reference: Policy | None
+    """What `reference.model` names; the policy as RL begins does not exist yet."""
     evaluate: Callable[[Sequence[Prompt]], Evaluation]
 
 
 def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progress: Progress) -> Parts:
     """Load or build every part; with `checkpoint`, the policy is the one saved there."""
-    task = given.task or build_task(config.task)
+    task = check_task(given.task, where="task") if given.task else build_task(config.task)
     first_task = build_task(config.curriculum.task) if config.curriculum else None
     reward = _reward(config, given.reward)
     examples = [*task.train, *task.test, *(first_task.train if first_task else ())]
     policy = _policy(config, given, examples, checkpoint=checkpoint)
+    check_policy(config, policy)
     for notice in _notices(config, policy, given):
         progress.notice(notice)
 
@@ -73,6 +78,7 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
         for examples, split in ((task.train, "train"), (task.test, "test"))
     )
     aside = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
+    check_aside(aside, train)
     main = Phase(
         task=task.name, prompts=_stream(train, config, "main"), reward=reward, accuracy=config.evaluation.accuracy
     )
@@ -83,7 +89,7 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
         first = Phase(
             task=first_task.name,
             prompts=_stream(first_train, config, "first"),
-            reward=build_reward(config.curriculum.rewards) if config.curriculum.rewards else reward,
+            reward=_first_reward(config) or reward,
             accuracy=config.evaluation.accuracy,
             max_steps=config.curriculum.steps,
             until_pass_rate=config.curriculum.until_pass_rate,
@@ -98,6 +104,7 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
         test=test,
         check=train[:aside],
         demonstrations=_demonstrations(config, shown, policy),
+        reference=named_reference(config, policy),
         evaluate=_evaluator(config, sampler, reward, task.name),
     )
 
@@ -113,21 +120,32 @@ def build_evaluation(
     return _evaluator(config, build_sampler(policy, config), reward, task.name), prompts
 
 
-def build_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> Policy | None:
-    """The reference model, if anything asks for one: `reference.model`, or the policy as RL began.
+def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
+    """The model that `reference.model` names, if it names one."""
+    path = config.reference.model
+    if path is None:
+        return None
+    try:
+        reference = load_policy(
+            ModelConfig(path=path, device=config.model.device, trust_remote_code=config.model.trust_remote_code)
+        )
+    except UserError as error:
+        raise UserError(f"reference.model: {error}") from error
+    reference.model.requires_grad_(False)
+    check_reference(policy, reference)
+    return reference
+
+
+def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> Policy | None:
+    """The policy as RL began, if anything asks for a reference.
 
     `start` is the checkpoint RL began from when a run is resumed; None means that it begins now.
     """
-    if config.kl.coefficient == 0 and not config.reference.keep and config.reference.model is None:
+    if config.kl.coefficient == 0 and not config.reference.keep:
         return None
-    path = config.reference.model or (str(start) if start else None)
-    if path is None:
-        return snapshot(policy)
-    reference = load_policy(
-        ModelConfig(path=path, device=config.model.device, trust_remote_code=config.model.trust_remote_code)
-    )
-    reference.model.requires_grad_(False)
-    check_reference(policy, reference)
+    reference = snapshot(policy)
+    if start is not None:
+        restore_weights(reference.model, start)
     return reference
 
 
@@ -158,9 +176,9 @@ def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
     return NativeEngine(policy, max_rows=config.rollout.max_rows)
 
 
-def announce_invariance(policy: Policy, prompts: Sequence[Prompt], progress: Progress) -> None:
-    """Say so where completions may depend on what else is in the batch."""
-    if policy.native and not batch_invariant(policy, prompts[:3]):
+def announce_invariance(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:
+    """Say so where completions may depend on what else is in the batch. Prompts leave room for `max_new_tokens`."""
+    if policy.native and not batch_invariant(policy, prompts[:3], max_new_tokens=min(16, max_new_tokens)):
         progress.notice(
             "on this machine a completion's log-probabilities depend on the batch in their last bits, so a token may "
             "rarely differ with other batch settings"
@@ -172,8 +190,7 @@ def _policy(config: RunConfig, given: Given, examples: Sequence[Example], *, che
         if given.tokenizer is None:
             raise UserError("train(model=...) needs tokenizer=... too")
         if checkpoint is not None:
-            saved = load_policy(ModelConfig(path=str(checkpoint), device="cpu"))
-            given.model.load_state_dict(saved.model.state_dict())
+            restore_weights(given.model, checkpoint)
         return Policy(given.model, given.tokenizer, dropout=config.model.dropout)
     model = config.model
     if checkpoint is not None:
@@ -187,13 +204,22 @@ def _policy(config: RunConfig, given: Given, examples: Sequence[Example], *, che
 def _reward(config: RunConfig, given: Any) -> Grader:
     if given is not None:
         reward = as_reward(given, name=config.evaluation.accuracy)
-        return reward if isinstance(reward, RewardSet) else TextAnswers(reward)
-    if config.evaluation.accuracy not in config.rewards:
-        raise UserError(
-            f"evaluation.accuracy={config.evaluation.accuracy} names no reward: choose one of "
-            f"{', '.join(config.rewards)}"
-        )
-    return build_reward(config.rewards)
+        if not isinstance(reward, RewardSet):
+            return TextAnswers(reward)
+    else:
+        reward = build_reward(config.rewards)
+    check_accuracy(config.evaluation, reward)
+    check_metric(config.evaluation, reward)
+    return reward
+
+
+def _first_reward(config: RunConfig) -> RewardSet | None:
+    """The rewards of the curriculum's first task, where it has its own."""
+    if config.curriculum is None or config.curriculum.rewards is None:
+        return None
+    reward = build_reward(config.curriculum.rewards)
+    check_accuracy(config.evaluation, reward)
+    return reward
 
 
 def _notices(config: RunConfig, policy: Policy, given: Given) -> list[str]:

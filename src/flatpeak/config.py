@@ -21,7 +21,6 @@ from flatpeak.training.config import (
     TrainingConfig,
 )
 
-
 RESERVED_PARTS = frozenset({"mean", "std", "missing_fraction", "accuracy", "reward", "length", "truncated"})
 """Names of metrics that stand beside the reward parts' own."""
 
@@ -30,7 +29,7 @@ class RunConfig(StrictConfig):
     """Everything that decides what a run does. The keys are the sections of a recipe."""
 
     run: RunSectionConfig = RunSectionConfig()
-    model: ModelConfig
+    model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticConfig()
     prompt: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()

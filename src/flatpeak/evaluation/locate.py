@@ -34,6 +34,10 @@ def locate_model(name: str) -> Located:
         runs = (RunPaths(parent) for parent in path.absolute().parents)
         return Located(path=name, recipe=next((run.config for run in runs if run.is_run()), None))
     # A Hub name has at most one slash and no local folder before it: anything else was meant as a path.
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
+    if (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or (len(path.parts) > 1 and Path(path.parts[0]).is_dir())
+    ):
         raise UserError(f"{name}: no such run or model directory")
     return Located(path=name, recipe=None)

@@ -28,7 +28,7 @@ class NewModelConfig(StrictConfig):
 
 
 class ModelConfig(StrictConfig):
-    """Exactly one of `path` (a directory or Hub name) and `new`."""
+    """One of `path` (a directory or Hub name) and `new`; neither where the caller of flatpeak.train brings a model."""
 
     path: str | None = None
     revision: str | None = None
@@ -41,8 +41,8 @@ class ModelConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if (self.path is None) == (self.new is None):
-            raise ValueError("give exactly one of model.path (a directory or Hub name) and model.new")
+        if self.path is not None and self.new is not None:
+            raise ValueError("give one of model.path (a directory or Hub name) and model.new, not both")
         return self
 
 

@@ -34,7 +34,8 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
     if config.new is not None:
         model, tokenizer = make_model(config.new, texts=texts, seed=seed)
     else:
-        assert config.path is not None
+        if config.path is None:
+            raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
         tokenizer = load_tokenizer(config)
         model = _from_pretrained(AutoModelForCausalLM, config.path, config, dtype=torch.float32)
     return Policy(model.to(device), tokenizer, dropout=config.dropout)
@@ -63,6 +64,18 @@ def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tu
         # Sizes that do not fit each other are found only when the model runs.
         raise UserError(f"model.new cannot be built: {_first_line(error)}") from error
     return model, tokenizer
+
+
+def restore_weights(model: Any, directory: Path) -> None:
+    """Put a checkpoint's weights into a model of the same shape: the adapter's alone where the model has one."""
+    if hasattr(model, "peft_config"):
+        from peft import set_peft_model_state_dict  # here, because peft is an extra
+        from safetensors.torch import load_file
+
+        set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
+    else:
+        saved = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        model.load_state_dict(saved.state_dict())
 
 
 def _from_pretrained(auto: Any, path: str, config: ModelConfig, **kwargs: Any) -> Any:

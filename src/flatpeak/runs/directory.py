@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from flatpeak.errors import UserError
-from flatpeak.runs.checkpoints import tidy
+from flatpeak.runs.checkpoints import checkpoint_steps, tidy
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.lock import RunLock
@@ -135,6 +135,11 @@ class RunDirectory(RunPaths):
         """
         truncate_metrics(self.metrics, step=step, stage=stage)
         truncate_rollouts(self.rollouts, step=step if step is not None and stage == "train" else -1)
+
+    def discard_if_empty(self) -> None:
+        """Delete a new run that failed before its first checkpoint: the same command works once the cause is gone."""
+        if not (self.resumed or checkpoint_steps(self.checkpoints) or checkpoint_steps(self.sft_checkpoints)):
+            self._clear()
 
     def require_space(self, needed: int) -> None:
         """Raise UserError where fewer than `needed` bytes are free: better now than at the first checkpoint."""

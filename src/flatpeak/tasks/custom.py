@@ -34,9 +34,7 @@ def custom_task(config: CustomTaskConfig) -> Task:
         raise UserError(
             f"task.factory={config.factory}: {error}; change task.arguments to fit its parameters"
         ) from error
-    task = factory(**config.arguments)
-    _check(task, factory=config.factory)
-    return cast("Task", task)
+    return check_task(factory(**config.arguments), where=f"task.factory={config.factory}")
 
 
 def load_object(location: str) -> Any:
@@ -76,15 +74,17 @@ def _load_module(name: str, location: str) -> ModuleType:
         ) from error
 
 
-def _check(task: Any, *, factory: str) -> None:
+def check_task(task: Any, *, where: str) -> Task:
+    """The task, if it is one: UserError for what is missing, empty, of the wrong type, or an id that occurs twice."""
     missing = [part for part in ("name", "train", "test") if not hasattr(task, part)]
     if missing:
-        raise UserError(f"task.factory={factory} returned a {type(task).__name__} without {missing[0]}; {_CONTRACT}")
+        raise UserError(f"{where}: a {type(task).__name__} without {missing[0]}; {_CONTRACT}")
     if not isinstance(task.name, str):
-        raise UserError(f"task.factory={factory}: name is a {type(task.name).__name__}, not a string; {_CONTRACT}")
+        raise UserError(f"{where}: name is a {type(task.name).__name__}, not a string; {_CONTRACT}")
     ids: set[str] = set()
     for side in ("train", "test"):
-        _check_examples(getattr(task, side), where=f"task.factory={factory}: {side}", ids=ids)
+        _check_examples(getattr(task, side), where=f"{where}: {side}", ids=ids)
+    return cast("Task", task)
 
 
 def _check_examples(examples: Sequence[Any], *, where: str, ids: set[str]) -> None:

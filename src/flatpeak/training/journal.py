@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -140,7 +142,8 @@ class Journal:
         return self.evaluation.final_size or self.evaluation.size
 
     def _consider(self, step: int, value: float) -> None:
-        if self.history.best_value is None or value > self.history.best_value:
+        best = self.history.best_value
+        if best is None or value > best or (math.isnan(best) and not math.isnan(value)):
             self.history.best_step, self.history.best_value = step, value
 
     def checkpoint_if_due(self, stage: Stage, step: int, *, last: bool) -> None:
@@ -166,6 +169,14 @@ class Journal:
         if stage.name == "train" and self.history.best_step == step:
             point(parent, BEST, path)
         prune(parent, keep=self.config.keep_checkpoints)
+
+    def point_at(self, newest: Path) -> None:
+        """Set the links of a resumed run again: a kill may have come between a checkpoint and its links."""
+        point(newest.parent, LAST, newest)
+        if self.history.best_step is not None:
+            best = self.run.checkpoints / checkpoint_name(self.history.best_step)
+            if best.exists():
+                point(self.run.checkpoints, BEST, best)
 
     def summarize(self, status: Status) -> RunSummary:
         """Write summary.json."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -68,6 +70,14 @@ class Learner:
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
         return statistics
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Dropout's random numbers as a function of the step, so that a resumed run draws the same; the caller's stay."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 @torch.no_grad()

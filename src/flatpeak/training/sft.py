@@ -9,10 +9,11 @@ import torch
 
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.policy import Policy
+from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
 from flatpeak.training.data import Stream
 from flatpeak.training.journal import Journal
-from flatpeak.training.learner import Learner
+from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.metrics import Clock, policy_metrics
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
@@ -75,7 +76,8 @@ class SFTTrainer:
         if first_step == 1:
             self.journal.evaluate_start(size=self.journal.evaluation.size)
         for step in range(first_step, self.config.steps + 1):
-            metrics = self.train_step(step)
+            with seeded(derive_seed(self.stream.seed, "dropout", step)):
+                metrics = self.train_step(step)
             self.journal.record(self.name, step, self.config.steps, metrics)
             self.finished = step == self.config.steps or self.good_enough(step)
             if self.finished:

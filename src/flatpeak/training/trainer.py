@@ -19,7 +19,7 @@ from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import AdvantageConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression
 from flatpeak.training.journal import Journal
-from flatpeak.training.learner import Learner, UpdateStatistics, score
+from flatpeak.training.learner import Learner, UpdateStatistics, score, seeded
 from flatpeak.training.metrics import Clock, step_metrics
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.shaping import ShapedRewards, kl_penalty_N, shape_rewards
@@ -58,6 +58,8 @@ class Trainer:
         self.config = config
         self.journal = journal
         self.progression = Progression.start(phases)
+        self.reached = False
+        """Whether `training.stop_at` is reached."""
 
     def train(self, *, first_step: int = 1) -> None:
         """Step, record, evaluate, save: until the steps are done, the goal is reached, or a signal asks to stop."""
@@ -65,12 +67,13 @@ class Trainer:
         if first_step == 1:
             self.journal.begin(self)
         for step in range(first_step, total + 1):
-            metrics = self.train_step(step)
-            self.journal.record(self.name, step, total, metrics)
-            reached = self.journal.evaluate_if_due("train", step, total=total, goal=self.config.training.stop_at)
-            self.journal.checkpoint_if_due(self, step, last=reached or step == total)
-            if reached or self.journal.stopped:
+            if self.reached or self.journal.stopped:
                 break
+            with seeded(derive_seed(self.config.seed, "dropout", step)):
+                metrics = self.train_step(step)
+            self.journal.record(self.name, step, total, metrics)
+            self.reached = self.journal.evaluate_if_due("train", step, total=total, goal=self.config.training.stop_at)
+            self.journal.checkpoint_if_due(self, step, last=self.reached or step == total)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Sample groups, score them, improve the policy."""
@@ -103,13 +106,15 @@ class Trainer:
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
         place = self.progression
+        resamples = self.config.training.dynamic_sampling.max_resamples
         rollouts = collect(
             self.sampler,
             self.phases[place.phase],
             self.config.rollout,
             cursor=place.cursors[place.phase],
             seed=derive_seed(self.config.seed, "step", step),
-            max_resamples=self.config.training.dynamic_sampling.max_resamples,
+            # Without a baseline a group of equal rewards has a gradient like any other.
+            max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
         )
         place.cursors[place.phase] = rollouts.cursor
         return rollouts
@@ -149,11 +154,12 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands in its curriculum and data; steps derive all their randomness from their number."""
-        return asdict(self.progression)
+        return asdict(self.progression) | {"reached": self.reached}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
-        self.progression = Progression(**state)
+        self.reached = state["reached"]
+        self.progression = Progression(**{name: value for name, value in state.items() if name != "reached"})
 
 
 def attach_advantages(batch: Batch, advantages_PG: Tensor, shaped: ShapedRewards) -> Batch:

@@ -1,0 +1,57 @@
+"""What a recipe cannot say by itself: whether its parts, once they are there, fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatpeak.config import RunConfig
+from flatpeak.errors import UserError
+from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.policy.policy import Policy
+from flatpeak.rewards.combine import RewardSet
+from flatpeak.types import Prompt
+
+GREEDY = ("accuracy", "reward", "length", "truncated", "accuracy/not_near_train")
+SAMPLED = ("reward", "accuracy", "length", "truncated")
+
+
+def check_accuracy(config: EvaluationConfig, reward: RewardSet) -> None:
+    """UserError where `evaluation.accuracy` is none of the rewards."""
+    if config.accuracy not in reward.weights:
+        raise UserError(
+            f"evaluation.accuracy={config.accuracy} names no reward: choose one of {', '.join(reward.weights)}"
+        )
+
+
+def check_metric(config: EvaluationConfig, reward: RewardSet) -> None:
+    """UserError where `evaluation.metric` is nothing that an evaluation has."""
+    known = [*GREEDY, *reward.weights]
+    if config.samples:
+        known += [f"sampled/{name}" for name in (*SAMPLED, *reward.weights)]
+        known += [f"{name}@{k}" for k in config.k for name in ("pass", "maj")]
+    if config.metric not in known:
+        hint = "" if config.samples else " (pass@k and maj@k need evaluation.samples)"
+        raise UserError(f"evaluation.metric={config.metric}: choose one of {', '.join(known)}{hint}")
+
+
+def check_policy(config: RunConfig, policy: Policy) -> None:
+    """UserError where nothing can be trained, or held-out completions cannot fit into the context."""
+    if not policy.parameters():
+        raise UserError("no parameter of the model has requires_grad: unfreeze what is to be trained")
+    limit = config.evaluation.max_new_tokens or 0
+    if policy.context_length is not None and limit > config.rollout.max_new_tokens:
+        room = policy.context_length - limit
+        longest = config.prompt.max_tokens
+        if longest is None or longest > room:
+            raise UserError(
+                f"evaluation.max_new_tokens={limit} exceeds rollout.max_new_tokens, beside which prompts may fill the "
+                f"context of {policy.context_length}: lower it, or set prompt.max_tokens to at most {room}"
+            )
+
+
+def check_aside(aside: int, train: Sequence[Prompt]) -> None:
+    """UserError where the SFT check would take every training row."""
+    if aside and aside >= len(train):
+        raise UserError(
+            f"sft.check_size={aside} sets all {len(train)} training rows aside for sft.stop_at: lower sft.check_size"
+        )
