@@ -266,8 +266,8 @@ def test_an_override_that_cannot_be_applied_says_why(override, message):
             "curriculum.steps is missing: give it in the recipe or as an override",
         ),
         (
-            {"model": {}},
-            "give exactly one of model.path (a directory or Hub name) and model.new",
+            {"model": {"path": "x", "new": {}}},
+            "give one of model.path (a directory or Hub name) and model.new, not both",
         ),
         (
             {"training": {"stepps": 1}, "kl": {"estimator": "k4"}},

@@ -38,6 +38,8 @@ def in_child(work: Callable[[], None]) -> int:
     child = os.fork()
     if child == 0:
         status = 1
+        # OpenMP's threads do not survive a fork: a parallel region in the child would wait for them forever.
+        torch.set_num_threads(1)
         try:
             work()
             status = 0
