@@ -59,7 +59,8 @@ def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tu
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
         with torch.no_grad():
-            model(input_ids=torch.tensor([[tokenizer.eos_token_id]]))
+            token = torch.tensor([[tokenizer.eos_token_id]])
+            model(input_ids=token, attention_mask=torch.ones_like(token))
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         # Sizes that do not fit each other are found only when the model runs.
         raise UserError(f"model.new cannot be built: {_first_line(error)}") from error

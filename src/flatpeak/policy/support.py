@@ -77,7 +77,8 @@ def probe(policy: Policy) -> str | None:
     start = 0
     for index, tokens in enumerate((long, short)):
         with policy.plain_attention() as model:
-            plain = model(input_ids=torch.tensor([tokens], device=policy.device), use_cache=False).logits[0].float()
+            ids = torch.tensor([tokens], device=policy.device)
+            plain = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
         ours = torch.cat([packed[start : start + len(tokens) - 1], decoded[index : index + 1]])
         start += len(tokens) - 1
         gap = (ours - plain).abs().max().item()
