@@ -26,7 +26,7 @@ ORDER = (
     {"recipe_errors", "recipe_yaml"},
     {"recipe"},
     {"experiments"},
-    {"checks"},
+    {"checks", "samplers"},
     {"assembly"},
     {"api"},
     {"comparison"},

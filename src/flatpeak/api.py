@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatpeak.assembly import Given, Parts, announce_invariance, assemble, own_reference
+from flatpeak.assembly import Given, Parts, assemble, own_reference
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.experiments.report import write_report
@@ -20,6 +20,7 @@ from flatpeak.runs.checkpoints import CheckpointState, checkpoint_name, newest_v
 from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
+from flatpeak.samplers import announce_invariance
 from flatpeak.training.journal import History, Journal
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective

@@ -20,17 +20,15 @@ from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.combine import RewardSet
-from flatpeak.rollout.engine import NativeEngine
-from flatpeak.rollout.generate import GenerateEngine
-from flatpeak.rollout.invariance import batch_invariant
 from flatpeak.rollout.randomness import derive_seed
+from flatpeak.samplers import CheckedSampler, build_sampler
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
 from flatpeak.training.curriculum import Phase
 from flatpeak.training.data import Stream
 from flatpeak.training.sft import Demonstration, demonstrations
-from flatpeak.types import Example, Group, Prompt, SamplingParams
+from flatpeak.types import Example, Prompt
 
 UNBOUNDED_CONTEXT = 2**30
 
@@ -96,7 +94,7 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
         )
         phases = (first, main)
         shown = (*shown, *first_train) if config.curriculum.in_sft else shown
-    sampler = given.sampler or build_sampler(policy, config)
+    sampler = CheckedSampler(given.sampler, policy.tokenizer) if given.sampler else build_sampler(policy, config)
     return Parts(
         policy=policy,
         sampler=sampler,
@@ -147,42 +145,6 @@ def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> P
     if start is not None:
         restore_weights(reference.model, start)
     return reference
-
-
-class PlainSampler:
-    """transformers' `generate` on a policy, under the model's own attention."""
-
-    def __init__(self, policy: Policy, *, max_rows: int) -> None:
-        self.policy = policy
-        self.engine = GenerateEngine(
-            policy.model, policy.tokenizer, eos_token_ids=policy.eos_token_ids, max_rows=max_rows
-        )
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
-    ) -> list[Group]:
-        """See protocols.Sampler."""
-        with self.policy.plain_attention():
-            return self.engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
-
-
-def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
-    """The native engine where the policy is served by it, else `generate`."""
-    wanted = config.rollout.engine
-    if wanted == "native" and not policy.native:
-        raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
-    if wanted == "generate" or not policy.native:
-        return PlainSampler(policy, max_rows=config.rollout.max_rows)
-    return NativeEngine(policy, max_rows=config.rollout.max_rows)
-
-
-def announce_invariance(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:
-    """Say so where completions may depend on what else is in the batch. Prompts leave room for `max_new_tokens`."""
-    if policy.native and not batch_invariant(policy, prompts[:3], max_new_tokens=min(16, max_new_tokens)):
-        progress.notice(
-            "on this machine a completion's log-probabilities depend on the batch in their last bits, so a token may "
-            "rarely differ with other batch settings"
-        )
 
 
 def _policy(config: RunConfig, given: Given, examples: Sequence[Example], *, checkpoint: Path | None) -> Policy:

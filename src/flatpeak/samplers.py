@@ -1,0 +1,85 @@
+"""Which sampler a run draws from, and what is asked of one that the caller brings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flatpeak.config import RunConfig
+from flatpeak.errors import UserError
+from flatpeak.policy.policy import Policy
+from flatpeak.protocols import Progress, Sampler, Tokenizer
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.rollout.generate import GenerateEngine
+from flatpeak.rollout.invariance import batch_invariant
+from flatpeak.types import Completion, Group, Prompt, SamplingParams
+
+
+class PlainSampler:
+    """transformers' `generate` on a policy, under the model's own attention."""
+
+    def __init__(self, policy: Policy, *, max_rows: int) -> None:
+        self.policy = policy
+        self.engine = GenerateEngine(
+            policy.model, policy.tokenizer, eos_token_ids=policy.eos_token_ids, max_rows=max_rows
+        )
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        """See protocols.Sampler."""
+        with self.policy.plain_attention():
+            return self.engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+
+
+class CheckedSampler:
+    """A sampler of the caller's: what it returns is checked, and decoded where it brings no text."""
+
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer) -> None:
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        """See protocols.Sampler. Raises UserError where the groups do not fit the request."""
+        groups = self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+        if [group.prompt.id for group in groups] != [prompt.id for prompt in prompts]:
+            raise UserError("the sampler must return one group per prompt, in the order of the prompts")
+        for group in groups:
+            if len(group.completions) != group_size:
+                raise UserError(
+                    f"the sampler returned {len(group.completions)} completions for prompt {group.prompt.id}, "
+                    f"asked for group_size={group_size}"
+                )
+            for completion in group.completions:
+                if len(completion.logprobs) != len(completion.token_ids):
+                    raise UserError(
+                        f"the sampler returned {len(completion.logprobs)} log-probs for {len(completion.token_ids)} "
+                        f"tokens of prompt {group.prompt.id}: give one per token"
+                    )
+        return [replace(group, completions=tuple(map(self._with_text, group.completions))) for group in groups]
+
+    def _with_text(self, completion: Completion) -> Completion:
+        if completion.text or not completion.token_ids:
+            return completion
+        return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+
+def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
+    """The native engine where the policy is served by it, else `generate`."""
+    wanted = config.rollout.engine
+    if wanted == "native" and not policy.native:
+        raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
+    if wanted == "generate" or not policy.native:
+        return PlainSampler(policy, max_rows=config.rollout.max_rows)
+    return NativeEngine(policy, max_rows=config.rollout.max_rows)
+
+
+def announce_invariance(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:
+    """Say so where completions may depend on what else is in the batch. Prompts leave room for `max_new_tokens`."""
+    if policy.native and not batch_invariant(policy, prompts[:3], max_new_tokens=min(16, max_new_tokens)):
+        progress.notice(
+            "on this machine a completion's log-probabilities depend on the batch in their last bits, so a token may "
+            "rarely differ with other batch settings"
+        )
