@@ -14,7 +14,7 @@ from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluation, Grader, TextAnswers, evaluate
 from flatpeak.policy.config import ModelConfig
-from flatpeak.policy.loading import load_policy, restore_weights
+from flatpeak.policy.loading import check_source, load_policy, restore_weights
 from flatpeak.policy.policy import Policy
 from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.protocols import Progress, Sampler, Task
@@ -62,6 +62,8 @@ class Parts:
 
 def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progress: Progress) -> Parts:
     """Load or build every part; with `checkpoint`, the policy is the one saved there."""
+    if given.model is None:
+        check_source(config.model)
     task = check_task(given.task, where="task") if given.task else build_task(config.task)
     first_task = build_task(config.curriculum.task) if config.curriculum else None
     reward = _reward(config, given.reward)

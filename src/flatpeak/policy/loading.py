@@ -34,16 +34,26 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
     if config.new is not None:
         model, tokenizer = make_model(config.new, texts=texts, seed=seed)
     else:
-        if config.path is None:
-            raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
+        check_source(config)
         tokenizer = load_tokenizer(config)
-        model = _from_pretrained(AutoModelForCausalLM, config.path, config, dtype=torch.float32)
+        model = _from_pretrained(AutoModelForCausalLM, str(config.path), config, dtype=torch.float32)
     return Policy(model.to(device), tokenizer, dropout=config.dropout)
+
+
+def check_source(config: ModelConfig) -> None:
+    """UserError where a recipe names no model, or a directory that is not there; at once, and without the Hub."""
+    if config.new is not None:
+        return
+    if config.path is None:
+        raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
+    looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1
+    if looks_local and not Path(config.path).expanduser().is_dir():
+        raise UserError(f"model.path={config.path}: no such directory")
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer of an existing model."""
-    assert config.path is not None
+    assert config.path is not None  # check_source
     return _from_pretrained(AutoTokenizer, config.path, config)
 
 
@@ -81,9 +91,6 @@ def restore_weights(model: Any, directory: Path) -> None:
 
 def _from_pretrained(auto: Any, path: str, config: ModelConfig, **kwargs: Any) -> Any:
     local = Path(path).expanduser()
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not local.is_dir():
-        raise UserError(f"model.path={path}: no such directory")
     try:
         return auto.from_pretrained(
             str(local) if local.is_dir() else path,
