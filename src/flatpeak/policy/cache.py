@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.policy.attention import AttentionRule, PackedContext
-from flatpeak.policy.packing import ROW_MULTIPLE
+from flatpeak.policy.packing import fill
 
 KEY_MULTIPLE = 64
 """Keys come in multiples of this, so that a row's attention sums in the same order whatever its neighbours' lengths."""
@@ -21,7 +21,7 @@ class KeyValueCache:
     def __init__(self, prefill: PackedContext, *, copies: int, max_new_tokens: int) -> None:
         assert prefill.kept is not None
         prompts = prefill.row.prompts
-        rows = _padded(torch.arange(prompts.count, device=prompts.lengths.device).repeat_interleave(copies))
+        rows = fill(torch.arange(prompts.count, device=prompts.lengths.device).repeat_interleave(copies))
         self.num_rows = prompts.count * copies
         self.lengths_R = prompts.lengths.index_select(0, rows)
         self.longest = int(prompts.lengths.max())
@@ -43,7 +43,7 @@ class KeyValueCache:
 
     def keep(self, rows_R: Tensor) -> None:
         """Keep only these rows, in this order."""
-        rows = _padded(rows_R)
+        rows = fill(rows_R)
         self.num_rows = len(rows_R)
         self.lengths_R = self.lengths_R.index_select(0, rows)
         self.longest = int(self.lengths_R.max()) if self.num_rows else 0
@@ -89,11 +89,6 @@ class KeyValueCache:
             visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             self._masks[window] = visible[:, None, None, :]
         return self._masks[window]
-
-
-def _padded(rows: Tensor) -> Tensor:
-    missing = -len(rows) % ROW_MULTIPLE
-    return torch.cat([rows, rows[:1].expand(missing)]) if missing else rows
 
 
 def _round_up(length: int) -> int:

@@ -79,8 +79,8 @@ def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, mult
     lengths_P = torch.tensor([len(prompt) for prompt in prompts], device=device)
     token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     return PackedRow(
-        token_ids_S=_fill(token_ids),
-        positions_S=_fill(offsets(lengths_P)),
+        token_ids_S=fill(token_ids),
+        positions_S=fill(offsets(lengths_P)),
         prompts=segments(lengths_P, multiple=multiple),
         responses=None,
         prompt_N=torch.zeros(0, dtype=torch.int64, device=device),
@@ -99,8 +99,8 @@ def pack_batch(batch: Batch) -> PackedRow:
     row_T = len(prompt_tokens) + torch.arange(len(batch.tokens_T), device=device)
     source_T = torch.where(within_T == 0, last_of_prompt_N.index_select(0, batch.sequence_T), row_T - 1)
     return PackedRow(
-        token_ids_S=_fill(torch.cat([prompt_tokens, batch.tokens_T])),
-        positions_S=_fill(
+        token_ids_S=fill(torch.cat([prompt_tokens, batch.tokens_T])),
+        positions_S=fill(
             torch.cat([offsets(lengths_P), prompt_lengths_N.index_select(0, batch.sequence_T) + within_T])
         ),
         prompts=segments(lengths_P),
@@ -110,5 +110,10 @@ def pack_batch(batch: Batch) -> PackedRow:
     )
 
 
-def _fill(tokens: Tensor) -> Tensor:
-    return torch.nn.functional.pad(tokens, (0, -len(tokens) % ROW_MULTIPLE))
+def fill(rows: Tensor) -> Tensor:
+    """Repeat the first row up to a multiple of ROW_MULTIPLE.
+
+    Not zeros: a filler token is then a real one, and models that warn of unmasked padding tokens stay silent.
+    """
+    missing = -len(rows) % ROW_MULTIPLE
+    return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows

@@ -17,7 +17,7 @@ from flatpeak.policy import attention
 from flatpeak.policy.cache import KEY_MULTIPLE, KeyValueCache
 from flatpeak.policy.dropout import silence_dropout
 from flatpeak.policy.head import read_head
-from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, pack_batch, pack_prompts
+from flatpeak.policy.packing import PackedRow, fill, pack_batch, pack_prompts
 from flatpeak.policy.padded import padded_token_logprobs
 from flatpeak.policy.support import probe, unsupported
 from flatpeak.protocols import Tokenizer
@@ -95,17 +95,14 @@ class Policy:
         context = attention.PackedContext(row, keep_keys=True)
         hidden_PD = self._hidden(row, context).index_select(0, row.source_T)
         cache = KeyValueCache(context, copies=copies, max_new_tokens=max_new_tokens)
-        filler = -len(prompts) % ROW_MULTIPLE
-        logits = self.head.logits(torch.nn.functional.pad(hidden_PD, (0, 0, 0, filler)))
-        return cache, logits[: len(prompts)]
+        return cache, self.head.logits(fill(hidden_PD))[: len(prompts)]
 
     def decode(self, state: KeyValueCache, tokens_R: Tensor) -> Tensor:
         """See protocols.Decoder."""
         self._evaluate()
         state.begin_token()
-        filler = len(state.lengths_R) - len(tokens_R)
         hidden = self.trunk(
-            input_ids=torch.nn.functional.pad(tokens_R, (0, filler))[:, None],
+            input_ids=fill(tokens_R)[:, None],
             position_ids=state.positions_R[:, None],
             use_cache=False,
             attention_context=state,
