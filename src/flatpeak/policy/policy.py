@@ -75,7 +75,7 @@ class Policy:
         if not self.native:
             return padded_token_logprobs(self.causal, batch, temperature=temperature)
         row = pack_batch(batch)
-        hidden_TD = self._hidden(row, attention.PackedContext(row)).index_select(0, row.source_T)
+        hidden_TD = self.hidden(row, attention.PackedContext(row)).index_select(0, row.source_T)
         return token_logprobs(
             hidden_TD,
             self.head.linear.weight,
@@ -93,7 +93,7 @@ class Policy:
         self._evaluate()
         row = pack_prompts(prompts, device=self.device, multiple=KEY_MULTIPLE)
         context = attention.PackedContext(row, keep_keys=True)
-        hidden_PD = self._hidden(row, context).index_select(0, row.source_T)
+        hidden_PD = self.hidden(row, context).index_select(0, row.source_T)
         cache = KeyValueCache(context, copies=copies, max_new_tokens=max_new_tokens)
         return cache, self.head.logits(fill(hidden_PD))[: len(prompts)]
 
@@ -131,7 +131,8 @@ class Policy:
             self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
 
-    def _hidden(self, row: PackedRow, context: attention.PackedContext) -> Tensor:
+    def hidden(self, row: PackedRow, context: attention.PackedContext) -> Tensor:
+        """The last hidden states of a packed row, [S, D]."""
         hidden: Tensor = self.trunk(
             input_ids=row.token_ids_S[None],
             position_ids=row.positions_S[None],

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from flatpeak.policy.attention import PackedContext, UnservedAttentionError
-from flatpeak.policy.packing import pack_prompts
+from flatpeak.policy.cache import KeyValueCache
+from flatpeak.policy.head import Head
+from flatpeak.policy.packing import PackedRow, pack_prompts
 
-if TYPE_CHECKING:
-    from flatpeak.policy.policy import Policy
+
+class Probed(Protocol):
+    """What the probe uses of a policy."""
+
+    model: Any
+    causal: Any
+    head: Head
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
+        """The hidden states of a packed row."""
+        ...
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, copies: int, max_new_tokens: int
+    ) -> tuple[KeyValueCache, Tensor]:
+        """See protocols.Decoder."""
+        ...
+
+    def decode(self, state: KeyValueCache, tokens_R: Tensor) -> Tensor:
+        """See protocols.Decoder."""
+        ...
+
+    def plain_attention(self) -> AbstractContextManager[Any]:
+        """The model with its own attention."""
+        ...
+
 
 PROVEN = frozenset(
     {
@@ -56,7 +90,7 @@ def _rope_types(settings: Any) -> set[str]:
 
 
 @torch.no_grad()
-def probe(policy: Policy) -> str | None:
+def probe(policy: Probed) -> str | None:
     """Compare packed and decoded logits with the plain forward pass on two short prompts; None if they agree."""
     layers = policy.causal.config.num_hidden_layers
     vocabulary = policy.head.linear.weight.shape[0]
@@ -65,7 +99,7 @@ def probe(policy: Policy) -> str | None:
         row = pack_prompts([long[:-1], short[:-1]], device=policy.device, multiple=1)
         context = PackedContext(row)
         policy.model.eval()
-        packed = policy.head.logits(policy._hidden(row, context))
+        packed = policy.head.logits(policy.hidden(row, context))
         if sorted(context.calls) != list(range(layers)):
             return f"its attention ran on layers {sorted(context.calls)} instead of once on each of {layers}"
         state, _ = policy.prefill([long[:-1], short[:-1]], copies=1, max_new_tokens=1)
