@@ -111,7 +111,9 @@ class Journal:
 
     def evaluate(self, stage: EvaluationStage, step: int, *, size: int | None) -> float:
         """Evaluate now, write the answers down, and return the metric that chooses checkpoints."""
+        started = time.perf_counter()
         evaluation = self.evaluator(size)
+        seconds = time.perf_counter() - started
         choice = evaluation.first(self.evaluation.size).mean(self.evaluation.metric)
         figures = evaluation.as_dict()
         self.history.evaluations.append({"stage": stage, "step": step, **figures, "choice": choice})
@@ -120,7 +122,7 @@ class Journal:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.rows]
         write_atomic(directory / f"{stage}_{step:06d}.jsonl", "".join(lines))
         named = {f"eval/{evaluation.task}/{name}": value for name, value in figures["metrics"].items()}
-        self.record("eval", step, step, named)
+        self.record("eval", step, step, {**named, "time/eval": seconds})
         if stage == "train":
             self._consider(step, choice)
         return choice
