@@ -72,6 +72,10 @@ class RowsConfig(StrictConfig):
     """With a split by fraction: questions this similar (Jaccard of word sets, numbers masked) stay on one side."""
     integers_only: bool = False
     """Keep only rows whose gold answer is an integer."""
+    equations: bool = False
+    """Give training rows the first equation over the question's numbers that fits the answer as their rationale."""
+    variants: Annotated[int, Field(ge=0)] = 0
+    """Copies of each training row that has such an equation, with other numbers and the answer recomputed."""
     seed: int = 0
 
 

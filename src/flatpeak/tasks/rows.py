@@ -12,6 +12,7 @@ from typing import Any
 from flatpeak.errors import UserError
 from flatpeak.tasks.config import RowsConfig, SourceConfig
 from flatpeak.tasks.deduplicate import question_key
+from flatpeak.tasks.equations import variants, worked
 from flatpeak.tasks.format_strings import did_you_mean, field_names, fill
 from flatpeak.tasks.gold import is_integer, normalize_gold
 from flatpeak.tasks.similarity import cluster_keys, held_out, near_any
@@ -28,7 +29,18 @@ def rows_examples(config: RowsConfig) -> Split:
     example says in its column `near_train` whether some training question is that similar, so that accuracy can be
     told apart on questions that training has and has not all but seen. `deduplicate` keeps the first of equal
     training questions and drops those that stand in the test sources; the test sources stay whole.
+
+    `equations` and `variants` touch the training side only, after the split.
     """
+    train, test = _split(config)
+    if config.equations:
+        train = tuple(worked(example) for example in train)
+    if config.variants:
+        train += tuple(v for example in train for v in variants(example, config.variants, seed=config.seed))
+    return train, test
+
+
+def _split(config: RowsConfig) -> Split:
     train = _load(config, "train", config.train)
     test = _load(config, "test", config.test)
     if config.deduplicate:
