@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from flatpeak.cli import chat, demo, evaluate, report, sft, train
+from flatpeak.cli import chat, demo, evaluate, explain, report, sft, train
 from flatpeak.errors import UserError
 
 # Read when torch, tokenizers and transformers load; what the user has set stays.
@@ -36,6 +36,7 @@ app.command("sft")(sft.sft)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("chat")(chat.chat)
+app.command("explain")(explain.explain)
 app.command("report")(report.report)
 
 
