@@ -82,22 +82,3 @@ def test_without_a_baseline_equal_rewards_teach_and_no_group_is_replaced(
     train(config, reward=lambda completion: 1.0, progress=seen)
     assert min(seen.values("policy/grad_norm")) > 0
     assert seen.values("groups/drawn") == [4.0, 4.0]
-
-
-def test_sft_stops_once_sampled_completions_pass_often_enough(recipe: Any, train: Any, watch: Any) -> None:
-    def passes(completion: str) -> float:
-        return 1.0
-
-    def fails(completion: str) -> float:
-        return 0.9  # close is not right
-
-    taken = []
-    for reward in (passes, fails):
-        watcher = watch()
-        made = recipe(
-            run={"name": reward.__name__},
-            sft={"steps": 6, "batch_size": 4, "stop_at": 0.5, "check_every": 2, "check_size": 8},
-        )
-        train(made, reward=reward, progress=watcher)
-        taken.append(sum(stage == "sft" for stage, _, _ in watcher.rows))
-    assert taken == [2, 6]

@@ -150,7 +150,7 @@ def _stages(config: RunConfig, parts: Parts, journal: Journal, saved: Saved, *, 
             parts.demonstrations,
             config=config.sft,
             micro_batch_tokens=config.training.micro_batch_tokens,
-            check=parts.pass_rate,
+            check=lambda: parts.evaluate(parts.check).mean("accuracy"),
             journal=journal,
         )
         if saved.sft is not None:

@@ -52,8 +52,8 @@ class Parts:
     sampler: Sampler
     phases: tuple[Phase, ...]
     test: tuple[Prompt, ...]
-    pass_rate: Callable[[], float]
-    """Of one sample each of the training prompts set aside for `sft.stop_at`."""
+    check: tuple[Prompt, ...]
+    """Training prompts set aside for `sft.stop_at`."""
     demonstrations: Stream[Demonstration]
     reference: Policy | None
     """What `reference.model` names; the policy as RL begins does not exist yet."""
@@ -102,7 +102,7 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
         sampler=sampler,
         phases=phases,
         test=test,
-        pass_rate=_pass_rate(config, sampler, reward, train[:aside]),
+        check=train[:aside],
         demonstrations=_demonstrations(config, shown, policy),
         reference=named_reference(config, policy),
         evaluate=_evaluator(config, sampler, reward, task.name),
@@ -225,16 +225,6 @@ def _demonstrations(config: RunConfig, prompts: Sequence[Prompt], policy: Policy
     if config.sft.steps and not found:
         raise UserError("sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0")
     return Stream(items=found, seed=derive_seed(config.run.seed, "demonstrations"))
-
-
-def _pass_rate(config: RunConfig, sampler: Sampler, reward: Grader, prompts: Sequence[Prompt]) -> Callable[[], float]:
-    def measure() -> float:
-        seed = derive_seed(config.run.seed, "check")
-        groups = sampler.generate(prompts, group_size=1, sampling=config.rollout.sampling(), seed=seed)
-        known = [row[0] for row in reward(groups).parts[config.evaluation.accuracy] if row[0] is not None]
-        return sum(score >= 1 for score in known) / max(1, len(known))
-
-    return measure
 
 
 def _evaluator(

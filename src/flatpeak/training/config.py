@@ -134,7 +134,6 @@ class SFTConfig(StrictConfig):
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     normalization: Normalization = "token_mean"
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Stop once the pass rate of sampled completions, which is what RL begins with, reaches this on training problems
-    set aside for it; checked every `check_every` steps."""
+    """Stop once greedy accuracy on training problems set aside for it reaches this; checked every `check_every`."""
     check_every: Annotated[int, Field(ge=1)] = 50
     check_size: Annotated[int, Field(ge=1)] = 200
