@@ -18,8 +18,8 @@ from flatpeak.evaluation.locate import locate_model
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose RL teaches a model that knows nothing to say one digit, which some sums are equal to."""
-    from conftest import tiny_recipe
     from flatpeak.api import train
+    from run_parts import tiny_recipe
 
     recipe = tiny_recipe(
         tmp_path_factory.mktemp("runs"),

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from conftest import Watcher, tiny_recipe
 from flatpeak.api import train
 from flatpeak.errors import UserError
+from run_parts import Watcher, tiny_recipe
 
 GPT_NEO = {
     "architecture": "gpt_neo",

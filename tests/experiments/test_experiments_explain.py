@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from conftest import tiny_recipe
 from flatpeak.api import train
 from flatpeak.errors import UserError
 from flatpeak.experiments.explain import explain, render
+from run_parts import tiny_recipe
 
 
 def first_token(completion: str) -> float:
