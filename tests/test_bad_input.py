@@ -39,8 +39,8 @@ class Sums:
 
 
 @pytest.fixture
-def refused(recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
-    """`refused(match, given, **sections)`: train raises one matching line and leaves no run directory."""
+def expect_refusal(recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
+    """`expect_refusal(match, given, **sections)`: train raises one matching line and leaves no run directory."""
 
     def check(match: str, given: dict[str, Any] | None = None, **sections: Any) -> None:
         with pytest.raises(UserError, match=match) as caught:
@@ -75,8 +75,10 @@ def rows(path: str, **settings: Any) -> dict[str, Any]:
         ({"model": {"path": "somewhere"}}, r"model\.path .* model\.new"),
     ],
 )
-def test_a_recipe_that_cannot_work_names_its_keys(refused: Callable[..., None], sections: Any, match: str) -> None:
-    refused(match, **sections)
+def test_a_recipe_that_cannot_work_names_its_keys(
+    expect_refusal: Callable[..., None], sections: Any, match: str
+) -> None:
+    expect_refusal(match, **sections)
 
 
 @pytest.mark.parametrize(
@@ -87,71 +89,77 @@ def test_a_recipe_that_cannot_work_names_its_keys(refused: Callable[..., None], 
         ({"metric": "pass@2"}, r"evaluation\.metric=pass@2"),
     ],
 )
-def test_evaluation_must_name_what_there_is(refused: Callable[..., None], evaluation: Any, match: str) -> None:
-    refused(match, evaluation=evaluation)
+def test_evaluation_must_name_what_there_is(expect_refusal: Callable[..., None], evaluation: Any, match: str) -> None:
+    expect_refusal(match, evaluation=evaluation)
 
 
-def test_the_accuracy_must_be_among_the_callers_rewards(refused: Callable[..., None]) -> None:
-    refused("evaluation.accuracy=correctness", {"reward": {"length": constant}})
+def test_the_accuracy_must_be_among_the_callers_rewards(expect_refusal: Callable[..., None]) -> None:
+    expect_refusal("evaluation.accuracy=correctness", {"reward": {"length": constant}})
 
 
-def test_the_accuracy_must_be_among_the_rewards_of_the_first_task(refused: Callable[..., None]) -> None:
+def test_the_accuracy_must_be_among_the_rewards_of_the_first_task(expect_refusal: Callable[..., None]) -> None:
     first = {"task": {"type": "arithmetic", "train_size": 5, "test_size": 1}, "steps": 1}
-    refused("evaluation.accuracy=correctness", curriculum={**first, "rewards": {"layout": {"type": "format"}}})
+    expect_refusal("evaluation.accuracy=correctness", curriculum={**first, "rewards": {"layout": {"type": "format"}}})
 
 
-def test_a_data_file_that_is_missing(refused: Callable[..., None], tmp_path: Path) -> None:
-    refused("nowhere.jsonl.*does not exist", task=rows(str(tmp_path / "nowhere.jsonl")))
+def test_a_data_file_that_is_missing(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
+    expect_refusal("nowhere.jsonl.*does not exist", task=rows(str(tmp_path / "nowhere.jsonl")))
 
 
-def test_a_broken_row_is_named_by_its_line(refused: Callable[..., None], tmp_path: Path) -> None:
+def test_a_broken_row_is_named_by_its_line(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [*TEN[:3], '{"question": "1+1="', *TEN[3:]])
-    refused(r"rows\.jsonl line 4: not valid JSON", task=rows(path))
+    expect_refusal(r"rows\.jsonl line 4: not valid JSON", task=rows(path))
 
 
-def test_a_prompt_longer_than_the_context(refused: Callable[..., None], tmp_path: Path) -> None:
+def test_a_prompt_longer_than_the_context(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [*TEN, {"question": "1+" * 40 + "1=", "answer": "41"}])
-    refused(r"1 of \d+ prompts exceed 60 tokens .*prompt\.overlong", task=rows(path))
+    expect_refusal(r"1 of \d+ prompts exceed 60 tokens .*prompt\.overlong", task=rows(path))
 
 
-def test_a_completion_longer_than_the_context(refused: Callable[..., None]) -> None:
-    refused(r"rollout\.max_new_tokens", rollout={"max_new_tokens": 64})
+def test_a_completion_longer_than_the_context(expect_refusal: Callable[..., None]) -> None:
+    expect_refusal(r"rollout\.max_new_tokens", rollout={"max_new_tokens": 64})
 
 
-def test_held_out_completions_must_fit_into_the_context_too(refused: Callable[..., None]) -> None:
-    refused(r"evaluation\.max_new_tokens", evaluation={"max_new_tokens": 64})
+def test_held_out_completions_must_fit_into_the_context_too(expect_refusal: Callable[..., None]) -> None:
+    expect_refusal(r"evaluation\.max_new_tokens", evaluation={"max_new_tokens": 64})
 
 
 def test_a_chat_prompt_without_a_chat_template(
-    refused: Callable[..., None], make_tiny_model: Callable[..., Any]
+    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
 ) -> None:
     model, tokenizer = make_tiny_model()
-    refused("no chat template", {"model": model, "tokenizer": tokenizer}, prompt={"template": "chat"})
-    refused("needs a tokenizer with a chat template", prompt={"template": "chat"})
+    expect_refusal("no chat template", {"model": model, "tokenizer": tokenizer}, prompt={"template": "chat"})
+    expect_refusal("needs a tokenizer with a chat template", prompt={"template": "chat"})
 
 
-def test_sft_without_rationales(refused: Callable[..., None], tmp_path: Path) -> None:
-    refused("sft.steps .*rationale", task=rows(jsonl(tmp_path / "rows.jsonl", TEN)), sft={"steps": 2})
+def test_sft_without_rationales(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
+    expect_refusal("sft.steps .*rationale", task=rows(jsonl(tmp_path / "rows.jsonl", TEN)), sft={"steps": 2})
 
 
-def test_an_sft_check_that_takes_every_training_row(refused: Callable[..., None]) -> None:
-    refused(r"sft\.check_size", sft={"steps": 2, "stop_at": 0.9, "check_size": 30})
+def test_an_sft_check_that_takes_every_training_row(expect_refusal: Callable[..., None]) -> None:
+    expect_refusal(r"sft\.check_size", sft={"steps": 2, "stop_at": 0.9, "check_size": 30})
 
 
-def test_a_model_without_any_end_of_sequence(refused: Callable[..., None], make_tiny_model: Callable[..., Any]) -> None:
+def test_a_model_without_any_end_of_sequence(
+    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
+) -> None:
     model, tokenizer = make_tiny_model()
     tokenizer.eos_token = None
     model.config.eos_token_id = model.generation_config.eos_token_id = None
-    refused("end-of-sequence", {"model": model, "tokenizer": tokenizer})
+    expect_refusal("end-of-sequence", {"model": model, "tokenizer": tokenizer})
 
 
-def test_a_model_without_its_tokenizer(refused: Callable[..., None], make_tiny_model: Callable[..., Any]) -> None:
-    refused("tokenizer", {"model": make_tiny_model()[0]})
+def test_a_model_without_its_tokenizer(
+    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
+) -> None:
+    expect_refusal("tokenizer", {"model": make_tiny_model()[0]})
 
 
-def test_a_model_with_nothing_to_train(refused: Callable[..., None], make_tiny_model: Callable[..., Any]) -> None:
+def test_a_model_with_nothing_to_train(
+    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
+) -> None:
     model, tokenizer = make_tiny_model()
-    refused("requires_grad", {"model": model.requires_grad_(False), "tokenizer": tokenizer})
+    expect_refusal("requires_grad", {"model": model.requires_grad_(False), "tokenizer": tokenizer})
 
 
 @pytest.mark.parametrize(
@@ -162,8 +170,8 @@ def test_a_model_with_nothing_to_train(refused: Callable[..., None], make_tiny_m
         (Sums(train=(Example(id="a", question="1+1=", gold="2"), Example(id="a", question="1+2=", gold="3"))), "'a'"),
     ],
 )
-def test_a_task_of_the_callers_is_checked(refused: Callable[..., None], task: Sums, match: str) -> None:
-    refused(match, {"task": task})
+def test_a_task_of_the_callers_is_checked(expect_refusal: Callable[..., None], task: Sums, match: str) -> None:
+    expect_refusal(match, {"task": task})
 
 
 def test_a_tokenizer_without_a_pad_token_just_works(
@@ -211,9 +219,9 @@ def no_grader(groups: Sequence[Group]) -> Any:
     ],
 )
 def test_a_reward_that_fails_at_its_first_call_leaves_nothing_in_the_way(
-    refused: Callable[..., None], recipe: Callable[..., Any], train: Callable[..., Any], reward: Any, match: str
+    expect_refusal: Callable[..., None], recipe: Callable[..., Any], train: Callable[..., Any], reward: Any, match: str
 ) -> None:
-    refused(match, {"reward": reward})
+    expect_refusal(match, {"reward": reward})
     assert train(recipe(), reward=constant).exit_code == 0
 
 

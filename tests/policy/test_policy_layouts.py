@@ -54,7 +54,7 @@ def test_decoding_equals_the_plain_forward_pass_through_compaction(policy: Polic
     with torch.inference_mode():
         state, logits_PV = policy.prefill(prompts, copies=2, max_new_tokens=30)
         sequences = [list(prompt) for prompt in prompts for _ in range(2)]
-        compare(policy, [list(prompt) for prompt in prompts], logits_PV)
+        assert_equal_to_plain(policy, [list(prompt) for prompt in prompts], logits_PV)
         live = list(range(len(sequences)))
         for step in range(20):
             if step == 7:
@@ -66,10 +66,10 @@ def test_decoding_equals_the_plain_forward_pass_through_compaction(policy: Polic
             for row, token in zip(live, tokens_R.tolist(), strict=True):
                 sequences[row].append(token)
             if step in (0, 6, 7, 19):
-                compare(policy, [sequences[row] for row in live], logits_RV)
+                assert_equal_to_plain(policy, [sequences[row] for row in live], logits_RV)
 
 
-def compare(policy: Policy, sequences: list[list[int]], logits_RV: torch.Tensor) -> None:
+def assert_equal_to_plain(policy: Policy, sequences: list[list[int]], logits_RV: torch.Tensor) -> None:
     for tokens, logits_V in zip(sequences, logits_RV, strict=True):
         with policy.plain_attention() as model:
             plain_V = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
