@@ -10,11 +10,24 @@ if TYPE_CHECKING:
     from flatpeak.api import RunResult, sft, train
     from flatpeak.config import RunConfig
     from flatpeak.errors import UserError
+    from flatpeak.gradreg.config import GradientRegularizationConfig
+    from flatpeak.gradreg.regularizer import GradientRegularizer
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "RunResult", "UserError", "__version__", "sft", "train"]
+__all__ = [
+    "GradientRegularizationConfig",
+    "GradientRegularizer",
+    "RunConfig",
+    "RunResult",
+    "UserError",
+    "__version__",
+    "sft",
+    "train",
+]
 
 _HOMES = {
+    "GradientRegularizationConfig": "flatpeak.gradreg.config",
+    "GradientRegularizer": "flatpeak.gradreg.regularizer",
     "RunConfig": "flatpeak.config",
     "RunResult": "flatpeak.api",
     "UserError": "flatpeak.errors",

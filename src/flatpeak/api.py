@@ -22,9 +22,8 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
 from flatpeak.samplers import announce_invariance
 from flatpeak.training.journal import History, Journal
-from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
-from flatpeak.training.optimizer import load_optimizer_tensors
+from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.trainer import Trainer, TrainerConfig
 
@@ -154,7 +153,7 @@ def _stages(config: RunConfig, parts: Parts, journal: Journal, saved: Saved, *, 
             journal=journal,
         )
         if saved.sft is not None:
-            load_optimizer_tensors(trainer.learner.optimizer, saved.sft.tensors)
+            trainer.learner.load(saved.sft.state["learner"], saved.sft.tensors)
         trainer.train(first_step=saved.sft.step + 1 if saved.sft else 1)
     if with_training and not journal.stopped:
         _reinforce(config, parts, journal, saved.train)
@@ -162,12 +161,14 @@ def _stages(config: RunConfig, parts: Parts, journal: Journal, saved: Saved, *, 
 
 def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: CheckpointState | None) -> None:
     start = journal.run.checkpoints / checkpoint_name(0) if saved else None
-    learner = Learner(
+    learner = build_learner(
         parts.policy,
         Objective(config=config.objective, kl=config.kl),
         config.optimizer,
+        config.gradient_regularization,
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.training.micro_batch_tokens,
+        notice=journal.progress.notice,
     )
     trainer = Trainer(
         learner,
@@ -183,7 +184,7 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpo
         journal=journal,
     )
     if saved is not None:
-        load_optimizer_tensors(learner.optimizer, saved.tensors)
+        learner.load(saved.state["learner"], saved.tensors)
         trainer.load_state(saved.state["stage"])
     trainer.train(first_step=saved.step + 1 if saved else 1)
 

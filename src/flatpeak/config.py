@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.config import ModelConfig, ReferenceConfig
 from flatpeak.rewards.config import NumberConfig, RewardConfig
 from flatpeak.rollout.config import RolloutConfig
@@ -38,6 +39,7 @@ class RunConfig(StrictConfig):
     objective: ObjectiveConfig = ObjectiveConfig()
     kl: KLConfig = KLConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    gradient_regularization: GradientRegularizationConfig = GradientRegularizationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     curriculum: CurriculumConfig | None = None

@@ -13,6 +13,7 @@ from flatpeak.functional.losses import (
     truncated_policy_gradient,
     unclipped_surrogate,
 )
+from flatpeak.functional.second_pass import frozen_policy_loss, reweighted_policy_loss
 from flatpeak.functional.weights import completion_weights
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "bootstrap_interval",
     "clipped_surrogate",
     "completion_weights",
+    "frozen_policy_loss",
     "group_advantages",
     "hessian_vector_product",
     "importance_ratio",
@@ -31,6 +33,7 @@ __all__ = [
     "pass_at_k",
     "policy_gradient",
     "regularized_gradient",
+    "reweighted_policy_loss",
     "sequence_importance_ratio",
     "token_logprobs",
     "truncated_policy_gradient",

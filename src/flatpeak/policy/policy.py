@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import logging as transformers_logging
 
 from flatpeak.errors import UserError
@@ -66,12 +67,22 @@ class Policy:
         """The trainable ones."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def token_logprobs(self, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """The float32 value behind each trainable weight: the weight itself, as all of them are float32."""
+        return {parameter: parameter for parameter in self.parameters()}
+
+    def token_logprobs(
+        self, batch: Batch, *, temperature: float, twice_differentiable: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Log-probability of, and entropy at, each response token: two float32 [T], of softmax(logits / temperature).
 
-        Dropout, if the policy has any, is active exactly when gradients are.
+        Dropout, if the policy has any, is active exactly when gradients are. `twice_differentiable` goes through the
+        plain model and attention written out, at the price of a [T, V] tensor: for exact curvature.
         """
         self.model.train(torch.is_grad_enabled())
+        if twice_differentiable:
+            with self.plain_attention(), sdpa_kernel(SDPBackend.MATH):
+                return padded_token_logprobs(self.causal, batch, temperature=temperature)
         if not self.native:
             return padded_token_logprobs(self.causal, batch, temperature=temperature)
         row = pack_batch(batch)

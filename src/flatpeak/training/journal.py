@@ -25,7 +25,6 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.learner import Learner
-from flatpeak.training.optimizer import optimizer_tensors
 
 Evaluator = Callable[[int | None], Evaluation]
 """Evaluates the policy as it is now on the first so many held-out questions (None: all)."""
@@ -38,7 +37,7 @@ class Stage(Protocol):
     learner: Learner
 
     def state(self) -> dict[str, Any]:
-        """Everything but weights and optimizer that the next step depends on, as JSON."""
+        """Everything but weights and learner that the next step depends on, as JSON."""
         ...
 
 
@@ -164,8 +163,8 @@ class Journal:
             parent,
             step,
             save_model=stage.learner.policy.save,
-            tensors=optimizer_tensors(stage.learner.optimizer),
-            state={"stage": stage.state(), "history": asdict(self.history)},
+            tensors=stage.learner.tensors(),
+            state={"stage": stage.state(), "learner": stage.learner.state(), "history": asdict(self.history)},
         )
         point(parent, LAST, path)
         if stage.name == "train" and self.history.best_step == step:

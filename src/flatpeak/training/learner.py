@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatpeak.gradreg.report import Report
 from flatpeak.policy.policy import Policy
 from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.objective import Objective, TokenStatistics
-from flatpeak.training.optimizer import build_optimizer, set_learning_rate
+from flatpeak.training.optimizer import (
+    build_optimizer,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
 from flatpeak.types import Batch
 
 
@@ -26,6 +33,8 @@ class UpdateStatistics:
     skipped: bool = False
     """The gradient was not finite, so the weights were left as they were."""
     tokens: list[TokenStatistics] = field(default_factory=list)
+    regularization: Report | None = None
+    """What gradient regularization did, where it is on."""
 
 
 class Learner:
@@ -62,14 +71,36 @@ class Learner:
     def accumulate_gradients(self, minibatch: Batch) -> UpdateStatistics:
         """Add the gradient of sum_i w_i sum_t loss_it to `.grad`, one micro-batch at a time."""
         statistics = UpdateStatistics()
+        for loss in self.losses(minibatch, statistics):
+            loss.backward()
+        return statistics
+
+    def losses(self, minibatch: Batch, statistics: UpdateStatistics) -> Iterator[Tensor]:
+        """The weighted loss of each micro-batch, to be backpropagated before the next is drawn."""
         for micro in micro_batches(minibatch, self.micro_batch_tokens):
             logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
             loss_T, tokens = self.objective(logprobs_T, entropy_T, micro)
-            loss = (loss_T * micro.weights_N.index_select(0, micro.sequence_T)).sum()
-            loss.backward()
+            loss = weighted_sum(loss_T, micro)
+            yield loss
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
-        return statistics
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps in tensors."""
+        return optimizer_tensors(self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides."""
+        return {}
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a saved `state` and `tensors`."""
+        load_optimizer_tensors(self.optimizer, tensors)
+
+
+def weighted_sum(loss_T: Tensor, batch: Batch) -> Tensor:
+    """sum_i w_i sum_t loss_it."""
+    return (loss_T * batch.weights_N.index_select(0, batch.sequence_T)).sum()
 
 
 @contextmanager

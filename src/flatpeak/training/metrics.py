@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -49,6 +50,7 @@ def step_metrics(
         "groups/informative_fraction": float(informative(shaped.rewards_PG, shaped.valid_PG).float().mean()),
         "groups/drawn": float(rollouts.drawn),
         **policy_metrics(updates),
+        **regularization_metrics(updates, step_seconds=seconds),
         "rollout/length_mean": _mean(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated_fraction": _mean(truncated),
@@ -80,6 +82,19 @@ def policy_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
         metrics["policy/clip_fraction"] = sum(float(s.clipped) for s in tokens) / count
         if all(s.kl is not None for s in tokens):
             metrics["policy/kl_reference"] = sum(float(s.kl) for s in tokens if s.kl is not None) / count
+    return metrics
+
+
+def regularization_metrics(updates: Sequence[UpdateStatistics], *, step_seconds: float) -> dict[str, float]:
+    """Means over the updates of a step that had a penalty, skips counted; empty where there was none to have."""
+    reports = [update.regularization for update in updates if update.regularization is not None]
+    rows = [row for row in (report.metrics() for report in reports) if row]
+    if not rows:
+        return {}
+    names = dict.fromkeys(name for row in rows for name in row)
+    metrics = {name: _mean([row[name] for row in rows if not math.isnan(row.get(name, math.nan))]) for name in names}
+    metrics["gradreg/skipped"] = sum(row["gradreg/skipped"] for row in rows)
+    metrics["gradreg/time_share"] = sum(report.seconds for report in reports) / step_seconds
     return metrics
 
 

@@ -58,41 +58,72 @@ class Objective:
         """Whether the loss has a KL term."""
         return self.kl.coefficient > 0 and self.kl.placement == "loss"
 
+    def policy_part(self) -> Objective:
+        """The same without KL and entropy terms; itself where it has none."""
+        if not self.needs_all_tokens:
+            return self
+        plain = self.config.model_copy(update={"entropy_coefficient": 0.0})
+        return Objective(config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}))
+
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> tuple[Tensor, TokenStatistics]:
         """The loss of every token, to be weighted and summed, and what is logged of it."""
-        advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
-        token_ratio_T = F.importance_ratio(logprobs_T, batch.old_logprobs_T)
-        ratio_T = token_ratio_T if self.config.ratio == "token" else self._sequence_ratio(logprobs_T, batch)
-        loss_T = POLICY_LOSSES[self.config.loss](logprobs_T, ratio_T, advantages_T, self.config)
-        kl_T = None
-        if batch.reference_logprobs_T is not None:
-            kl_T = KL_ESTIMATORS[self.kl.estimator](logprobs_T, batch.reference_logprobs_T)
-            if self.kl_in_loss:
-                loss_T = loss_T + self.kl.coefficient * (ratio_T * kl_T if self.kl.ratio_weighted else kl_T)
-        if self.config.entropy_coefficient:
-            loss_T = loss_T - self.config.entropy_coefficient * entropy_T
-        with torch.no_grad():
-            statistics = TokenStatistics(
-                tokens=len(logprobs_T),
-                entropy=entropy_T.sum(),
-                ratio=ratio_T.sum(),
-                clipped=self._clipped(ratio_T, advantages_T).sum(),
-                kl=None if kl_T is None else kl_T.sum(),
-                max_ratio_gap=(token_ratio_T - 1).abs().max() if len(logprobs_T) else torch.zeros(()),
-            )
-        return loss_T, statistics
+        loss_T = self.policy_loss(logprobs_T, batch)
+        others_T = self.other_terms(logprobs_T, entropy_T, batch)
+        if others_T is not None:
+            loss_T = loss_T + others_T
+        return loss_T, self.statistics(logprobs_T, entropy_T, batch)
 
-    def _sequence_ratio(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
+    def policy_loss(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
+        """The part that the advantages drive."""
+        advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
+        return POLICY_LOSSES[self.config.loss](logprobs_T, self.ratio(logprobs_T, batch), advantages_T, self.config)
+
+    def other_terms(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> Tensor | None:
+        """The KL and entropy terms; None where the loss has neither."""
+        terms = []
+        if self.kl_in_loss:
+            kl_T = self._kl(logprobs_T, batch)
+            weighted_T = self.ratio(logprobs_T, batch) * kl_T if self.kl.ratio_weighted else kl_T
+            terms.append(self.kl.coefficient * weighted_T)
+        if self.config.entropy_coefficient:
+            terms.append(-self.config.entropy_coefficient * entropy_T)
+        return sum(terms[1:], terms[0]) if terms else None
+
+    @torch.no_grad()
+    def statistics(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> TokenStatistics:
+        """What is logged of a micro-batch."""
+        ratio_T = self.ratio(logprobs_T, batch)
+        token_ratio_T = F.importance_ratio(logprobs_T, batch.old_logprobs_T)
+        return TokenStatistics(
+            tokens=len(logprobs_T),
+            entropy=entropy_T.sum(),
+            ratio=ratio_T.sum(),
+            clipped=self.clipped(logprobs_T, batch).sum(),
+            kl=None if batch.reference_logprobs_T is None else self._kl(logprobs_T, batch).sum(),
+            max_ratio_gap=(token_ratio_T - 1).abs().max() if len(logprobs_T) else torch.zeros(()),
+        )
+
+    def ratio(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
+        """The importance ratio that the loss uses, of every token."""
+        if self.config.ratio == "token":
+            return F.importance_ratio(logprobs_T, batch.old_logprobs_T)
         return F.sequence_importance_ratio(logprobs_T, batch.old_logprobs_T, batch.sequence_T, len(batch.lengths_N))
 
-    def _clipped(self, ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
+    def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The tokens whose policy gradient the clip takes away (or, for CISPO, caps)."""
+        ratio_T = self.ratio(logprobs_T, batch)
         if self.config.loss == "truncated_policy_gradient":
             return ratio_T > self.config.cap
         if self.config.loss != "clipped_surrogate":
             return torch.zeros_like(ratio_T, dtype=torch.bool)
+        advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
         above = (ratio_T > 1 + self.config.clip_high) & (advantages_T > 0)
         below = (ratio_T < 1 - self.config.clip_low) & (advantages_T < 0)
         if self.config.dual_clip is not None:
             below |= (ratio_T > self.config.dual_clip) & (advantages_T < 0)
         return above | below
+
+    def _kl(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
+        """The KL of every token to the reference."""
+        assert batch.reference_logprobs_T is not None  # whoever asks for KL keeps a reference
+        return KL_ESTIMATORS[self.kl.estimator](logprobs_T, batch.reference_logprobs_T)

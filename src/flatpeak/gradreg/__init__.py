@@ -1,0 +1,1 @@
+"""Gradient regularization: perturb, recompute, restore, combine, and the guard that it really happened."""

@@ -1,0 +1,119 @@
+"""Configuration of gradient regularization: what is penalized, where, and how its gradient is found."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from flatpeak.schema import StrictConfig
+
+RATIO = "ratio:"
+
+RatioMode = Literal["importance", "reuse", "importance_clipped"]
+
+
+class GradientRegularizationConfig(StrictConfig):
+    """The penalty strength / 2 * ||grad L||^2, added to the loss L of every optimizer update.
+
+    L is the whole loss of the update: its KL and entropy terms take part, unless `kl_in_penalty` is false.
+    """
+
+    strength: float | str = 0.0
+    """A number (0: off, and no second pass), or `ratio:0.3`: the penalty's gradient has 0.3 times the norm of the
+    plain one, tracked slowly."""
+    penalty: Literal["squared_norm", "norm"] = "squared_norm"
+    """squared_norm: strength / 2 * ||grad L||^2. norm: strength * ||grad L|| (Zhao et al. 2022, arXiv 2202.03599);
+    with step_scale=radius and strength equal to step that is SAM (Foret et al. 2021, arXiv 2010.01412)."""
+    ratio_mode: RatioMode = "importance"
+    """What the second pass's policy loss is. importance: ratios to the frozen old log-probabilities, with the first
+    pass's clip mask. reuse: every token's d loss / d log-probability frozen, which leaves out the score function's own
+    part of the curvature (0 on a softmax bandit). importance_clipped: the loss evaluated again, clipping included."""
+    kl_in_penalty: bool = True
+    """Whether L in the penalty includes the KL and entropy terms. False costs a third pass wherever there are any."""
+    perturbed: Literal["blocks", "all", "adapters", "last_layer", "last_block"] | tuple[str, ...] = "blocks"
+    """The parameters whose gradient is penalized: the repeated blocks, all trainable ones, adapters alone, the output
+    layer, the last block, or those whose names match one of these patterns (`*.mlp.*`). All others keep g1."""
+    step: Annotated[float, Field(gt=0)] | None = None
+    """The size of the perturbation; null: 3e-5 relative in float32, 3e-4 in bfloat16."""
+    step_scale: Literal["relative", "radius", "absolute"] = "relative"
+    """relative: step * ||theta|| is how far the perturbed parameters move. radius: step itself is (SAM). absolute: step
+    multiplies the gradient (the paper's epsilon)."""
+    difference: Literal["forward", "central", "exact"] = "forward"
+    """forward: error O(step), one more pass. central: O(step^2), two more. exact: double backward through the plain
+    model, slow and large; the reference the others are held against."""
+    scaling: Literal["none", "asam"] = "none"
+    """asam: measure gradient and perturbation per |weight| (Kwon et al. 2021, arXiv 2102.11600)."""
+    every: Annotated[int, Field(ge=1)] = 1
+    """Run the second pass every so many updates; in between the penalty's component orthogonal to g1 is used again
+    (LookSAM, Liu et al. 2022, arXiv 2203.02714)."""
+    group_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share of a minibatch's groups that the second pass repeats; its g1 is that of the same groups."""
+    depth_scale: tuple[float, float] = (1.0, 1.0)
+    """The strength's factor at the first and the last block, linear in between."""
+    delay_updates: Annotated[int, Field(ge=0)] = 0
+    """No regularization in the first so many updates."""
+    warmup_updates: Annotated[int, Field(ge=0)] = 0
+    """Then the strength rises linearly over so many."""
+    step_warmup_updates: Annotated[int, Field(ge=0)] = 0
+    """And the step over so many. A small step drowns in rounding: watch gradreg/perturbation_kept."""
+    min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.7
+    """Refuse to begin where the cosine of the realized with the intended perturbation is below this; warn later."""
+    g1_clip: Annotated[float, Field(gt=0)] | None = None
+    """Published code clips g1 before the difference is taken, which bends the penalty. null: never."""
+    g2_clip: Annotated[float, Field(gt=0)] | None = None
+    """The same for g2."""
+    outside: Literal["g1", "g2"] = "g1"
+    """The gradient of parameters that are not perturbed; published code leaves g2 there."""
+    replay_randomness: bool = True
+    """Draw the first pass's dropout masks again in the second; published code does not."""
+
+    @field_validator("strength")
+    @classmethod
+    def _number_or_ratio(cls, value: float | str) -> float | str:
+        number = value
+        if isinstance(value, str):
+            try:
+                number = float(value.removeprefix(RATIO))
+            except ValueError:
+                number = -1.0
+            if not value.startswith(RATIO) or not 0 < float(number) < float("inf"):
+                raise ValueError(f"strength={value}: give a number, or ratio:0.3 with a number above 0")
+        if not 0 <= float(number) < float("inf"):
+            raise ValueError(f"strength={value}: a penalty needs a strength of at least 0")
+        return value
+
+    @field_validator("perturbed", mode="before")
+    @classmethod
+    def _patterns(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GradientRegularizationConfig:
+        if self.step_scale != "relative" and self.step is None:
+            raise ValueError(f"step_scale={self.step_scale} has no default step: set gradient_regularization.step")
+        if self.difference == "exact" and (self.g2_clip is not None or self.outside == "g2"):
+            raise ValueError("difference=exact has no second gradient: leave out g2_clip and outside")
+        if self.perturbed == ():
+            raise ValueError("perturbed is an empty list: name a pattern, or use blocks or all")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to do at all."""
+        return self.strength != 0
+
+    @property
+    def ratio(self) -> float | None:
+        """The wanted penalty ratio, where the strength is given as one."""
+        return float(self.strength.removeprefix(RATIO)) if isinstance(self.strength, str) else None
+
+    @classmethod
+    def paper(cls, *, gamma: float = 1e-3, eps: float = 1e-3) -> GradientRegularizationConfig:
+        """arXiv 2602.18037 in our convention: its code descends L + gamma / 2 * ||grad L||^2, so strength = gamma."""
+        return cls(strength=gamma, step=eps, step_scale="absolute", ratio_mode="reuse")
+
+    @classmethod
+    def s0(cls, *, gamma: float = 1e-2, eps: float = 1e-2) -> GradientRegularizationConfig:
+        """A from-scratch Dr. GRPO with g + gamma / 2 * (g' - g) / eps, so strength = gamma / 2."""
+        return cls(strength=gamma / 2, step=eps, step_scale="absolute", ratio_mode="reuse")

@@ -1,0 +1,100 @@
+"""Moving parameters along a direction and back, bit for bit, and measuring how much of the move was real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flatpeak.gradreg.shards import Gradients, InnerProducts, reshard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """How much of an intended perturbation survived rounding."""
+
+    cosine: float
+    """Of the realized with the intended perturbation."""
+    norm: float
+    """Realized norm over intended norm."""
+
+
+class Perturbation:
+    """Moves a set of parameters. Where a parameter has a float32 master, what moves is the master's rounded copy."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        *,
+        masters: Mapping[nn.Parameter, Tensor] | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.parameters = parameters
+        self.masters = masters or {}
+        self.compute_dtype = compute_dtype
+        """What autocast or a sharding policy rounds weights to; the guard measures after it."""
+
+    def master(self, parameter: nn.Parameter) -> Tensor:
+        """The precise value of a parameter: its master, or itself."""
+        return self.masters.get(parameter, parameter).detach()
+
+    @contextmanager
+    def moved(self, direction: Gradients, *, step: float) -> Iterator[Kept]:
+        """theta + step * direction inside, theta bit for bit after, whatever happens inside. Buffers are kept too.
+
+        Gives what rounding to the weights' own type, and to the type they are computed in, left of the move.
+        """
+        with torch.no_grad():
+            saved = [(p, p.detach().clone()) for p in self.parameters]
+            buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            with torch.no_grad():
+                kept = self._move(saved, direction, step)
+            self._forget_copies()
+            yield kept
+        finally:
+            try:
+                copy_back([*saved, *buffers])
+            except BaseException:  # a signal may land right here: finish, then let it through
+                copy_back([*saved, *buffers])
+                raise
+            self._forget_copies()
+
+    def _move(self, saved: Sequence[tuple[nn.Parameter, Tensor]], direction: Gradients, step: float) -> Kept:
+        sums = InnerProducts(3)
+        for parameter, before in saved:
+            toward = direction[parameter]
+            parameter.copy_(torch.add(self.master(parameter), toward, alpha=step))
+            realized = self._computed(parameter.detach()) - self._computed(before)
+            sums.add(0, realized, realized)
+            sums.add(1, toward, toward)
+            sums.add(2, realized, toward)
+        real, meant, both = sums.totals()
+        if real == 0 or meant == 0:
+            return Kept(cosine=0.0, norm=0.0)
+        return Kept(
+            cosine=both / (real * meant) ** 0.5 * (1 if step > 0 else -1), norm=(real / meant) ** 0.5 / abs(step)
+        )
+
+    def _computed(self, value: Tensor) -> Tensor:
+        """A weight as the forward pass sees it, in a type precise enough to subtract."""
+        if self.compute_dtype is not None:
+            value = value.to(self.compute_dtype)
+        return value if value.dtype == torch.float64 else value.float()
+
+    def _forget_copies(self) -> None:
+        """Autocast caches cast weights, FSDP2 may keep gathered ones: neither may outlive a move."""
+        torch.clear_autocast_cache()
+        reshard(self.model)
+
+
+@torch.no_grad()
+def copy_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copied, never subtracted: theta + d - d is not theta."""
+    for held, value in saved:
+        held.copy_(value)

@@ -1,0 +1,247 @@
+"""One regularized update: the gradient, the same gradient a step further up, and their difference as a penalty."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatpeak.errors import UserError
+from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.differences import central_difference, exact_curvature, forward_difference
+from flatpeak.gradreg.directions import Direction, direction, offset
+from flatpeak.gradreg.guard import Guard
+from flatpeak.gradreg.perturbation import Kept, Perturbation
+from flatpeak.gradreg.randomness import RandomState
+from flatpeak.gradreg.report import Report
+from flatpeak.gradreg.reuse import PenaltyMemory
+from flatpeak.gradreg.selection import choose_parameters, depth_factors
+from flatpeak.gradreg.shards import check_agreement, inner_products
+from flatpeak.gradreg.strength import Schedule
+
+Losses = Callable[[], Iterable[Tensor]]
+"""Gives the losses of all micro-batches of an update, each of which is backpropagated before the next is drawn."""
+
+
+class GradientRegularizer:
+    """Turns the gradient of L into that of L + strength / 2 * ||grad L||^2 (arXiv 2602.18037), before any clipping.
+
+    ```
+    regularizer = GradientRegularizer(model, GradientRegularizationConfig(strength="ratio:0.3"))
+    optimizer.zero_grad()
+    regularizer.accumulate(lambda: (loss_of(micro) for micro in micro_batches))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GradientRegularizationConfig,
+        *,
+        masters: Mapping[nn.Parameter, Tensor] | None = None,
+        compute_dtype: torch.dtype | None = None,
+        notice: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        """`masters`: the float32 values behind parameters of a lower precision. `compute_dtype`: what the forward pass
+        rounds weights to (autocast, a sharding policy), for the guard. UserError where nothing can be perturbed."""
+        self.config = config
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = choose_parameters(model, config)
+        self.perturbation = Perturbation(model, self.parameters, masters=masters, compute_dtype=compute_dtype)
+        self.schedule = Schedule(config=config)
+        self.memory = PenaltyMemory(self.parameters)
+        self.factors = depth_factors(model, config.depth_scale) if config.depth_scale != (1.0, 1.0) else {}
+        self.guard = Guard(minimum=config.min_perturbation_kept, notice=notice)
+
+    def accumulate(
+        self, losses: Losses, *, again: Losses | None = None, rest: Losses | None = None, scale: float = 1.0
+    ) -> Report:
+        """Run one update's passes and leave the regularized gradient in `.grad`, unclipped.
+
+        `again` gives the losses of the second pass where they are not written as the first's; they must have the same
+        gradient at theta. `rest` are micro-batches that only the first pass sees: then `scale` times the gradient of
+        `losses` stands for that of the whole update.
+        """
+        self.schedule.begin()
+        before = RandomState.now()
+        backward(losses())
+        base = None
+        if rest is not None:
+            if self.schedule.active:
+                base = {p: scale * p.grad for p in self.parameters if p.grad is not None}
+            backward(rest())
+        if not self.schedule.active:
+            return Report()
+
+        def replayed() -> Iterator[Tensor]:
+            if self.config.replay_randomness:
+                before.restore()
+            yield from (again or losses)()
+
+        after = RandomState.now()
+        try:
+            return self._regularize(lambda: backward(replayed()), replayed, base=base, scale=scale)
+        finally:
+            after.restore()
+
+    def regularize(self, replay: Callable[[], object]) -> Report:
+        """The same where `.grad` holds the whole first gradient already and `replay` adds the second's to it."""
+        self.schedule.begin()
+        return self._regularize(replay, None, base=None, scale=1.0) if self.schedule.active else Report()
+
+    def state(self) -> dict[str, Any]:
+        """What the next update depends on, besides `tensors`."""
+        return {
+            "updates": self.schedule.updates,
+            "log_strength": self.schedule.log_strength,
+            "memory_grad_norm": self.memory.grad_norm,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `every` above 1 remembers."""
+        return self.memory.tensors()
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` and `tensors` gave."""
+        self.schedule.updates, self.schedule.log_strength = state["updates"], state["log_strength"]
+        self.memory.load(tensors, grad_norm=state["memory_grad_norm"])
+
+    def _regularize(
+        self,
+        replay: Callable[[], object],
+        losses: Losses | None,
+        *,
+        base: dict[nn.Parameter, Tensor] | None,
+        scale: float,
+    ) -> Report:
+        started = time.perf_counter()
+        final = total = take_gradients(self.trainable)
+        try:
+            total = clipped(total, self.config.g1_clip)
+            g1 = {p: (base or total).get(p, torch.zeros_like(p)) for p in self.parameters}
+            update = _Update(self, g1, replay, losses, scale)
+            report = update.run()
+            final = {**total, **update.outside}
+            for parameter, penalty in update.penalty.items():
+                final[parameter] = torch.add(total.get(parameter, 0 * penalty), penalty, alpha=report.strength)
+        finally:
+            for parameter in self.trainable:
+                parameter.grad = final.get(parameter)
+        return replace(report, seconds=time.perf_counter() - started)
+
+
+class _Update:
+    """The second pass of one update, and the penalty it finds."""
+
+    def __init__(
+        self,
+        owner: GradientRegularizer,
+        g1: dict[nn.Parameter, Tensor],
+        replay: Callable[[], object],
+        losses: Losses | None,
+        scale: float,
+    ) -> None:
+        self.owner, self.g1, self.replay, self.losses, self.scale = owner, g1, replay, losses, scale
+        self.penalty: dict[nn.Parameter, Tensor] = {}
+        """Its gradient at strength 1; empty where there is none."""
+        self.outside: dict[nn.Parameter, Tensor] = {}
+        """g2 of the parameters that are not perturbed, where it takes the place of g1."""
+        self.kept: Kept | None = None
+        self.passes = 0
+
+    def run(self) -> Report:
+        """Find the penalty; anything not finite leaves g1 as it is."""
+        owner = self.owner
+        way = direction(self.g1, owner.perturbation, scaling=owner.config.scaling)
+        g1_norm = inner_products([(self.g1.values(), self.g1.values())])[0] ** 0.5
+        if not math.isfinite(g1_norm) or way.norm == 0:
+            return Report(skipped="g1 is zero" if way.norm == 0 else "g1 is not finite", g1_norm=g1_norm)
+        check_agreement(g1_norm, device=next(iter(self.g1)).device)
+        reused = owner.memory.recall(grad_norm=g1_norm) if owner.schedule.reuses else None
+        penalty = reused or self._curvature(way)
+        size, along = inner_products([(penalty.values(), penalty.values()), (penalty.values(), self.g1.values())])
+        if not math.isfinite(size):
+            return Report(skipped="the second pass is not finite", g1_norm=g1_norm, passes=self.passes, kept=self.kept)
+        if reused is None and owner.config.every > 1:
+            owner.memory.keep(penalty, self.g1, along=along, grad_norm=g1_norm)
+        size **= 0.5
+        strength = owner.schedule.strength(grad_norm=g1_norm, penalty_norm=size, track=reused is None)
+        self.penalty = penalty
+        return Report(
+            passes=self.passes,
+            strength=strength,
+            g1_norm=g1_norm,
+            penalty_ratio=strength * size / g1_norm,
+            cosine=along / (size * g1_norm) if size else math.nan,
+            kept=self.kept,
+        )
+
+    def _curvature(self, way: Direction) -> dict[nn.Parameter, Tensor]:
+        """H d, or H d / ||T g||, by depth."""
+        config = self.owner.config
+        if config.difference == "exact":
+            penalty = self._exact(way)
+        else:
+            h = self.owner.schedule.step_factor * offset(way, self.owner.perturbation, config)
+            if config.difference == "central":
+                penalty = central_difference(self.g1, lambda h: self._gradient_at(h, way), step=h)
+            else:
+                penalty = forward_difference(self.g1, lambda h: self._gradient_at(h, way), step=h)
+        for parameter, found in penalty.items():
+            factor = self.owner.factors.get(parameter, 1.0) / (way.scaled_norm if config.penalty == "norm" else 1.0)
+            if factor != 1.0:
+                found.mul_(factor)
+        return penalty
+
+    def _gradient_at(self, h: float, way: Direction) -> dict[nn.Parameter, Tensor]:
+        owner = self.owner
+        with owner.perturbation.moved(way.vector, step=h) as self.kept:
+            owner.guard.check(self.kept, owner.perturbation, h)
+            self.replay()
+            self.passes += 1
+            found = clipped(take_gradients(owner.trainable), owner.config.g2_clip)
+        if owner.config.outside == "g2":
+            self.outside = {p: grad for p, grad in found.items() if p not in self.g1}
+        return {p: found[p].mul_(self.scale) if p in found else torch.zeros_like(p) for p in self.g1}
+
+    def _exact(self, way: Direction) -> dict[nn.Parameter, Tensor]:
+        if self.losses is None:
+            raise UserError("difference=exact needs the losses themselves: use accumulate, or difference=central")
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UserError("difference=exact does not average over ranks: use forward or central, or one process")
+        self.passes += 1
+        found = exact_curvature(self.losses, self.owner.parameters, way.vector)
+        return {p: part.mul_(self.scale) for p, part in found.items()}
+
+
+def backward(losses: Iterable[Tensor]) -> None:
+    """Add the gradients of all of them to `.grad`, one graph at a time."""
+    for loss in losses:
+        loss.backward()
+
+
+def take_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Move the gradients out of `.grad`; copies where a reducer may own the memory they are in."""
+    owned = dist.is_available() and dist.is_initialized()
+    taken = {p: p.grad.clone() if owned else p.grad for p in parameters if p.grad is not None}
+    for parameter in taken:
+        parameter.grad = None
+    return taken
+
+
+def clipped(gradients: dict[nn.Parameter, Tensor], limit: float | None) -> dict[nn.Parameter, Tensor]:
+    """Scaled to at most this norm, as published code does before it takes a difference; unchanged without a limit."""
+    if limit is None:
+        return gradients
+    norm = inner_products([(gradients.values(), gradients.values())])[0] ** 0.5
+    factor = min(1.0, limit / (norm + 1e-6))
+    return {p: grad * factor for p, grad in gradients.items()}

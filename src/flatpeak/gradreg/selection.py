@@ -1,0 +1,124 @@
+"""The perturbed set: parameters chosen by the module they belong to, never by what their names contain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from flatpeak.errors import UserError
+from flatpeak.gradreg.config import GradientRegularizationConfig
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""Prefixes that DDP, torch.compile and FSDP1 put before names."""
+QUANTIZED = ("Params4bit", "Int8Params")
+
+
+def choose_parameters(model: nn.Module, config: GradientRegularizationConfig) -> list[nn.Parameter]:
+    """The trainable parameters whose gradient is penalized, in the model's order. UserError where there are none."""
+    perturbed = config.perturbed
+    chosen = _by_pattern(model, perturbed) if isinstance(perturbed, tuple) else set(_by_identity(model, perturbed))
+    parameters = [p for p in model.parameters() if p in chosen and p.requires_grad]
+    if not parameters:
+        raise UserError(f"gradient_regularization.perturbed={perturbed}: {_advice(model, perturbed)}")
+    for name, parameter in model.named_parameters():
+        if parameter in chosen and parameter.requires_grad:
+            _check_dense(name, parameter)
+    return parameters
+
+
+def block_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists of a model's repeated blocks: the outermost ModuleLists whose members are all of one type."""
+    found: list[nn.ModuleList] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in inside and len({type(m) for m in module}) == 1:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def depth_factors(model: nn.Module, scale: tuple[float, float]) -> dict[nn.Parameter, float]:
+    """The strength's factor of every parameter inside a block: scale[0] at the first, scale[1] at the last."""
+    factors = {}
+    for blocks in block_lists(model):
+        for index, block in enumerate(blocks):
+            depth = index / max(1, len(blocks) - 1)
+            for parameter in block.parameters():
+                factors[parameter] = scale[0] + (scale[1] - scale[0]) * depth
+    return factors
+
+
+def _by_identity(model: nn.Module, perturbed: str) -> Iterator[nn.Parameter]:
+    if perturbed == "all":
+        yield from model.parameters()
+    elif perturbed == "blocks":
+        yield from (p for blocks in block_lists(model) for p in blocks.parameters())
+    elif perturbed == "last_block":
+        yield from (p for blocks in block_lists(model) for p in blocks[-1].parameters())
+    elif perturbed == "last_layer":
+        layer = _output_layer(model)
+        yield from layer.parameters() if layer is not None else ()
+    else:
+        yield from _adapters(model)
+
+
+def _adapters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """What PEFT's layers declare to be their adapters."""
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            held = getattr(module, name, None)
+            if isinstance(held, nn.Module):
+                yield from held.parameters()
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    unwrapped: Any = model
+    while hasattr(unwrapped, "module") and isinstance(unwrapped.module, nn.Module):
+        unwrapped = unwrapped.module
+    if hasattr(unwrapped, "get_output_embeddings") and unwrapped.get_output_embeddings() is not None:
+        layer: nn.Module = unwrapped.get_output_embeddings()
+        return layer
+    linears = [module for module in unwrapped.modules() if isinstance(module, nn.Linear)]
+    return linears[-1] if linears else None
+
+
+def _by_pattern(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Parameter]:
+    names = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    chosen: set[nn.Parameter] = set()
+    for pattern in patterns:
+        matched = {p for name, p in names.items() if fnmatchcase(name, pattern)}
+        if not matched:
+            some = ", ".join(list(names)[:4]) or "none at all"
+            raise UserError(
+                f"gradient_regularization.perturbed: {pattern} matches no trainable parameter; names are like {some}"
+            )
+        chosen |= matched
+    return chosen
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
+
+
+def _advice(model: nn.Module, perturbed: object) -> str:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return "the model has no trainable parameter"
+    if perturbed == "adapters":
+        return "the model has no trainable adapter; add one with peft, or use blocks"
+    if perturbed in ("blocks", "last_block"):
+        return "the model has no trainable parameter in a list of repeated blocks; use all, adapters or a pattern"
+    return "it selects no trainable parameter; use blocks, all or a pattern"
+
+
+def _check_dense(name: str, parameter: nn.Parameter) -> None:
+    if type(parameter).__name__ in QUANTIZED or not parameter.is_floating_point():
+        raise UserError(
+            f"gradient_regularization: {plain_name(name)} is quantized and cannot be moved by a small step; "
+            "perturb adapters in float32 instead (gradient_regularization.perturbed=adapters)"
+        )

@@ -1,0 +1,138 @@
+"""The learner with gradient regularization: the same update, its gradient found in two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.regularizer import GradientRegularizer, backward
+from flatpeak.policy.policy import Policy
+from flatpeak.training.batch import micro_batches, take
+from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.learner import Learner, UpdateStatistics, weighted_sum
+from flatpeak.training.objective import Objective
+from flatpeak.training.second_pass import Frozen, freeze, second_pass_loss
+from flatpeak.types import Batch
+
+PREFIX = "gradreg."
+"""Before the names of the regularizer's tensors in a checkpoint."""
+
+
+class RegularizedLearner(Learner):
+    """Descends L + strength / 2 * ||grad L||^2."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        config: GradientRegularizationConfig,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        notice: Callable[[str], None],
+    ) -> None:
+        super().__init__(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        self.regularizer = GradientRegularizer(policy.model, config, masters=policy.masters(), notice=notice)
+        self.penalized = objective if config.kl_in_penalty else objective.policy_part()
+        """The loss whose gradient is penalized."""
+
+    def accumulate_gradients(self, minibatch: Batch) -> UpdateStatistics:
+        """Leave the gradient of loss and penalty in `.grad`, before any clipping."""
+        statistics = UpdateStatistics()
+        frozen: list[Frozen] = []
+        chosen, rest, scale = split_groups(minibatch, self.regularizer.config.group_fraction)
+        statistics.regularization = self.regularizer.accumulate(
+            lambda: self.first_pass(chosen, statistics, frozen),
+            again=lambda: self.second_pass(chosen, frozen),
+            rest=None if rest is None else lambda: self.first_pass(rest, statistics, []),
+            scale=scale,
+        )
+        if self.penalized is not self.objective:
+            backward(self.other_losses(minibatch, statistics))
+        return statistics
+
+    def first_pass(self, batch: Batch, statistics: UpdateStatistics, frozen: list[Frozen]) -> Iterator[Tensor]:
+        """The losses of the plain update; leaves in `frozen` what the second pass needs of each micro-batch."""
+        for micro in micro_batches(batch, self.micro_batch_tokens):
+            logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
+            loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro)
+            frozen.append(freeze(self.penalized, logprobs_T, micro))
+            loss = weighted_sum(loss_T, micro)
+            yield loss
+            statistics.loss += float(loss.detach())
+            statistics.tokens.append(tokens)
+
+    def second_pass(self, batch: Batch, frozen: list[Frozen]) -> Iterator[Tensor]:
+        """The same function of the weights again, by the ratio mode."""
+        config = self.regularizer.config
+        for micro, first in zip(micro_batches(batch, self.micro_batch_tokens), frozen, strict=True):
+            logprobs_T, entropy_T = self.policy.token_logprobs(
+                micro, temperature=self.temperature, twice_differentiable=config.difference == "exact"
+            )
+            loss_T = second_pass_loss(self.penalized, first, logprobs_T, entropy_T, micro, mode=config.ratio_mode)
+            yield weighted_sum(loss_T, micro)
+
+    def other_losses(self, batch: Batch, statistics: UpdateStatistics) -> Iterator[Tensor]:
+        """The KL and entropy terms by themselves, where the penalty is to leave them out."""
+        for micro in micro_batches(batch, self.micro_batch_tokens):
+            logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
+            others_T = self.objective.other_terms(logprobs_T, entropy_T, micro)
+            if others_T is None:
+                return
+            loss = weighted_sum(others_T, micro)
+            yield loss
+            statistics.loss += float(loss.detach())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's, and the regularizer's."""
+        return super().tensors() | {PREFIX + name: tensor for name, tensor in self.regularizer.tensors().items()}
+
+    def state(self) -> dict[str, Any]:
+        """The regularizer's."""
+        return self.regularizer.state()
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a saved `state` and `tensors`."""
+        own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        super().load(state, {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)})
+        self.regularizer.load(state, own)
+
+
+def build_learner(
+    policy: Policy,
+    objective: Objective,
+    optimizer: OptimizerConfig,
+    regularization: GradientRegularizationConfig,
+    *,
+    temperature: float,
+    micro_batch_tokens: int,
+    notice: Callable[[str], None],
+) -> Learner:
+    """The plain learner at strength 0, so that nothing of regularization runs there."""
+    if not regularization.enabled:
+        return Learner(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+    return RegularizedLearner(
+        policy,
+        objective,
+        optimizer,
+        regularization,
+        temperature=temperature,
+        micro_batch_tokens=micro_batch_tokens,
+        notice=notice,
+    )
+
+
+def split_groups(batch: Batch, fraction: float) -> tuple[Batch, Batch | None, float]:
+    """(some whole groups, the others, all groups per chosen one); drawn from torch's own generator."""
+    groups = torch.unique(batch.prompt_N)
+    count = max(1, round(fraction * len(groups)))
+    if count >= len(groups):
+        return batch, None, 1.0
+    order = torch.randperm(len(groups)).to(groups.device)
+    chosen_N = torch.isin(batch.prompt_N, groups[order[:count]])
+    return take(batch, chosen_N.nonzero()[:, 0]), take(batch, (~chosen_N).nonzero()[:, 0]), len(groups) / count
