@@ -180,12 +180,12 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpo
             rollout=config.rollout,
             advantage=config.advantage,
             training=config.training,
+            reference=config.reference,
         ),
         journal=journal,
     )
     if saved is not None:
-        learner.load(saved.state["learner"], saved.tensors)
-        trainer.load_state(saved.state["stage"])
+        trainer.load(saved.state, saved.tensors)
     trainer.train(first_step=saved.step + 1 if saved else 1)
 
 

@@ -141,7 +141,7 @@ def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> P
 
     `start` is the checkpoint RL began from when a run is resumed; None means that it begins now.
     """
-    if config.kl.coefficient == 0 and not config.reference.keep:
+    if config.kl.coefficient == 0 and not (config.reference.keep or config.reference.resets):
         return None
     reference = snapshot(policy)
     if start is not None:

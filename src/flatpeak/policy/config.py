@@ -53,3 +53,23 @@ class ReferenceConfig(StrictConfig):
     """A directory or Hub name; null: the policy as it was when this training began."""
     keep: bool = False
     """Keep a reference, and log the KL to it, even at kl.coefficient 0."""
+    reset_every: Annotated[int, Field(ge=1)] | None = None
+    """After every so many RL steps the policy, as it is then, becomes the reference."""
+    reset_at_kl: Annotated[float, Field(gt=0)] | None = None
+    """The same after any step whose policy/kl_reference exceeds this. Either rule implies `keep`."""
+    reset_optimizer: bool = False
+    """At a reset, forget the optimizer's moments and step counts too; the learning rate's schedule goes on."""
+
+    @property
+    def resets(self) -> bool:
+        """Whether there is a rule by which the reference is reset."""
+        return self.reset_every is not None or self.reset_at_kl is not None
+
+    @model_validator(mode="after")
+    def _optimizer_is_reset_with_the_reference(self) -> ReferenceConfig:
+        if self.reset_optimizer and not self.resets:
+            raise ValueError(
+                "reference.reset_optimizer=true without a rule for resets never acts: set reference.reset_every or "
+                "reference.reset_at_kl, or leave reference.reset_optimizer=false"
+            )
+        return self

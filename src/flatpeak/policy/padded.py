@@ -25,7 +25,8 @@ def padded_token_logprobs(model: Any, batch: Batch, *, temperature: float) -> tu
     logits_NLV = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     first_N = torch.arange(len(rows), device=device) * input_ids.shape[1] + lengths_N - batch.lengths_N - 1
     source_T = first_N.index_select(0, batch.sequence_T) + offsets(batch.lengths_N)
-    logits_TV = logits_NLV.flatten(0, 1).index_select(0, source_T).float() / temperature
+    logits_TV = logits_NLV.flatten(0, 1).index_select(0, source_T)
+    logits_TV = (logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()) / temperature
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
     chosen_T = logprobs_TV.gather(1, batch.tokens_T[:, None])[:, 0]
     return chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)

@@ -3,18 +3,64 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.policy.policy import Policy
 
 
-def snapshot(policy: Policy) -> Policy:
-    """A frozen copy of the policy as it is now, adapters included."""
-    with policy.plain_attention() as model:
-        duplicate = copy.deepcopy(model)
-    duplicate.requires_grad_(False)
-    return Policy(duplicate, policy.tokenizer)
+class Snapshot(Policy):
+    """A frozen copy of a policy, adapters included, that can be brought up to date in place."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.trained = frozenset(name for name, weight in policy.model.named_parameters() if weight.requires_grad)
+        """The weights that training moves; all others stay equal to the policy's by themselves."""
+        with policy.plain_attention() as model:
+            duplicate = copy.deepcopy(model)
+        duplicate.requires_grad_(False)
+        super().__init__(duplicate, policy.tokenizer)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All in which it may differ from the policy, tied weights once; no copies."""
+        return self._movable(self.model)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the values of such tensors, into memory of its own."""
+        own = self.tensors()
+        assert own.keys() == tensors.keys()
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+    def follow(self, policy: Policy) -> None:
+        """Become the policy it was made from, as that is now."""
+        self.load(self._movable(policy.model))
+
+    def _movable(self, model: Any) -> dict[str, Tensor]:
+        # What a model does not save, such as rotary tables, it derives by itself: it is no part of its state.
+        saved = model.state_dict().keys()
+        weights = {name: weight for name, weight in model.named_parameters() if name in self.trained}
+        return weights | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def snapshot(policy: Policy) -> Snapshot:
+    """A frozen copy of the policy as it is now."""
+    return Snapshot(policy)
+
+
+def renewed(reference: Policy, policy: Policy) -> Snapshot:
+    """The policy as it is now, in the memory of a reference that was copied from it; else in a new copy.
+
+    Another model may differ in more than its weights, even where these have the same shapes.
+    """
+    if not isinstance(reference, Snapshot):
+        return Snapshot(policy)
+    reference.follow(policy)
+    return reference
 
 
 def check_reference(policy: Policy, reference: Policy) -> None:

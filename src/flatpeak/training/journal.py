@@ -40,6 +40,10 @@ class Stage(Protocol):
         """Everything but weights and learner that the next step depends on, as JSON."""
         ...
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that it depends on and is in tensors, but the policy's weights."""
+        ...
+
 
 @dataclass(kw_only=True, slots=True)
 class History:
@@ -163,7 +167,7 @@ class Journal:
             parent,
             step,
             save_model=stage.learner.policy.save,
-            tensors=stage.learner.tensors(),
+            tensors=stage.tensors(),
             state={"stage": stage.state(), "learner": stage.learner.state(), "history": asdict(self.history)},
         )
         point(parent, LAST, path)

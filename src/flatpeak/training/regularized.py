@@ -59,7 +59,7 @@ class RegularizedLearner(Learner):
     def first_pass(self, batch: Batch, statistics: UpdateStatistics, frozen: list[Frozen]) -> Iterator[Tensor]:
         """The losses of the plain update; leaves in `frozen` what the second pass needs of each micro-batch."""
         for micro in micro_batches(batch, self.micro_batch_tokens):
-            logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
+            logprobs_T, entropy_T = self.token_logprobs(micro)
             loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro)
             frozen.append(freeze(self.penalized, logprobs_T, micro))
             loss = weighted_sum(loss_T, micro)
@@ -71,11 +71,17 @@ class RegularizedLearner(Learner):
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
         for micro, first in zip(micro_batches(batch, self.micro_batch_tokens), frozen, strict=True):
-            logprobs_T, entropy_T = self.policy.token_logprobs(
-                micro, temperature=self.temperature, twice_differentiable=config.difference == "exact"
-            )
+            logprobs_T, entropy_T = self.token_logprobs(micro)
             loss_T = second_pass_loss(self.penalized, first, logprobs_T, entropy_T, micro, mode=config.ratio_mode)
             yield weighted_sum(loss_T, micro)
+
+    def token_logprobs(self, micro: Batch) -> tuple[Tensor, Tensor]:
+        """The policy's, the same way in both passes: dropout draws its masks by the shapes it meets."""
+        return self.policy.token_logprobs(
+            micro,
+            temperature=self.temperature,
+            twice_differentiable=self.regularizer.config.difference == "exact",
+        )
 
     def other_losses(self, batch: Batch, statistics: UpdateStatistics) -> Iterator[Tensor]:
         """The KL and entropy terms by themselves, where the penalty is to leave them out."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.policy import Policy
@@ -111,6 +112,10 @@ class SFTTrainer:
     def state(self) -> dict[str, bool]:
         """Whether SFT is over; the data's order follows from the step."""
         return {"finished": self.finished}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The learner's."""
+        return self.learner.tensors()
 
 
 def demonstration_batch(drawn: Sequence[Demonstration], config: SFTConfig, *, device: torch.device) -> Batch:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatpeak.functional import group_advantages
+from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.policy import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
@@ -22,6 +23,7 @@ from flatpeak.training.journal import Journal
 from flatpeak.training.learner import Learner, UpdateStatistics, score, seeded
 from flatpeak.training.metrics import Clock, step_metrics
 from flatpeak.training.optimizer import learning_rate
+from flatpeak.training.resets import ReferenceResets, split_reference
 from flatpeak.training.shaping import ShapedRewards, kl_penalty_N, shape_rewards
 from flatpeak.types import Batch
 
@@ -34,6 +36,7 @@ class TrainerConfig:
     rollout: RolloutConfig
     advantage: AdvantageConfig
     training: TrainingConfig
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
 
 class Trainer:
@@ -58,6 +61,7 @@ class Trainer:
         self.config = config
         self.journal = journal
         self.progression = Progression.start(phases)
+        self.resets = ReferenceResets(config.reference)
         self.reached = False
         """Whether `training.stop_at` is reached."""
 
@@ -101,7 +105,8 @@ class Trainer:
         metrics = step_metrics(rollouts, shaped, updates, clock=clock, learning_rate=rate)
         self.journal.rollouts(step, rollouts, advantages_PG)
         self.progression.step_done(self.phases, pass_rate=metrics.get(f"reward/{phase.accuracy}", 0.0))
-        return metrics
+        self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
+        return metrics | self.resets.metrics()
 
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
@@ -154,12 +159,22 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands in its curriculum and data; steps derive all their randomness from their number."""
-        return asdict(self.progression) | {"reached": self.reached}
+        return asdict(self.progression) | {"reached": self.reached, "resets": self.resets.count}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        self.reached = state["reached"]
-        self.progression = Progression(**{name: value for name, value in state.items() if name != "reached"})
+    def tensors(self) -> dict[str, Tensor]:
+        """The learner's, and the reference's once it was reset."""
+        return self.learner.tensors() | self.resets.tensors(self.reference)
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint; the policy is the one saved there already."""
+        reference, others = split_reference(tensors)
+        self.learner.load(state["learner"], others)
+        place = dict(state["stage"])
+        self.reached = place.pop("reached")
+        self.reference = self.resets.load(
+            place.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
+        )
+        self.progression = Progression(**place)
 
 
 def attach_advantages(batch: Batch, advantages_PG: Tensor, shaped: ShapedRewards) -> Batch:

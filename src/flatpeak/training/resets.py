@@ -1,0 +1,75 @@
+"""Reference resets: now and then the policy takes the place of the model that KL is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from flatpeak.policy.config import ReferenceConfig
+from flatpeak.policy.policy import Policy
+from flatpeak.policy.reference import Snapshot, renewed
+from flatpeak.training.learner import Learner
+
+PREFIX = "reference."
+"""Before the names of the reference's tensors in a checkpoint."""
+
+
+class ReferenceResets:
+    """The rule by which the reference is reset, and how often it was.
+
+    KL to a fixed reference holds the policy near its start for good. After a reset it is the recent policy that holds
+    it, so that it can go any distance, in steps that stay small (ProRL, arXiv 2505.24864; arXiv 2602.18037).
+    """
+
+    def __init__(self, rule: ReferenceConfig) -> None:
+        self.rule = rule
+        self.count = 0
+
+    def due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether a step with these metrics ends with a reset."""
+        every, bound = self.rule.reset_every, self.rule.reset_at_kl
+        # A step that trained on no token has measured no KL.
+        far = bound is not None and metrics.get("policy/kl_reference", 0.0) > bound
+        return far or (every is not None and step % every == 0)
+
+    def after_step(
+        self, step: int, metrics: Mapping[str, float], *, reference: Policy | None, learner: Learner
+    ) -> Policy | None:
+        """The reference of the next step: the same, or the policy as it is now."""
+        if not self.due(step, metrics):
+            return reference
+        assert reference is not None  # whoever asks for resets keeps a reference
+        self.count += 1
+        if self.rule.reset_optimizer:
+            learner.optimizer.state.clear()
+        return renewed(reference, learner.policy)
+
+    def metrics(self) -> dict[str, float]:
+        """The resets so far, where there is a rule for them."""
+        return {"reference/resets": float(self.count)} if self.rule.resets else {}
+
+    def tensors(self, reference: Policy | None) -> dict[str, Tensor]:
+        """What a checkpoint keeps: before the first reset nothing, as the reference is still where it came from."""
+        if not self.count:
+            return {}
+        assert isinstance(reference, Snapshot)  # as every reset leaves it
+        return {PREFIX + name: tensor for name, tensor in reference.tensors().items()}
+
+    def load(
+        self, count: int, tensors: Mapping[str, Tensor], *, reference: Policy | None, policy: Policy
+    ) -> Policy | None:
+        """Go on from a saved `count` and `tensors`; returns the reference of that time."""
+        self.count = count
+        if not count:
+            return reference
+        assert reference is not None
+        found = renewed(reference, policy)
+        found.load({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
+        return found
+
+
+def split_reference(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint's tensors as (the reference's, all others)."""
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    return own, {name: tensor for name, tensor in tensors.items() if name not in own}
