@@ -8,8 +8,10 @@ from flatpeak import functional
 
 SIGNATURES = {
     "bootstrap_interval": "values, *, confidence=0.95, num_resamples=10000, seed=0",
+    "capped_policy_loss": "logprobs_T, ratio_T, advantages_T, *, cap",
     "clipped_surrogate": "ratio, advantages, *, clip_low, clip_high, dual_clip=None",
     "completion_weights": "lengths_N, normalization, *, max_tokens=None, valid_N=None",
+    "frozen_policy_loss": "logprobs_T, coefficients_T",
     "group_advantages": "rewards_PG, *, baseline='mean', scale='std', eps=1e-06, valid_PG=None",
     "hessian_vector_product": "loss_fn, params, vector",
     "importance_ratio": "logprobs, old_logprobs",
@@ -21,6 +23,7 @@ SIGNATURES = {
     "pass_at_k": "num_samples, num_correct, k",
     "policy_gradient": "logprobs, advantages",
     "regularized_gradient": "grad, perturbed_grad, *, strength, step",
+    "reweighted_policy_loss": "logprobs_T, first_logprobs_T, coefficients_T, *, sequence_T=None, num_sequences=0",
     "sequence_importance_ratio": "logprobs_T, old_logprobs_T, sequence_T, num",
     "token_logprobs": "hidden_TD, output_weight_VD, targets_T, *, bias_V=None, softcap=None, logit_scale=1.0, "
     "temperature=1.0, chunk_size=None",

@@ -13,12 +13,13 @@ from flatpeak.functional.losses import (
     truncated_policy_gradient,
     unclipped_surrogate,
 )
-from flatpeak.functional.second_pass import frozen_policy_loss, reweighted_policy_loss
+from flatpeak.functional.second_pass import capped_policy_loss, frozen_policy_loss, reweighted_policy_loss
 from flatpeak.functional.weights import completion_weights
 
 __all__ = [
     "PairedDifference",
     "bootstrap_interval",
+    "capped_policy_loss",
     "clipped_surrogate",
     "completion_weights",
     "frozen_policy_loss",

@@ -6,6 +6,7 @@ have c_t = 0, so the clip mask is frozen by itself.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flatpeak.functional.losses import importance_ratio, sequence_importance_ratio
@@ -36,3 +37,11 @@ def reweighted_policy_loss(
     if sequence_T is None:
         return coefficients_T * importance_ratio(logprobs_T, first_logprobs_T)
     return coefficients_T * sequence_importance_ratio(logprobs_T, first_logprobs_T, sequence_T, num_sequences)
+
+
+def capped_policy_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, *, cap: float) -> Tensor:
+    """-A r up to the cap, -A cap log p above it: the gradient of CISPO's loss, and the curvature that belongs to it.
+
+    `truncated_policy_gradient` detaches the ratio, so that its own second derivative says nothing about it.
+    """
+    return torch.where(ratio_T.detach() > cap, -cap * advantages_T * logprobs_T, -ratio_T * advantages_T)

@@ -10,6 +10,7 @@ from flatpeak.schema import StrictConfig
 
 RATIO = "ratio:"
 
+Factor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 RatioMode = Literal["importance", "reuse", "importance_clipped"]
 
 
@@ -34,7 +35,7 @@ class GradientRegularizationConfig(StrictConfig):
     perturbed: Literal["blocks", "all", "adapters", "last_layer", "last_block"] | tuple[str, ...] = "blocks"
     """The parameters whose gradient is penalized: the repeated blocks, all trainable ones, adapters alone, the output
     layer, the last block, or those whose names match one of these patterns (`*.mlp.*`). All others keep g1."""
-    step: Annotated[float, Field(gt=0)] | None = None
+    step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The size of the perturbation; null: 3e-5 relative in float32, 3e-4 in bfloat16."""
     step_scale: Literal["relative", "radius", "absolute"] = "relative"
     """relative: step * ||theta|| is how far the perturbed parameters move. radius: step itself is (SAM). absolute: step
@@ -49,7 +50,7 @@ class GradientRegularizationConfig(StrictConfig):
     (LookSAM, Liu et al. 2022, arXiv 2203.02714)."""
     group_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The share of a minibatch's groups that the second pass repeats; its g1 is that of the same groups."""
-    depth_scale: tuple[float, float] = (1.0, 1.0)
+    depth_scale: tuple[Factor, Factor] = (1.0, 1.0)
     """The strength's factor at the first and the last block, linear in between."""
     delay_updates: Annotated[int, Field(ge=0)] = 0
     """No regularization in the first so many updates."""
@@ -71,17 +72,18 @@ class GradientRegularizationConfig(StrictConfig):
     @field_validator("strength")
     @classmethod
     def _number_or_ratio(cls, value: float | str) -> float | str:
-        number = value
-        if isinstance(value, str):
-            try:
-                number = float(value.removeprefix(RATIO))
-            except ValueError:
-                number = -1.0
-            if not value.startswith(RATIO) or not 0 < float(number) < float("inf"):
+        text = str(value)
+        try:
+            number = float(text.removeprefix(RATIO))
+        except ValueError as error:
+            raise ValueError(f"strength={value}: give a number, or ratio:0.3") from error
+        if text.startswith(RATIO):
+            if not 0 < number < float("inf"):
                 raise ValueError(f"strength={value}: give a number, or ratio:0.3 with a number above 0")
-        if not 0 <= float(number) < float("inf"):
+            return text
+        if not 0 <= number < float("inf"):
             raise ValueError(f"strength={value}: a penalty needs a strength of at least 0")
-        return value
+        return number
 
     @field_validator("perturbed", mode="before")
     @classmethod
@@ -94,6 +96,8 @@ class GradientRegularizationConfig(StrictConfig):
             raise ValueError(f"step_scale={self.step_scale} has no default step: set gradient_regularization.step")
         if self.difference == "exact" and (self.g2_clip is not None or self.outside == "g2"):
             raise ValueError("difference=exact has no second gradient: leave out g2_clip and outside")
+        if self.outside == "g2" and self.group_fraction < 1:
+            raise ValueError("outside=g2 leaves g2 of some groups where that of all belongs: set group_fraction=1")
         if self.perturbed == ():
             raise ValueError("perturbed is an empty list: name a pattern, or use blocks or all")
         return self

@@ -58,12 +58,16 @@ class Perturbation:
             self._forget_copies()
             yield kept
         finally:
-            try:
-                copy_back([*saved, *buffers])
-            except BaseException:  # a signal may land right here: finish, then let it through
-                copy_back([*saved, *buffers])
-                raise
-            self._forget_copies()
+            self._restore([*saved, *buffers])
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Buffers, such as running statistics, as they were: a batch is not to be counted twice."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            yield
+        finally:
+            self._restore(buffers)
 
     def _move(self, saved: Sequence[tuple[nn.Parameter, Tensor]], direction: Gradients, step: float) -> Kept:
         sums = InnerProducts(3)
@@ -86,6 +90,15 @@ class Perturbation:
         if self.compute_dtype is not None:
             value = value.to(self.compute_dtype)
         return value if value.dtype == torch.float64 else value.float()
+
+    def _restore(self, saved: Sequence[tuple[Tensor, Tensor]]) -> None:
+        try:
+            copy_back(saved)
+        except BaseException:  # a signal may land right here: finish, then let it through
+            copy_back(saved)
+            raise
+        finally:
+            self._forget_copies()
 
     def _forget_copies(self) -> None:
         """Autocast caches cast weights, FSDP2 may keep gathered ones: neither may outlive a move."""

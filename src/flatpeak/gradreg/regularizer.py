@@ -72,29 +72,21 @@ class GradientRegularizer:
         `losses` stands for that of the whole update.
         """
         self.schedule.begin()
-        before = RandomState.now()
-        backward(losses())
-        base = None
-        if rest is not None:
-            if self.schedule.active:
-                base = {p: scale * p.grad for p in self.parameters if p.grad is not None}
-            backward(rest())
         if not self.schedule.active:
+            backward(losses())
+            backward(rest() if rest is not None else ())
             return Report()
-
-        def replayed() -> Iterator[Tensor]:
-            if self.config.replay_randomness:
-                before.restore()
-            yield from (again or losses)()
-
-        after = RandomState.now()
+        previous = take_gradients(self.trainable)
         try:
-            return self._regularize(lambda: backward(replayed()), replayed, base=base, scale=scale)
+            return self._both_passes(losses, again or losses, rest, scale)
         finally:
-            after.restore()
+            add_gradients(previous)
 
     def regularize(self, replay: Callable[[], object]) -> Report:
-        """The same where `.grad` holds the whole first gradient already and `replay` adds the second's to it."""
+        """The same where `.grad` holds the whole first gradient already and `replay` adds the second's to it.
+
+        `replay` sees to its own random numbers: it has to draw those of the first pass.
+        """
         self.schedule.begin()
         return self._regularize(replay, None, base=None, scale=1.0) if self.schedule.active else Report()
 
@@ -104,6 +96,7 @@ class GradientRegularizer:
             "updates": self.schedule.updates,
             "log_strength": self.schedule.log_strength,
             "memory_grad_norm": self.memory.grad_norm,
+            "guard_passed": self.guard.passed,
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -113,7 +106,34 @@ class GradientRegularizer:
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from what `state` and `tensors` gave."""
         self.schedule.updates, self.schedule.log_strength = state["updates"], state["log_strength"]
+        self.guard.passed = state["guard_passed"]
         self.memory.load(tensors, grad_norm=state["memory_grad_norm"])
+
+    def _both_passes(self, losses: Losses, again: Losses, rest: Losses | None, scale: float) -> Report:
+        before = RandomState.now()
+        count = backward(losses())
+        base = None
+        if rest is not None:
+            base = {p: scale * p.grad for p in self.trainable if p.grad is not None}
+            backward(rest())
+
+        def replayed() -> Iterator[Tensor]:
+            if self.config.replay_randomness:
+                before.restore()
+            found = 0
+            for found, loss in enumerate(again(), start=1):  # noqa: B007
+                yield loss
+            if found != count:
+                raise UserError(
+                    f"the first pass drew {count} losses and the second {found}: losses has to give all of them anew "
+                    "each time it is called"
+                )
+
+        after = RandomState.now()
+        try:
+            return self._regularize(lambda: backward(replayed()), replayed, base=base, scale=scale)
+        finally:
+            after.restore()
 
     def _regularize(
         self,
@@ -127,12 +147,11 @@ class GradientRegularizer:
         final = total = take_gradients(self.trainable)
         try:
             total = clipped(total, self.config.g1_clip)
-            g1 = {p: (base or total).get(p, torch.zeros_like(p)) for p in self.parameters}
+            base = total if base is None else clipped(base, self.config.g1_clip)
+            g1 = {p: base[p] if p in base else torch.zeros_like(p) for p in self.parameters}
             update = _Update(self, g1, replay, losses, scale)
             report = update.run()
-            final = {**total, **update.outside}
-            for parameter, penalty in update.penalty.items():
-                final[parameter] = torch.add(total.get(parameter, 0 * penalty), penalty, alpha=report.strength)
+            final = combined(total, update, strength=report.strength)
         finally:
             for parameter in self.trainable:
                 parameter.grad = final.get(parameter)
@@ -168,8 +187,14 @@ class _Update:
         check_agreement(g1_norm, device=next(iter(self.g1)).device)
         reused = owner.memory.recall(grad_norm=g1_norm) if owner.schedule.reuses else None
         penalty = reused or self._curvature(way)
-        size, along = inner_products([(penalty.values(), penalty.values()), (penalty.values(), self.g1.values())])
-        if not math.isfinite(size):
+        size, along, outside = inner_products(
+            [
+                (a.values(), b.values())
+                for a, b in ((penalty, penalty), (penalty, self.g1), (self.outside, self.outside))
+            ]
+        )
+        if not math.isfinite(size + outside):
+            self.outside = {}
             return Report(skipped="the second pass is not finite", g1_norm=g1_norm, passes=self.passes, kept=self.kept)
         if reused is None and owner.config.every > 1:
             owner.memory.keep(penalty, self.g1, along=along, grad_norm=g1_norm)
@@ -208,10 +233,13 @@ class _Update:
             owner.guard.check(self.kept, owner.perturbation, h)
             self.replay()
             self.passes += 1
-            found = clipped(take_gradients(owner.trainable), owner.config.g2_clip)
-        if owner.config.outside == "g2":
+            found = take_gradients(owner.trainable)
+        if self.scale != 1:
+            found = {p: grad * self.scale for p, grad in found.items()}
+        found = clipped(found, owner.config.g2_clip)
+        if owner.config.outside == "g2" and h > 0:
             self.outside = {p: grad for p, grad in found.items() if p not in self.g1}
-        return {p: found[p].mul_(self.scale) if p in found else torch.zeros_like(p) for p in self.g1}
+        return {p: found[p] if p in found else torch.zeros_like(p) for p in self.g1}
 
     def _exact(self, way: Direction) -> dict[nn.Parameter, Tensor]:
         if self.losses is None:
@@ -219,14 +247,34 @@ class _Update:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise UserError("difference=exact does not average over ranks: use forward or central, or one process")
         self.passes += 1
-        found = exact_curvature(self.losses, self.owner.parameters, way.vector)
+        with self.owner.perturbation.buffers_kept():
+            found = exact_curvature(self.losses, self.owner.parameters, way.vector)
         return {p: part.mul_(self.scale) for p, part in found.items()}
 
 
-def backward(losses: Iterable[Tensor]) -> None:
-    """Add the gradients of all of them to `.grad`, one graph at a time."""
-    for loss in losses:
+def combined(total: dict[nn.Parameter, Tensor], update: _Update, *, strength: float) -> dict[nn.Parameter, Tensor]:
+    """g1 + strength * penalty; a parameter that neither pass used stays without a gradient."""
+    final = {**total, **update.outside}
+    for parameter, penalty in update.penalty.items():
+        if parameter in total:
+            final[parameter] = torch.add(total[parameter], penalty, alpha=strength)
+        elif penalty.any():
+            final[parameter] = strength * penalty
+    return final
+
+
+def backward(losses: Iterable[Tensor]) -> int:
+    """Add the gradients of all of them to `.grad`, one graph at a time; returns how many there were."""
+    count = 0
+    for count, loss in enumerate(losses, start=1):  # noqa: B007
         loss.backward()
+    return count
+
+
+def add_gradients(gradients: dict[nn.Parameter, Tensor]) -> None:
+    """Put back what stood in `.grad` before: passes add to it, and it takes no part in their difference."""
+    for parameter, held in gradients.items():
+        parameter.grad = held if parameter.grad is None else held + parameter.grad
 
 
 def take_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from flatpeak.gradreg.shards import Gradients
@@ -37,7 +38,9 @@ class PenaltyMemory:
         held = self.orthogonal or {}
         return {str(index): held[p] for index, p in enumerate(self.parameters) if p in held}
 
+    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], *, grad_norm: float) -> None:
         """Go on from `tensors`."""
-        self.orthogonal = {self.parameters[int(index)]: tensor.clone() for index, tensor in tensors.items()} or None
+        owners = {index: self.parameters[int(index)] for index in tensors}
+        self.orthogonal = {p: torch.empty_like(p).copy_(tensors[index]) for index, p in owners.items()} or None
         self.grad_norm = grad_norm

@@ -30,13 +30,15 @@ def choose_parameters(model: nn.Module, config: GradientRegularizationConfig) ->
 
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The lists of a model's repeated blocks: the outermost ModuleLists whose members are all of one type."""
+    """The lists of a model's repeated blocks: ModuleLists that are not inside another, as lists of experts are."""
     found: list[nn.ModuleList] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and module not in inside and len({type(m) for m in module}) == 1:
-            found.append(module)
+        if isinstance(module, nn.ModuleList) and len(module) and module not in inside:
             inside.update(module.modules())
+            # Several tables or heads in a list are no blocks.
+            if not all(isinstance(member, nn.Embedding | nn.Linear) for member in module):
+                found.append(module)
     return found
 
 
@@ -66,9 +68,9 @@ def _by_identity(model: nn.Module, perturbed: str) -> Iterator[nn.Parameter]:
 
 
 def _adapters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """What PEFT's layers declare to be their adapters."""
+    """What PEFT's layers declare to be their adapters; modules that are trained whole beside them are none."""
     for module in model.modules():
-        for name in getattr(module, "adapter_layer_names", ()):
+        for name in set(getattr(module, "adapter_layer_names", ())) - {"modules_to_save"}:
             held = getattr(module, name, None)
             if isinstance(held, nn.Module):
                 yield from held.parameters()
