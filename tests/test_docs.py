@@ -71,7 +71,8 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
         for n in range(8)
     ]
     config = recipe(
-        reference={"keep": True},
+        reference={"keep": True, "reset_every": 1},
+        gradient_regularization={"strength": "ratio:0.3"},
         training={"steps": 1},
         sft={"steps": 1, "batch_size": 2},
         evaluation={"samples": 2, "k": [1, 2]},
@@ -133,10 +134,16 @@ def test_training_commands_shown_parse(block: str) -> None:
 
 
 @pytest.mark.parametrize("block", every_block("python"))
-def test_python_shown_has_a_config_that_parses(block: str) -> None:
+def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str) -> None:
     assigned = [node for node in ast.parse(block).body if isinstance(node, ast.Assign)]
-    (config,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == "config"]
-    parse_config(ast.literal_eval(config))
+    configs = [node.value for node in assigned if ast.unparse(node.targets[0]) == "config"]
+    if configs:
+        (config,) = configs
+        parse_config(ast.literal_eval(config))
+    else:
+        names: dict[str, Any] = {}
+        exec(block, names)
+        assert names["report"].penalty_ratio == pytest.approx(0.3)
 
 
 def test_the_command_of_the_custom_task_parses() -> None:
