@@ -7,8 +7,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test check clean
 
+# `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 demo: .venv/installed
-	$(BIN)/flatpeak demo
+	$(BIN)/flatpeak demo $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
