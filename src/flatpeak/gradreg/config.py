@@ -65,7 +65,7 @@ class GradientRegularizationConfig(StrictConfig):
     g2_clip: Annotated[float, Field(gt=0)] | None = None
     """The same for g2."""
     outside: Literal["g1", "g2"] = "g1"
-    """The gradient of parameters that are not perturbed; published code leaves g2 there."""
+    """The gradient of parameters that are not perturbed; published code leaves g2 there, unclipped."""
     replay_randomness: bool = True
     """Draw the first pass's dropout masks again in the second; published code does not."""
 

@@ -236,9 +236,9 @@ class _Update:
             found = take_gradients(owner.trainable)
         if self.scale != 1:
             found = {p: grad * self.scale for p, grad in found.items()}
-        found = clipped(found, owner.config.g2_clip)
         if owner.config.outside == "g2" and h > 0:
             self.outside = {p: grad for p, grad in found.items() if p not in self.g1}
+        found = clipped(found, owner.config.g2_clip)
         return {p: found[p] if p in found else torch.zeros_like(p) for p in self.g1}
 
     def _exact(self, way: Direction) -> dict[nn.Parameter, Tensor]:

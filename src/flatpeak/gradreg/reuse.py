@@ -41,6 +41,7 @@ class PenaltyMemory:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], *, grad_norm: float) -> None:
         """Go on from `tensors`."""
-        owners = {index: self.parameters[int(index)] for index in tensors}
+        # In the parameters' order, which a file of tensors does not keep: "10" comes before "2".
+        owners = {index: self.parameters[int(index)] for index in sorted(tensors, key=int)}
         self.orthogonal = {p: torch.empty_like(p).copy_(tensors[index]) for index, p in owners.items()} or None
         self.grad_norm = grad_norm

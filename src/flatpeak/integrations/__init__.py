@@ -1,0 +1,1 @@
+"""Gradient regularization for trainers of other libraries."""

@@ -1,0 +1,289 @@
+"""The arguments of gradient regularization beside a trainer's own, and the configuration they stand for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from flatpeak.errors import UserError
+from flatpeak.gradreg.config import GradientRegularizationConfig
+
+PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
+"""Published code perturbs every trainable parameter whose name contains none of these."""
+PUBLISHED_EPS = 1e-3
+PUBLISHED_CLIP = 10.0
+ARGUMENTS = {
+    "strength": "grad_reg_strength",
+    "step": "grad_reg_eps",
+    "delay_updates": "grad_reg_warmup",
+    "warmup_updates": "grad_reg_strength_warmup",
+    "g1_clip": "grad_reg_g1_clip",
+    "g2_clip": "grad_reg_g2_clip",
+    "ratio_mode": "grad_reg_ratio_mode",
+    "perturbed": "grad_reg_perturbed",
+    "penalty": "grad_reg_penalty",
+    "difference": "grad_reg_difference",
+    "scaling": "grad_reg_scaling",
+    "every": "grad_reg_every",
+    "depth_scale": "grad_reg_depth_scale",
+    "min_perturbation_kept": "grad_reg_min_perturbation_kept",
+}
+"""The argument for each field of GradientRegularizationConfig."""
+SCHEDULERS = ("grad_reg_scheduler", "gradreg_scheduler")
+FIXED_WHEN_PUBLISHED = ("ratio_mode", "perturbed", "penalty", "difference", "scaling", "every", "depth_scale")
+
+Scheduler = Callable[[int], float]
+"""The number of optimizer steps taken -> the strength of the next."""
+
+
+@dataclass
+class GradientRegularizationArguments:
+    """Mix this in before any `TrainingArguments`: `class Config(GradientRegularizationArguments, DPOConfig)`.
+
+    Types that name None beside a default that is not None are so for the command line, which reads them as text.
+    """
+
+    grad_reg_strength: float | str | None = field(
+        default=0.0,
+        metadata={
+            "help": "Strength of the penalty strength / 2 * ||gradient||^2: a number (0: off), or ratio:0.3 to hold "
+            "the penalty's gradient at 0.3 times the norm of the plain one."
+        },
+    )
+    grad_reg_eps: float | None = field(
+        default=None,
+        metadata={
+            "help": "Absolute step: the weights move by eps * gradient. Unset: a step relative to the norm of the "
+            "weights, 3e-5 in float32 (published behavior: 1e-3, absolute)."
+        },
+    )
+    grad_reg_warmup: int = field(
+        default=0, metadata={"help": "Optimizer steps without regularization at the beginning."}
+    )
+    grad_reg_strength_warmup: int = field(
+        default=0, metadata={"help": "Optimizer steps over which the strength then rises linearly."}
+    )
+    grad_reg_g1_clip: float | None = field(
+        default=None,
+        metadata={
+            "help": "Published behavior: clip the first gradient to this norm before the difference (default 10). "
+            "Without effect otherwise."
+        },
+    )
+    grad_reg_g2_clip: float | None = field(default=None, metadata={"help": "The same for the second gradient."})
+    grad_reg_ratio_mode: str = field(
+        default="importance",
+        metadata={
+            "help": "The policy loss of the second pass (GRPO, RLOO). importance: ratios to the frozen old "
+            "log-probabilities with the first pass's clip mask. reuse: every token's coefficient frozen. "
+            "importance_clipped: the loss again, clipping included. Other trainers evaluate their loss again in every "
+            "mode."
+        },
+    )
+    grad_reg_perturbed: list[str] | str | None = field(
+        default="blocks",
+        metadata={
+            "help": "The parameters whose gradient is penalized: blocks, all, adapters, last_layer, last_block, or "
+            "patterns of names such as *.mlp.* (several: separated by commas)."
+        },
+    )
+    grad_reg_penalty: str = field(
+        default="squared_norm", metadata={"help": "squared_norm: strength / 2 * ||g||^2; norm: strength * ||g||."}
+    )
+    grad_reg_difference: str = field(
+        default="forward", metadata={"help": "forward: one more pass. central: two more, error of second order."}
+    )
+    grad_reg_scaling: str = field(
+        default="none", metadata={"help": "asam: measure gradient and step per absolute weight; none: do not."}
+    )
+    grad_reg_every: int = field(
+        default=1,
+        metadata={"help": "Second pass every so many steps; in between the last penalty is used again (LookSAM)."},
+    )
+    grad_reg_depth_scale: list[float] = field(
+        default_factory=lambda: [1.0, 1.0],
+        metadata={"help": "The strength's factor at the first and at the last block, linear in between."},
+    )
+    grad_reg_min_perturbation_kept: float = field(
+        default=0.7,
+        metadata={"help": "Refuse to begin where rounding leaves a smaller cosine of the perturbation than this."},
+    )
+    grad_reg_behavior: str = field(
+        default="corrected",
+        metadata={
+            "help": "corrected, or published: absolute step, both gradients clipped before the difference, the second "
+            "gradient left in parameters that are not perturbed, parameters chosen by what their names contain, "
+            "dropout not replayed, the stock loss in the second pass."
+        },
+    )
+    grad_reg_precision: str = field(
+        default="float32",
+        metadata={
+            "help": "float32: regularized steps run without autocast, generation included. autocast: as configured; "
+            "refused where rounding swallows the perturbation."
+        },
+    )
+    grad_reg_scheduler: str | None = field(
+        default=None,
+        metadata={
+            "help": "A function from the number of steps taken to the strength, which overrides grad_reg_strength; on "
+            "the command line package.module:function."
+        },
+    )
+    gradreg_scheduler: str | None = field(default=None, metadata={"help": "Published name of grad_reg_scheduler."})
+    grad_reg_exclude: list[str] | None = field(
+        default=None, metadata={"help": "Published behavior: parts of names that exclude a parameter."}
+    )
+    fp32_gradreg: bool = field(
+        default=True, metadata={"help": "Published name: combine gradients in float32. Only True is supported."}
+    )
+
+    def __post_init__(self) -> None:
+        """Check everything that needs no model."""
+        self.grad_reg_config()
+        self.grad_reg_schedule()
+        following = getattr(super(), "__post_init__", None)
+        if following is not None:
+            following()
+
+    @property
+    def grad_reg_enabled(self) -> bool:
+        """Whether any step may be regularized."""
+        return self.grad_reg_config().enabled or self.grad_reg_schedule() is not None
+
+    @property
+    def grad_reg_published(self) -> bool:
+        """Whether published behavior is asked for."""
+        return self.grad_reg_behavior == "published"
+
+    def grad_reg_config(self) -> GradientRegularizationConfig:
+        """What the arguments stand for. UserError that names the argument; in published behavior all is perturbed."""
+        self._check_choices()
+        values: dict[str, Any] = {name: getattr(self, argument) for name, argument in ARGUMENTS.items()}
+        values["strength"] = as_strength(self.grad_reg_strength)
+        values["perturbed"] = as_perturbed(self.grad_reg_perturbed)
+        values["depth_scale"] = tuple(self.grad_reg_depth_scale)
+        values["step_scale"] = "relative" if self.grad_reg_eps is None else "absolute"
+        if self.grad_reg_published:
+            values |= self._published(values)
+        else:
+            values["g1_clip"] = values["g2_clip"] = None
+        return checked_config(values)
+
+    def grad_reg_schedule(self) -> Scheduler | None:
+        """The strength's schedule; None without one."""
+        given: Any = self.grad_reg_scheduler if self.grad_reg_scheduler is not None else self.gradreg_scheduler
+        return load_scheduler(given) if isinstance(given, str) else given
+
+    def to_dict(self) -> dict[str, Any]:
+        """As every TrainingArguments, with functions by name: trackers write this as JSON."""
+        return by_name(super().to_dict())  # type: ignore[misc]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Functions by name: every checkpoint pickles its arguments, and a lambda cannot be pickled."""
+        return by_name(vars(self))
+
+    def _check_choices(self) -> None:
+        for name, allowed in (
+            ("grad_reg_behavior", ("corrected", "published")),
+            ("grad_reg_precision", ("float32", "autocast")),
+            ("grad_reg_difference", ("forward", "central", "exact")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name}={getattr(self, name)}: one of {', '.join(allowed)}")
+        if self.grad_reg_difference == "exact":
+            raise UserError(
+                "grad_reg_difference=exact: a trainer runs backward by itself, so there is no graph left for a second "
+                "one; use forward or central (flatpeak.GradientRegularizer.accumulate has exact)"
+            )
+        for name in SCHEDULERS:
+            given = getattr(self, name)
+            if given is not None and not callable(given) and not isinstance(given, str):
+                raise UserError(f"{name}={given}: a function of the step, or package.module:function")
+        for name in ("grad_reg_g1_clip", "grad_reg_g2_clip"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)}: a norm above 0")
+        if as_perturbed(self.grad_reg_perturbed) == ():
+            raise UserError("grad_reg_perturbed is empty: name a pattern, or use blocks or all")
+        if self.grad_reg_exclude is not None and not self.grad_reg_published:
+            raise UserError("grad_reg_exclude belongs to grad_reg_behavior=published; use grad_reg_perturbed")
+        if not self.fp32_gradreg:
+            raise UserError("fp32_gradreg=False: gradients are combined in float32, or in the weights' own type")
+
+    def _published(self, values: dict[str, Any]) -> dict[str, Any]:
+        defaults = GradientRegularizationConfig()
+        for name in FIXED_WHEN_PUBLISHED:
+            if values[name] != getattr(defaults, name):
+                raise UserError(f"{ARGUMENTS[name]} belongs to grad_reg_behavior=corrected: leave it out")
+        return {
+            "step": PUBLISHED_EPS if self.grad_reg_eps is None else self.grad_reg_eps,
+            "step_scale": "absolute",
+            "g1_clip": PUBLISHED_CLIP if self.grad_reg_g1_clip is None else self.grad_reg_g1_clip,
+            "g2_clip": PUBLISHED_CLIP if self.grad_reg_g2_clip is None else self.grad_reg_g2_clip,
+            "outside": "g2",
+            "perturbed": "all",
+            "replay_randomness": False,
+        }
+
+
+def checked_config(values: dict[str, Any]) -> GradientRegularizationConfig:
+    """The configuration, its first fault told by the argument's name."""
+    try:
+        return GradientRegularizationConfig(**values)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = str(fault["loc"][0]) if fault["loc"] else ""
+        message = fault["msg"].removeprefix("Value error, ").removeprefix(f"{name}={values.get(name)}: ")
+        raise UserError(f"{ARGUMENTS.get(name, name)}={values.get(name)}: {message}") from None
+
+
+def as_strength(value: float | str | None) -> float | str:
+    """A number even where the command line gave its text."""
+    if value is None:
+        return 0.0
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def as_perturbed(value: Sequence[str] | str | None) -> str | tuple[str, ...]:
+    """One of the named sets, or patterns."""
+    if value is None:
+        return "blocks"
+    if not isinstance(value, str):
+        return tuple(value)
+    is_pattern = any(mark in value for mark in "*?[.,")
+    return tuple(part.strip() for part in value.split(",")) if is_pattern else value
+
+
+def load_scheduler(path: str) -> Scheduler:
+    """The function at `package.module:function`."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"grad_reg_scheduler={path}: give package.module:function ({error})") from error
+    if not callable(found):
+        raise UserError(f"grad_reg_scheduler={path} is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def by_name(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy with the schedules' functions given as `module:function`."""
+    paths = {
+        name: f"{values[name].__module__}:{getattr(values[name], '__qualname__', type(values[name]).__name__)}"
+        for name in SCHEDULERS
+        if callable(values.get(name))
+    }
+    return {**values, **paths}
+
+
+def in_argument_names(message: str) -> str:
+    """A message of the regularizer in the words of the trainer's user."""
+    message = message.replace("gradient_regularization.step", "grad_reg_eps")
+    return message.replace("gradient_regularization.", "grad_reg_")

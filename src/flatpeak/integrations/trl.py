@@ -1,0 +1,54 @@
+"""Gradient regularization for TRL's trainers: change the import, and give a strength.
+
+```
+from flatpeak.integrations.trl import GradientRegularizedGRPOConfig, GradientRegularizedGRPOTrainer
+
+args = GradientRegularizedGRPOConfig(grad_reg_strength="ratio:0.3", output_dir="run")
+GradientRegularizedGRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset).train()
+```
+
+For any other trainer put `GradientRegularizationMixin` before the trainer, and `GradientRegularizationArguments` before
+its config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flatpeak.integrations.arguments import GradientRegularizationArguments
+from flatpeak.integrations.hf_trainer import (
+    GradientRegularizationMixin,
+    GradientRegularizedTrainer,
+    GradientRegularizedTrainingArguments,
+)
+
+try:
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
+except ModuleNotFoundError as error:
+    if error.name != "trl":
+        raise
+    raise ImportError("flatpeak.integrations.trl needs TRL: pip install flatpeak[trl]") from error
+
+
+@dataclass
+class GradientRegularizedGRPOConfig(GradientRegularizationArguments, GRPOConfig):
+    """TRL's GRPOConfig, and ours."""
+
+
+class GradientRegularizedGRPOTrainer(GradientRegularizationMixin, GRPOTrainer):
+    """TRL's GRPOTrainer with gradient regularization."""
+
+
+GRPOGradRegConfig = GradientRegularizedGRPOConfig
+GRPOTrainerGradreg = GradientRegularizedGRPOTrainer
+
+__all__ = [
+    "GRPOGradRegConfig",
+    "GRPOTrainerGradreg",
+    "GradientRegularizationArguments",
+    "GradientRegularizationMixin",
+    "GradientRegularizedGRPOConfig",
+    "GradientRegularizedGRPOTrainer",
+    "GradientRegularizedTrainer",
+    "GradientRegularizedTrainingArguments",
+]
