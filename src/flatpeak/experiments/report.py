@@ -56,7 +56,30 @@ CHARTS = (
     Chart(title="Gradient norm", stage="train", metrics="policy/grad_norm", note="Before clipping."),
     Chart(title="Truncated completions", stage="train", metrics="rollout/truncated_fraction"),
     Chart(title="Clipped tokens", stage="train", metrics="policy/clip_fraction"),
-    Chart(title="Gradient regularization", stage="train", metrics="gradreg/*"),
+    Chart(
+        title="Penalty ratio",
+        stage="train",
+        metrics="gradreg/penalty_ratio",
+        note="Gradient regularization: norm of the penalty's gradient over that of g1.",
+    ),
+    Chart(
+        title="Gradient norm without penalty",
+        stage="train",
+        metrics="gradreg/g1_norm",
+        note="Of the perturbed parameters: what regularization lowers.",
+    ),
+    Chart(
+        title="Cosine of gradient and penalty",
+        stage="train",
+        metrics="gradreg/cosine",
+        note="Above 0, learning flattens too; below 0, the two disagree.",
+    ),
+    Chart(
+        title="Perturbation kept",
+        stage="train",
+        metrics="gradreg/perturbation_kept",
+        note="1: nothing lost to rounding.",
+    ),
 )
 
 

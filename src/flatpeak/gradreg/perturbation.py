@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flatpeak.gradreg.shards import Gradients, InnerProducts, reshard
+from flatpeak.gradreg.shards import Gradients, InnerProducts, abandon, reshard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +57,9 @@ class Perturbation:
                 kept = self._move(saved, direction, step)
             self._forget_copies()
             yield kept
+        except BaseException:
+            abandon(self.model)
+            raise
         finally:
             self._restore([*saved, *buffers])
 

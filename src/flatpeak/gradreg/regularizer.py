@@ -17,13 +17,15 @@ from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.differences import central_difference, exact_curvature, forward_difference
 from flatpeak.gradreg.directions import Direction, direction, offset
+from flatpeak.gradreg.gradients import add_gradients, backward, clipped, take_gradients
 from flatpeak.gradreg.guard import Guard
 from flatpeak.gradreg.perturbation import Kept, Perturbation
+from flatpeak.gradreg.precision import coarsest, watched
 from flatpeak.gradreg.randomness import RandomState
 from flatpeak.gradreg.report import Report
 from flatpeak.gradreg.reuse import PenaltyMemory
 from flatpeak.gradreg.selection import choose_parameters, depth_factors
-from flatpeak.gradreg.shards import check_agreement, inner_products
+from flatpeak.gradreg.shards import check_agreement, device_of, inner_products
 from flatpeak.gradreg.strength import Schedule
 
 Losses = Callable[[], Iterable[Tensor]]
@@ -109,9 +111,25 @@ class GradientRegularizer:
         self.guard.passed = state["guard_passed"]
         self.memory.load(tensors, grad_norm=state["memory_grad_norm"])
 
+    def _first_pass(self, losses: Losses) -> int:
+        """The first time, see what type weights are computed in, unless that was said: the guard has to know."""
+        perturbation = self.perturbation
+        if self.guard.passed or perturbation.compute_dtype is not None:
+            return backward(losses())
+        with watched(perturbation.model, self.parameters) as seen:
+            count = backward(losses())
+        perturbation.compute_dtype = coarsest(seen, self.parameters[0].dtype)
+        return count
+
     def _both_passes(self, losses: Losses, again: Losses, rest: Losses | None, scale: float) -> Report:
         before = RandomState.now()
-        count = backward(losses())
+        count = self._first_pass(losses)
+        if count and all(p.grad is None for p in self.parameters):
+            raise UserError(
+                "gradient regularization: no perturbed parameter has a gradient after the first pass: make the "
+                "regularizer after the model is wrapped (fully_shard replaces parameters), and synchronize gradients "
+                "in the last micro-batch"
+            )
         base = None
         if rest is not None:
             base = {p: scale * p.grad for p in self.trainable if p.grad is not None}
@@ -182,9 +200,9 @@ class _Update:
         owner = self.owner
         way = direction(self.g1, owner.perturbation, scaling=owner.config.scaling)
         g1_norm = inner_products([(self.g1.values(), self.g1.values())])[0] ** 0.5
+        check_agreement(g1_norm, device=device_of(next(iter(self.g1))))
         if not math.isfinite(g1_norm) or way.norm == 0:
             return Report(skipped="g1 is zero" if way.norm == 0 else "g1 is not finite", g1_norm=g1_norm)
-        check_agreement(g1_norm, device=next(iter(self.g1)).device)
         reused = owner.memory.recall(grad_norm=g1_norm) if owner.schedule.reuses else None
         penalty = reused or self._curvature(way)
         size, along, outside = inner_products(
@@ -234,6 +252,8 @@ class _Update:
             self.replay()
             self.passes += 1
             found = take_gradients(owner.trainable)
+        if not self.g1.keys() & found.keys():
+            raise UserError("the second pass left no gradient: replay has to run all losses of the update backward")
         if self.scale != 1:
             found = {p: grad * self.scale for p, grad in found.items()}
         if owner.config.outside == "g2" and h > 0:
@@ -261,35 +281,3 @@ def combined(total: dict[nn.Parameter, Tensor], update: _Update, *, strength: fl
         elif penalty.any():
             final[parameter] = strength * penalty
     return final
-
-
-def backward(losses: Iterable[Tensor]) -> int:
-    """Add the gradients of all of them to `.grad`, one graph at a time; returns how many there were."""
-    count = 0
-    for count, loss in enumerate(losses, start=1):  # noqa: B007
-        loss.backward()
-    return count
-
-
-def add_gradients(gradients: dict[nn.Parameter, Tensor]) -> None:
-    """Put back what stood in `.grad` before: passes add to it, and it takes no part in their difference."""
-    for parameter, held in gradients.items():
-        parameter.grad = held if parameter.grad is None else held + parameter.grad
-
-
-def take_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Move the gradients out of `.grad`; copies where a reducer may own the memory they are in."""
-    owned = dist.is_available() and dist.is_initialized()
-    taken = {p: p.grad.clone() if owned else p.grad for p in parameters if p.grad is not None}
-    for parameter in taken:
-        parameter.grad = None
-    return taken
-
-
-def clipped(gradients: dict[nn.Parameter, Tensor], limit: float | None) -> dict[nn.Parameter, Tensor]:
-    """Scaled to at most this norm, as published code does before it takes a difference; unchanged without a limit."""
-    if limit is None:
-        return gradients
-    norm = inner_products([(gradients.values(), gradients.values())])[0] ** 0.5
-    factor = min(1.0, limit / (norm + 1e-6))
-    return {p: grad * factor for p, grad in gradients.items()}

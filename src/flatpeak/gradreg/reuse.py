@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from flatpeak.gradreg.shards import Gradients
+from flatpeak.gradreg.shards import Gradients, laid_out_like, whole
 
 
 class PenaltyMemory:
@@ -34,14 +34,14 @@ class PenaltyMemory:
         return {p: kept * (grad_norm / self.grad_norm) for p, kept in self.orthogonal.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by the parameter's position in the perturbed set."""
+        """What a checkpoint keeps, whole, by the parameter's position in the perturbed set; every rank has to ask."""
         held = self.orthogonal or {}
-        return {str(index): held[p] for index, p in enumerate(self.parameters) if p in held}
+        return {str(index): whole(held[p]) for index, p in enumerate(self.parameters) if p in held}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], *, grad_norm: float) -> None:
         """Go on from `tensors`."""
         # In the parameters' order, which a file of tensors does not keep: "10" comes before "2".
         owners = {index: self.parameters[int(index)] for index in sorted(tensors, key=int)}
-        self.orthogonal = {p: torch.empty_like(p).copy_(tensors[index]) for index, p in owners.items()} or None
+        self.orthogonal = {p: laid_out_like(tensors[index], p) for index, p in owners.items()} or None
         self.grad_norm = grad_norm

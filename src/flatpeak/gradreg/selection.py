@@ -11,8 +11,8 @@ from torch import nn
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
 
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""Prefixes that DDP, torch.compile and FSDP1 put before names."""
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What DDP, torch.compile, FSDP1 and activation checkpointing put into names."""
 QUANTIZED = ("Params4bit", "Int8Params")
 
 

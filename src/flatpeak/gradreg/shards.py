@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from flatpeak.errors import UserError
 
 Gradients = Mapping[nn.Parameter, Tensor]
+
+NOT_FINITE = -1.0
+"""Stands for a norm that is not finite where ranks compare theirs: no gradient has it."""
 
 
 class InnerProducts:
@@ -56,15 +60,20 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def check_agreement(norm: float, *, device: torch.device) -> None:
-    """Raise where replicas hold different gradients: each would perturb its own way, which is another algorithm."""
+    """Raise where replicas hold different gradients: each would perturb its own way, which is another algorithm.
+
+    Every rank has to ask, whatever its own gradient is: one that skipped its update would leave the others waiting.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    bounds = torch.tensor([norm, -norm], dtype=torch.float64, device=device)
+    known = norm if math.isfinite(norm) else NOT_FINITE
+    bounds = torch.tensor([known, -known], dtype=torch.float64, device=device)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     highest, lowest = bounds[0].item(), -bounds[1].item()
     if highest - lowest > 1e-6 * abs(highest):
+        least = "not finite" if lowest == NOT_FINITE else f"{lowest:.6g}"
         raise UserError(
-            f"the ranks' gradients differ (norms {lowest:.6g} to {highest:.6g}): regularization needs the averaged "
+            f"the ranks' gradients differ (norms {least} to {highest:.6g}): regularization needs the averaged "
             "gradient; synchronize it in the last micro-batch (no_sync only before it)"
         )
 
@@ -78,6 +87,37 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def abandon(model: nn.Module) -> None:
+    """After a pass that broke off: FSDP2's modules may still hold gathered weights where their shards belong."""
+    from torch.distributed.fsdp import FSDPModule
+
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module not in inner:
+            inner.update(module.modules())
+            if hasattr(module, "reset_iter_state"):  # not in every torch that we support
+                module.reset_iter_state()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank, which have to ask together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a whole tensor, of the type of a parameter and sharded and placed as it is."""
+    copied = tensor.to(device=parameter.device, dtype=parameter.dtype, copy=True)
+    if not isinstance(parameter, DTensor):
+        return copied
+    return distribute_tensor(copied, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Where collectives over a tensor run: its mesh's device, also where its shards are offloaded to the CPU."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+
+
 def _sum_over_shards(values: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    kinds = [Partial() if isinstance(place, Shard) else Replicate() for place in placements]
+    # Asked of the placement: FSDP2 over tensor parallelism has strided shards, which are no `Shard`.
+    kinds = [Replicate() if place.is_replicate() else Partial() for place in placements]
     return DTensor.from_local(values.to(mesh.device_type), mesh, kinds, run_check=False).full_tensor()

@@ -145,12 +145,12 @@ class Session:
     def save(self, directory: str) -> None:
         """Beside the optimizer."""
         args = self.trainer.args
-        save_state(self.regularizer, Path(directory), rank=args.process_index, first=args.should_save)
+        save_state(self.regularizer, Path(directory), writes=args.should_save)
 
     def load(self, checkpoint: str) -> None:
         """Go on from a checkpoint, counting steps from it where it was written without regularization."""
         self._regularizer = None
-        if not load_state(self.regularizer, Path(checkpoint), rank=self.trainer.args.process_index):
+        if not load_state(self.regularizer, Path(checkpoint)):
             self.regularizer.schedule.updates = self.trainer.state.global_step
             self.notice(f"{checkpoint} was written without gradient regularization: it begins here")
         self._loaded = True

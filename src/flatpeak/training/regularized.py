@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.regularizer import GradientRegularizer, backward
+from flatpeak.gradreg.gradients import backward
+from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.policy import Policy
 from flatpeak.training.batch import micro_batches, take
 from flatpeak.training.config import OptimizerConfig
