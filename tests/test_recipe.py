@@ -239,7 +239,8 @@ def test_an_override_that_cannot_be_applied_says_why(override, message):
         ),
         (
             {"reference": {"zzz": 1}},
-            "unknown key reference.zzz: the keys of reference are model, keep, reset_every, reset_at_kl, reset_optimizer",
+            "unknown key reference.zzz: the keys of reference are model, keep, reset_every, reset_at_kl, "
+            "reset_optimizer",
         ),
         (
             {"objective": {"loss": "cliped_surrogate"}},

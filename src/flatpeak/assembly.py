@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatpeak.checks import check_accuracy, check_aside, check_metric, check_policy
+from flatpeak.checks import check_accuracy, check_aside, check_metric, check_policy, check_regularization
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluation, Grader, TextAnswers, evaluate
@@ -70,6 +70,7 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
     examples = [*task.train, *task.test, *(first_task.train if first_task else ())]
     policy = _policy(config, given, examples, checkpoint=checkpoint)
     check_policy(config, policy)
+    check_regularization(config, policy)
     for notice in _notices(config, policy, given):
         progress.notice(notice)
 

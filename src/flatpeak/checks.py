@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.policy import Policy
 from flatpeak.rewards.combine import RewardSet
 from flatpeak.types import Prompt
@@ -55,3 +56,10 @@ def check_aside(aside: int, train: Sequence[Prompt]) -> None:
         raise UserError(
             f"sft.check_size={aside} sets all {len(train)} training rows aside for sft.stop_at: lower sft.check_size"
         )
+
+
+def check_regularization(config: RunConfig, policy: Policy) -> None:
+    """UserError where there is nothing to perturb, or rounding would swallow the perturbation."""
+    if config.gradient_regularization.enabled:
+        regularizer = GradientRegularizer(policy.model, config.gradient_regularization, masters=policy.masters())
+        regularizer.guard.probe(regularizer.perturbation, regularizer.config)

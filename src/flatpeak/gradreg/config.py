@@ -11,6 +11,7 @@ from flatpeak.schema import StrictConfig
 RATIO = "ratio:"
 
 Factor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NAMED_SETS = ("blocks", "all", "adapters", "last_layer", "last_block")
 RatioMode = Literal["importance", "reuse", "importance_clipped"]
 
 
@@ -22,7 +23,7 @@ class GradientRegularizationConfig(StrictConfig):
 
     strength: float | str = 0.0
     """A number (0: off, and no second pass), or `ratio:0.3`: the penalty's gradient has 0.3 times the norm of the
-    plain one, tracked slowly."""
+    plain one (of the chosen groups', where `group_fraction` is below 1), tracked slowly."""
     penalty: Literal["squared_norm", "norm"] = "squared_norm"
     """squared_norm: strength / 2 * ||grad L||^2. norm: strength * ||grad L|| (Zhao et al. 2022, arXiv 2202.03599);
     with step_scale=radius and strength equal to step that is SAM (Foret et al. 2021, arXiv 2010.01412)."""
@@ -76,18 +77,25 @@ class GradientRegularizationConfig(StrictConfig):
         try:
             number = float(text.removeprefix(RATIO))
         except ValueError as error:
-            raise ValueError(f"strength={value}: give a number, or ratio:0.3") from error
+            raise ValueError(f"gradient_regularization.strength={value}: give a number, or ratio:0.3") from error
         if text.startswith(RATIO):
             if not 0 < number < float("inf"):
-                raise ValueError(f"strength={value}: give a number, or ratio:0.3 with a number above 0")
+                raise ValueError(
+                    f"gradient_regularization.strength={value}: give a number, or ratio:0.3 with a number above 0"
+                )
             return text
         if not 0 <= number < float("inf"):
-            raise ValueError(f"strength={value}: a penalty needs a strength of at least 0")
+            raise ValueError(f"gradient_regularization.strength={value}: a penalty needs a strength of at least 0")
         return number
 
     @field_validator("perturbed", mode="before")
     @classmethod
     def _patterns(cls, value: object) -> object:
+        if isinstance(value, str) and value not in NAMED_SETS:
+            raise ValueError(
+                f"gradient_regularization.perturbed={value}: give 'blocks', 'all', 'adapters', 'last_layer' or "
+                "'last_block', or a list of patterns such as ['*.mlp.*']"
+            )
         return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from flatpeak.errors import UserError
+from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.directions import direction, offset
 from flatpeak.gradreg.perturbation import Kept, Perturbation
+from flatpeak.gradreg.randomness import RandomState
 
 
 class Guard:
@@ -16,6 +21,21 @@ class Guard:
         self.notice = notice
         self.passed = False
         self.warned = False
+
+    def probe(self, perturbation: Perturbation, config: GradientRegularizationConfig) -> None:
+        """The same check along a random direction, before anything is spent on a run.
+
+        An absolute step multiplies a gradient that is not known yet; there the first update finds out.
+        """
+        if config.difference == "exact" or config.step_scale == "absolute":
+            return
+        before = RandomState.now()
+        noise = {p: torch.randn_like(p) for p in perturbation.parameters}
+        before.restore()
+        way = direction(noise, perturbation, scaling=config.scaling)
+        h = offset(way, perturbation, config)
+        with perturbation.moved(way.vector, step=h) as kept:
+            self.check(kept, perturbation, h)
 
     def check(self, kept: Kept, perturbation: Perturbation, h: float) -> None:
         """UserError at the first perturbation, a notice at a later one."""
