@@ -237,7 +237,8 @@ def checked_config(values: dict[str, Any]) -> GradientRegularizationConfig:
     except ValidationError as error:
         fault = error.errors()[0]
         name = str(fault["loc"][0]) if fault["loc"] else ""
-        message = fault["msg"].removeprefix("Value error, ").removeprefix(f"{name}={values.get(name)}: ")
+        message = fault["msg"].removeprefix("Value error, ").removeprefix("gradient_regularization.")
+        message = in_argument_names(message.removeprefix(f"{name}={values.get(name)}: "))
         raise UserError(f"{ARGUMENTS.get(name, name)}={values.get(name)}: {message}") from None
 
 
