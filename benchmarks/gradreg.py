@@ -3,18 +3,20 @@
     python benchmarks/gradreg.py [--rounds 7] [--sft-steps 600] [--recipe flatpeak:demo] [key=value ...] [--json FILE]
 
 Every variant updates the same policy (learning rate 0, so that nothing moves) from the same rollouts of the recipe's
-task. A round times each variant once, in turn; figures are medians over the rounds, ratios are taken within a round.
+task, cut into the recipe's minibatches. A round times each variant once, in turn: an update is the mean over
+UPDATE_EPOCHS passes through all minibatches, a step is `train_step` with sampling, scoring and all its updates. Figures
+are medians over the rounds, ratios are taken within a round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -22,12 +24,11 @@ import torch
 from flatpeak.api import Silence
 from flatpeak.assembly import Given, Parts, assemble
 from flatpeak.config import RunConfig
-from flatpeak.functional.weights import completion_weights
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.runs.manifest import describe_start
-from flatpeak.training.batch import collate, take
-from flatpeak.training.learner import Learner
+from flatpeak.training.batch import collate, minibatches
+from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import LIKELIHOOD, demonstration_batch
@@ -43,6 +44,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "regularized, every 5th update": {"strength": "ratio:0.3", "every": 5},
     "central difference": {"strength": "ratio:0.3", "difference": "central"},
 }
+
+
+UPDATE_EPOCHS = 5
+"""So that every fifth of the updates is a whole fifth of them."""
 
 
 class NoJournal:
@@ -76,9 +81,9 @@ def main() -> None:
     parts = assemble(config, Given(), checkpoint=None, progress=Silence())
     imitate(parts, config, steps=arguments.sft_steps)
     trainers = {name: build_trainer(parts, config, fields) for name, fields in VARIANTS.items()}
-    batch = rollout_batch(trainers[PLAIN])
-    rows = measure(trainers, batch, rounds=arguments.rounds)
-    print(table(rows, batch, parts))
+    updates = minibatches_of_a_step(trainers[PLAIN])
+    rows = measure(trainers, updates, rounds=arguments.rounds)
+    print(table(rows, updates, parts))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(rows), indent=1) + "\n")
 
@@ -117,27 +122,42 @@ def build_trainer(parts: Parts, config: RunConfig, fields: dict[str, Any]) -> Tr
     )
 
 
-def rollout_batch(trainer: Trainer) -> Batch:
-    """One step's completions that have a gradient, ready for an update."""
+def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
+    """One step's completions as its updates see them."""
     rollouts = trainer.collect(1)
     shaped = trainer.shape(rollouts)
     batch = collate(rollouts.groups, shaped.valid_PG, device=trainer.learner.policy.device)
-    batch = attach_advantages(batch, trainer.advantages(shaped, batch), shaped)
-    weights_N = completion_weights(batch.lengths_N, "sequence_mean")
-    return take(replace(batch, weights_N=weights_N), (batch.advantages_N != 0).nonzero()[:, 0])
+    objective = trainer.learner.objective
+    found = minibatches(
+        attach_advantages(batch, trainer.advantages(shaped, batch), shaped),
+        trainer.config.training.minibatches,
+        normalization=objective.config.normalization,
+        max_tokens=trainer.config.rollout.max_new_tokens,
+        seed=0,
+        all_tokens=objective.needs_all_tokens,
+    )
+    return list(found)
 
 
-def measure(trainers: dict[str, Trainer], batch: Batch, *, rounds: int) -> list[Row]:
+def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, rounds: int) -> list[Row]:
     """Time updates and whole steps in turn, after a round that is not counted."""
     rows = [Row(name=name, update_seconds=[], step_seconds=[]) for name in trainers]
     for counted in range(-1, rounds):
         for row, trainer in zip(rows, trainers.values(), strict=True):
-            update = seconds(lambda trainer=trainer: trainer.learner.update(batch, rate=0.0))
-            step = seconds(lambda trainer=trainer, counted=counted: trainer.train_step(counted + 2))
+            update = seconds(lambda learner=trainer.learner: run_updates(learner, updates))
+            step = seconds(lambda trainer=trainer, number=counted + 2: trainer.train_step(number))
             if counted >= 0:
-                row.update_seconds.append(update)
+                row.update_seconds.append(update / (UPDATE_EPOCHS * len(updates)))
                 row.step_seconds.append(step)
     return rows
+
+
+def run_updates(learner: Learner, updates: Sequence[Batch]) -> None:
+    """As a run does them, at learning rate 0."""
+    for _ in range(UPDATE_EPOCHS):
+        for minibatch in updates:
+            with seeded(0):
+                learner.update(minibatch, rate=0.0)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -157,13 +177,14 @@ def ratios(rows: list[Row], name: str, what: str) -> list[float]:
     return [a / b for a, b in zip(getattr(chosen, what), getattr(rows[0], what), strict=True)]
 
 
-def table(rows: list[Row], batch: Batch, parts: Parts) -> str:
+def table(rows: list[Row], updates: Sequence[Batch], parts: Parts) -> str:
     """Markdown."""
     start = describe_start(None)
     size = sum(parameter.numel() for parameter in parts.policy.model.parameters())
     lines = [
-        f"{size:,} parameters; the update has {len(batch.prompts)} informative groups, {len(batch.lengths_N)} "
-        f"completions, {len(batch.tokens_T)} response tokens. {start['hardware']['cpu']}, "
+        f"{size:,} parameters; {len(updates)} updates a step, with {mean(len(u.prompts) for u in updates):.0f} "
+        f"informative groups, {mean(len(u.lengths_N) for u in updates):.0f} completions and "
+        f"{mean(len(u.tokens_T) for u in updates):.0f} response tokens each. {start['hardware']['cpu']}, "
         f"{torch.get_num_threads()} threads, {', '.join(start['hardware']['cuda']) or 'no GPU'}; "
         f"torch {start['versions']['torch']}, commit {start['commit']['flatpeak']}.",
         "",
@@ -173,9 +194,9 @@ def table(rows: list[Row], batch: Batch, parts: Parts) -> str:
     for row in rows:
         cells = [row.name]
         for what in ("update_seconds", "step_seconds"):
-            cells.append(f"{statistics.median(getattr(row, what)):.3f}")
+            cells.append(f"{median(getattr(row, what)):.3f}")
             found = ratios(rows, row.name, what)
-            cells.append(f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+            cells.append(f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

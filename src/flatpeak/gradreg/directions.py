@@ -22,6 +22,8 @@ class Direction:
     """d = T^2 g with T = 1, or ASAM's T = |w| + eta: the penalty is that on ||T g||, its gradient H d."""
 
     vector: Gradients
+    grad_norm: float
+    """||g||."""
     norm: float
     """||d||."""
     scaled_norm: float
@@ -34,12 +36,13 @@ def direction(g1: Gradients, perturbation: Perturbation, *, scaling: str) -> Dir
     grads = [g1[p] for p in parameters]
     if scaling == "none":
         norm = inner_products([(grads, grads)])[0] ** 0.5
-        return Direction(vector={p: g1[p] for p in parameters}, norm=norm, scaled_norm=norm)
+        return Direction(vector={p: g1[p] for p in parameters}, grad_norm=norm, norm=norm, scaled_norm=norm)
     scales = [perturbation.master(p).abs().add_(ASAM_ETA) for p in parameters]
     once = [scale * grad for scale, grad in zip(scales, grads, strict=True)]
     twice = [scale * part for scale, part in zip(scales, once, strict=True)]
-    scaled, norm = (total**0.5 for total in inner_products([(once, once), (twice, twice)]))
-    return Direction(vector=dict(zip(parameters, twice, strict=True)), norm=norm, scaled_norm=scaled)
+    plain, scaled, norm = (total**0.5 for total in inner_products([(a, a) for a in (grads, once, twice)]))
+    vector = dict(zip(parameters, twice, strict=True))
+    return Direction(vector=vector, grad_norm=plain, norm=norm, scaled_norm=scaled)
 
 
 def offset(way: Direction, perturbation: Perturbation, config: GradientRegularizationConfig) -> float:

@@ -199,7 +199,7 @@ class _Update:
         """Find the penalty; anything not finite leaves g1 as it is."""
         owner = self.owner
         way = direction(self.g1, owner.perturbation, scaling=owner.config.scaling)
-        g1_norm = inner_products([(self.g1.values(), self.g1.values())])[0] ** 0.5
+        g1_norm = way.grad_norm
         check_agreement(g1_norm, device=device_of(next(iter(self.g1))))
         if not math.isfinite(g1_norm) or way.norm == 0:
             return Report(skipped="g1 is zero" if way.norm == 0 else "g1 is not finite", g1_norm=g1_norm)

@@ -21,27 +21,50 @@ NOT_FINITE = -1.0
 
 
 class InnerProducts:
-    """Running sums of <a, b>, over all shards: one collective per device mesh, whatever the number of tensors."""
+    """Running sums of <a, b>, over all shards: one collective per device mesh, whatever the number of tensors.
+
+    Products are summed over about CHUNK numbers at a time. Longer float32 sums lose digits (7e-4 over 2e7 numbers), and
+    one operation for every small tensor would cost as much as a small model's backward pass.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._local: dict[Any, Tensor] = {}
+        self._waiting: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        self._lengths: dict[Any, int] = {}
+        self._sums: dict[Any, list[Tensor]] = {}
 
     def add(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add one pair of tensors, sharded alike, to sum `index`."""
         where = (left.device_mesh, left.placements) if isinstance(left, DTensor) else left.device
-        here = dot(flat(left), flat(right))
-        if where not in self._local:
-            self._local[where] = here.new_zeros(self.count)
-        self._local[where][index] += here
+        key, pair = (where, index), (flat(left), flat(right))
+        self._waiting.setdefault(key, []).append(pair)
+        self._lengths[key] = self._lengths.get(key, 0) + pair[0].numel()
+        if self._lengths[key] >= CHUNK:
+            self._flush(key)
 
     def totals(self) -> list[float]:
         """The sums."""
+        for key in list(self._waiting):
+            self._flush(key)
         totals = [0.0] * self.count
-        for where, sums in self._local.items():
+        for where in dict.fromkeys(where for where, _ in self._sums):
+            sums = self._at(where)
             found = _sum_over_shards(sums, *where) if isinstance(where, tuple) else sums
             totals = [total + value for total, value in zip(totals, found.tolist(), strict=True)]
         return totals
+
+    def _at(self, where: Any) -> Tensor:
+        """This rank's sums of tensors on one device or mesh, float64 [count]."""
+        parts = {index: torch.stack(found).sum() for (at, index), found in self._sums.items() if at == where}
+        some = next(iter(parts.values()))
+        return torch.stack([parts.get(index, torch.zeros_like(some)) for index in range(self.count)])
+
+    def _flush(self, key: tuple[Any, int]) -> None:
+        pairs = self._waiting.pop(key)
+        del self._lengths[key]
+        left, right = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pairs, strict=True))
+        chunks = zip(left.split(CHUNK), right.split(CHUNK), strict=True)
+        self._sums.setdefault(key, []).extend(torch.dot(a, b).double() for a, b in chunks)
 
 
 def inner_products(pairs: Sequence[tuple[Iterable[Tensor], Iterable[Tensor]]]) -> list[float]:
@@ -53,17 +76,11 @@ def inner_products(pairs: Sequence[tuple[Iterable[Tensor], Iterable[Tensor]]]) -
     return sums.totals()
 
 
-def dot(left: Tensor, right: Tensor) -> Tensor:
-    """<a, b> as float64, from short float32 sums: one over 2e7 numbers is off by 7e-4."""
-    parts = [torch.dot(a, b).double() for a, b in zip(left.split(CHUNK), right.split(CHUNK), strict=True)]
-    return torch.stack(parts).sum()
-
-
 def flat(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, as a vector of at least float32."""
     here: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     here = here.detach().reshape(-1)
-    return here if here.dtype == torch.float64 else here.float()
+    return here if here.dtype in (torch.float32, torch.float64) else here.float()
 
 
 def check_agreement(norm: float, *, device: torch.device) -> None:

@@ -79,7 +79,8 @@ class Policy:
         Dropout, if the policy has any, is active exactly when gradients are. `twice_differentiable` goes through the
         plain model and attention written out, at the price of a [T, V] tensor: for exact curvature.
         """
-        self.model.train(torch.is_grad_enabled())
+        if self.model.training != torch.is_grad_enabled():
+            self.model.train(torch.is_grad_enabled())
         if twice_differentiable:
             with self.plain_attention(), sdpa_kernel(SDPBackend.MATH):
                 return padded_token_logprobs(self.causal, batch, temperature=temperature)

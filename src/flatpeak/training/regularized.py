@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.gradients import backward
@@ -39,6 +40,8 @@ class RegularizedLearner(Learner):
     ) -> None:
         super().__init__(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
         self.regularizer = GradientRegularizer(policy.model, config, masters=policy.masters(), notice=notice)
+        perturbed = set(self.regularizer.parameters)
+        self.outside = [p for p in self.regularizer.trainable if p not in perturbed]
         self.penalized = objective if config.kl_in_penalty else objective.policy_part()
         """The loss whose gradient is penalized."""
 
@@ -71,10 +74,11 @@ class RegularizedLearner(Learner):
     def second_pass(self, batch: Batch, frozen: list[Frozen]) -> Iterator[Tensor]:
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
-        for micro, first in zip(micro_batches(batch, self.micro_batch_tokens), frozen, strict=True):
-            logprobs_T, entropy_T = self.token_logprobs(micro)
-            loss_T = second_pass_loss(self.penalized, first, logprobs_T, entropy_T, micro, mode=config.ratio_mode)
-            yield weighted_sum(loss_T, micro)
+        with without_gradients(self.outside if config.outside == "g1" else ()):
+            for micro, first in zip(micro_batches(batch, self.micro_batch_tokens), frozen, strict=True):
+                logprobs_T, entropy_T = self.token_logprobs(micro)
+                loss_T = second_pass_loss(self.penalized, first, logprobs_T, entropy_T, micro, mode=config.ratio_mode)
+                yield weighted_sum(loss_T, micro)
 
     def token_logprobs(self, micro: Batch) -> tuple[Tensor, Tensor]:
         """The policy's, the same way in both passes: dropout draws its masks by the shapes it meets."""
@@ -108,6 +112,19 @@ class RegularizedLearner(Learner):
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         super().load(state, {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)})
         self.regularizer.load(state, own)
+
+
+@contextmanager
+def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters that keep g1 need none of the second pass: the output layer's is a good part of its cost."""
+    held = [p for p in parameters if p.requires_grad]
+    for parameter in held:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)
 
 
 def build_learner(
