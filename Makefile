@@ -11,6 +11,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: .venv/installed
 	$(BIN)/flatpeak demo $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
 
+# The models of the tests are tiny: two threads would wait for each other most of the time.
+test check: export OMP_NUM_THREADS ?= 1
+
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
 

@@ -40,6 +40,7 @@ def curve_svg(title: str, curves: Sequence[Curve]) -> str:
         axes.set_title(title, loc="left")
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.ticklabel_format(axis="y", useOffset=False)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if len(curves) > 1:
