@@ -9,6 +9,7 @@ from flatpeak.errors import UserError
 from flatpeak.recipe import apply_overrides, load_recipe, merge, parse_config, shipped_recipes
 from flatpeak.recipe_errors import known_keys
 from flatpeak.recipe_yaml import parse_value
+from recipe_parts import unsaid
 
 MODEL = {"model": {"path": "somewhere"}}
 
@@ -303,9 +304,15 @@ def test_known_keys_go_through_lists_names_and_unions():
 
 
 @pytest.mark.parametrize("name", recipe.shipped_recipes())
-def test_every_shipped_recipe_is_valid(name):
+def test_every_shipped_recipe_parses_to_what_it_says_once_it_has_a_model(name):
     content = load_recipe(name)
-    parse_config(content if "model" in content else content | MODEL)
+    config = parse_config(content if "model" in content else content | MODEL)
+    assert unsaid(content, config.model_dump(mode="json")) == []
+
+
+def test_what_does_not_arrive_in_a_config_is_noticed():
+    assert unsaid({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 2, "c": [1, 3], "d": 0}}) == ["a.b", "a.c.1"]
+    assert unsaid({"a": {"b": 1}, "c": []}, {"c": [0]}) == ["a", "c"]
 
 
 def test_a_bad_recipe_fails_before_torch_is_imported(tmp_path):

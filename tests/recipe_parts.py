@@ -1,0 +1,21 @@
+"""What the tests of recipes share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def unsaid(content: Any, dumped: Any, where: str = "") -> list[str]:
+    """The keys of a recipe whose values did not arrive in the configuration made of it."""
+    if isinstance(content, Mapping):
+        pairs = {str(key): (value, dumped.get(key, ...)) for key, value in content.items()}
+    elif isinstance(content, list | tuple) and isinstance(dumped, list) and len(content) == len(dumped):
+        pairs = {str(index): pair for index, pair in enumerate(zip(content, dumped, strict=True))}
+    else:
+        return [] if content == dumped else [where]
+    missing = []
+    for key, (said, found) in pairs.items():
+        place = f"{where}.{key}" if where else key
+        missing += [place] if found is ... else unsaid(said, found, place)
+    return missing
