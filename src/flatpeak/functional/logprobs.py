@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_LOGITS_PER_CHUNK_CPU = 1 << 21
-"""8 MiB of float32: what larger caches hold, and below what the allocator fetches from the system every time."""
+from flatpeak.functional.products import linear, product
+
+_LOGITS_PER_CHUNK_CPU = 1 << 22
+"""16 MiB of float32: what larger caches hold, and few enough passes over the gradient of a large output layer."""
 _LOGITS_PER_CHUNK = 1 << 26
 """256 MiB of float32."""
 _ROW_MULTIPLE = 64
@@ -98,7 +99,7 @@ class _Head:
 
     def scores(self, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         """The chunk's z, [C, V] in at least float32, in memory of its own."""
-        scores_CV = F.linear(hidden_CD, weight_VD, bias_V)
+        scores_CV = linear(hidden_CD, weight_VD, bias_V)
         scores_CV = scores_CV.to(_result_dtype(scores_CV))
         if self.logit_scale != 1:
             scores_CV.mul_(self.logit_scale)
@@ -183,13 +184,9 @@ class _Gradients:
             self.bias_V.add_(grad_CV.sum(0))
         grad_CV = grad_CV.to(hidden_CD.dtype)
         if self.hidden_TD is not None:
-            torch.mm(grad_CV, weight_VD, out=self.hidden_TD[rows])
-        if self.weight_VD is None:
-            return
-        if self.weight_VD.dtype == hidden_CD.dtype:
-            self.weight_VD.addmm_(grad_CV.T, hidden_CD)
-        else:
-            self.weight_VD.add_(grad_CV.T @ hidden_CD)
+            self.hidden_TD[rows] = product(grad_CV, weight_VD.t())
+        if self.weight_VD is not None:
+            self.weight_VD.add_(product(grad_CV.t(), hidden_CD.t()))
 
 
 class _DifferentiatedOnce(torch.autograd.Function):

@@ -1,0 +1,104 @@
+"""Matrix products in float32 on a CPU, by whichever of torch's two libraries is the faster one there.
+
+torch multiplies float32 matrices with MKL, which on processors that are not Intel's takes its AVX2 path. Where such a
+processor has AVX-512, oneDNN, which torch brings along too, is more than twice as fast (benchmarks/RESULTS.md).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SMALLEST = 1 << 13
+"""Entries of the weight below which oneDNN's fixed cost per call outweighs its speed."""
+SETTING = "FLATPEAK_MATMUL"
+"""The environment variable that overrides the choice: mkl or onednn."""
+
+
+def linear(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """input W^T + b, [..., N], as torch's own `linear`; differentiable as often as one likes."""
+    if torch.compiler.is_compiling():  # inductor takes oneDNN's operator for one of its own, whose weights are packed
+        return F.linear(input_MK, weight_NK, bias_N)
+    if not (served(weight_NK) and input_MK.dtype == torch.float32 and input_MK.numel()):
+        return F.linear(input_MK, weight_NK, bias_N)
+    if torch.is_grad_enabled():
+        output: Tensor = _Linear.apply(input_MK, weight_NK, bias_N)
+        return output
+    return multiply(input_MK, weight_NK, bias_N)
+
+
+def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
+    """left right^T, [M, N], outside autograd. Either may be a transposed view."""
+    if served(right_NK) and left_MK.dtype == torch.float32 and left_MK.numel():
+        return multiply(left_MK, right_NK, None)
+    return left_MK @ right_NK.t()
+
+
+def served(weight: Tensor) -> bool:
+    """Whether products with this matrix go through oneDNN: a rule of the weight alone.
+
+    Were it one of the other factor's rows too, a row's result would depend on how many stand beside it.
+    """
+    return (
+        weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.numel() >= SMALLEST
+        and onednn_is_faster()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def pack(weight_NK: Tensor) -> Tensor:
+    """A copy of the weight in the layout that oneDNN's kernels read, for `multiply`; it does not follow the weight."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach())
+    return packed
+
+
+def multiply(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """oneDNN's input W^T + b, outside autograd; the weight may be packed."""
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(input_MK, weight_NK, bias_N, "none", [], "")
+    return output
+
+
+@cache
+def onednn_is_faster() -> bool:
+    """Whether float32 products on this machine's CPU go through oneDNN."""
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    setting = os.environ.get(SETTING, "auto")
+    if setting in ("mkl", "onednn"):
+        return available and setting == "onednn"
+    has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return available and torch.backends.mkl.is_available() and has_avx512 and not _is_intel()
+
+
+def _is_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True  # not Linux: leave everything to torch
+
+
+class _Linear(torch.autograd.Function):
+    """Written in terms of itself, so that its derivatives have derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input_MK, weight_NK)
+        return multiply(input_MK, weight_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        input_MK, weight_NK = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        rows_MN, rows_MK = grad_MN.reshape(-1, grad_MN.shape[-1]), input_MK.reshape(-1, input_MK.shape[-1])
+        return (
+            linear(grad_MN, weight_NK.t()) if needs_input else None,
+            linear(rows_MN.t(), rows_MK.t()) if needs_weight else None,
+            rows_MN.sum(0) if needs_bias else None,
+        )
