@@ -1,9 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from flatpeak.protocols import Reward
+from flatpeak.rewards.build import as_reward
+from flatpeak.rewards.numbers import NumberReward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.curriculum import Phase
@@ -131,3 +138,116 @@ def test_groups_of_one_text_are_not_merged() -> None:
     rollouts, _ = run(lambda id: ALIVE)
     assert len({group.prompt.text for group in rollouts.groups}) == 1
     assert len(rollouts.groups) == len(set(ids(rollouts))) == 3
+
+
+class StreamingSampler(RecordingSampler):
+    """Answers are the group's place in the data, right in one of two completions; the last group comes first."""
+
+    def __init__(self, right: set[str] | None = None) -> None:
+        super().__init__()
+        self.right = right
+        self.streamed = 0
+
+    def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Group]:
+        return [
+            Group(prompt=group.prompt, completions=tuple(self._answered(group, place) for place in range(2)))
+            for group in super().generate(prompts, **settings)
+        ]
+
+    def stream(self, prompts: Sequence[Prompt], **settings: Any) -> Iterator[tuple[int, Group]]:
+        self.streamed += 1
+        yield from reversed(list(enumerate(self.generate(prompts, **settings))))
+
+    def _answered(self, group: Group, place: int) -> Completion:
+        right = place == 0 and (self.right is None or group.prompt.id in self.right)
+        return replace(group.completions[place], text=group.prompt.example.gold if right else "0.5")
+
+
+class AtOnce:
+    """Workers without processes: calls are made when they are asked for."""
+
+    def __init__(self) -> None:
+        self.graded: list[str] = []
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        self.graded.append(arguments[-1].prompt.id)
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments))
+        return done
+
+
+def numbered(sampler: RecordingSampler, reward: Reward, *, max_resamples: int = 0) -> Rollouts:
+    prompts = [
+        Prompt(id=f"p{i}", token_ids=(2,), text="", example=Example(id=f"p{i}", question="q", gold=f"{i}"))
+        for i in range(20)
+    ]
+    return collect(
+        sampler,
+        Phase(task="t", prompts=Stream(items=prompts, seed=1), reward=reward, accuracy="correctness"),
+        RolloutConfig(prompts_per_step=3, group_size=2),
+        cursor=0,
+        seed=9,
+        max_resamples=max_resamples,
+    )
+
+
+def test_groups_are_graded_as_they_come_and_kept_in_order() -> None:
+    sampler, workers = StreamingSampler(), AtOnce()
+    rollouts = numbered(sampler, as_reward(NumberReward(), name="correctness", workers=workers))  # type: ignore[arg-type]
+    assert workers.graded == order(3)[::-1]
+    assert ids(rollouts) == order(3)
+    assert rollouts.scores == Scores(total=[[1.0, 0.0]] * 3, parts={"correctness": [[1.0, 0.0]] * 3})
+    assert sampler.streamed == 1
+
+
+def test_without_workers_nothing_is_streamed() -> None:
+    sampler = StreamingSampler()
+    rollouts = numbered(sampler, as_reward(NumberReward(), name="correctness"))
+    assert (sampler.streamed, len(sampler.calls)) == (0, 1)
+    assert rollouts.scores.total == [[1.0, 0.0]] * 3
+    sampler = StreamingSampler()
+    numbered(sampler, scripted(lambda id: ALIVE))
+    assert (sampler.streamed, len(sampler.calls)) == (0, 1)
+
+
+def test_a_sampler_that_does_not_stream_still_has_its_groups_graded_by_workers() -> None:
+    workers = AtOnce()
+    numbered(RecordingSampler(), as_reward(NumberReward(), name="correctness", workers=workers))  # type: ignore[arg-type]
+    assert workers.graded == order(3)
+
+
+def test_streaming_replaces_the_same_groups() -> None:
+    names = order(8)
+    for max_resamples in (1, 5):
+        plain, streamed = (
+            numbered(
+                StreamingSampler(right={names[1], names[3], names[6]}),
+                as_reward(NumberReward(), name="correctness", workers=workers),  # type: ignore[arg-type]
+                max_resamples=max_resamples,
+            )
+            for workers in (None, AtOnce())
+        )
+        without_times = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
+        assert replace(streamed, **without_times) == replace(plain, **without_times)
+    assert ids(streamed) == [names[1], names[3], names[6]]
+    assert (streamed.drawn, streamed.cursor) == (7, 7)
+
+
+def test_grading_while_sampling_counts_as_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("flatpeak.training.collect.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(AtOnce):
+        def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+            now[0] += 2.0
+            return super().submit(function, *arguments)
+
+    def late(completions: list[str]) -> list[float]:
+        now[0] += 5.0
+        return [0.0, 1.0] * 3
+
+    reward = as_reward({"correctness": NumberReward(), "late": late}, workers=Slow())  # type: ignore[arg-type]
+    streamed = numbered(StreamingSampler(), reward)
+    assert (streamed.rollout_seconds, streamed.reward_seconds) == (6.0, 5.0)
+    plain = numbered(RecordingSampler(), reward)
+    assert (plain.rollout_seconds, plain.reward_seconds) == (0.0, 11.0)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.calls import one_line
+from flatpeak.rewards.grading import Grading
+from flatpeak.rewards.workers import WorkerError, WorkerPool
 from flatpeak.types import Scores
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class Part:
     weight: float
     """0: logged only; it neither enters the total nor makes it missing."""
     scorer: Scorer
+    by_group: bool = False
+    """Whether each score depends on its group alone, and nothing is kept between groups: workers may find it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +41,12 @@ class Failures:
 
 
 class RewardSet:
-    """total = sum of weight * part, over the parts with a weight; missing where any of those is missing."""
+    """total = sum of weight * part, over the parts with a weight; missing where any of those is missing.
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    With `workers`, parts that are `by_group` are graded there, the others in this process; the scores are the same.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, workers: WorkerPool | None = None) -> None:
         if not parts:
             raise UserError("there is no reward: give at least one")
         for part in parts:
@@ -48,6 +55,7 @@ class RewardSet:
         if not any(part.weight for part in parts):
             raise UserError("every reward has weight 0, so there is nothing to learn from: give one a weight")
         self._parts = {part.name: part for part in parts}
+        self._workers = workers
         self._failures: dict[str, Failures] = {}
 
     @property
@@ -65,7 +73,24 @@ class RewardSet:
 
         A part with a weight that raises on every completion of a call is a UserError: nothing can be learned from it.
         """
-        parts = {name: self._score(part, groups) for name, part in self._parts.items()}
+        grading = self.grading()
+        if grading is not None:
+            for index, group in enumerate(groups):
+                grading.add(index, group)
+        return self.finish(groups, grading)
+
+    def grading(self) -> Grading | None:
+        """What takes the groups of a call as they come, to be passed to `finish`; None where no worker would grade."""
+        scorers = {name: part.scorer for name, part in self._parts.items() if part.by_group}
+        return Grading(scorers, self._workers) if self._workers is not None and scorers else None
+
+    def finish(self, groups: Sequence[Group], grading: Grading | None) -> Scores:
+        """The scores of a call, of which `grading`, if there is one, has had every group."""
+        elsewhere = grading.names if grading is not None else frozenset()
+        scored = {name: part.scorer.score(groups) for name, part in self._parts.items() if name not in elsewhere}
+        if grading is not None:
+            scored |= grading.scores(groups)
+        parts = {name: self._checked(part, scored[name], groups) for name, part in self._parts.items()}
         total: list[list[Score]] = [
             [
                 _weighted_sum([(part.weight, parts[name][p][g]) for name, part in self._parts.items() if part.weight])
@@ -84,19 +109,22 @@ class RewardSet:
             raise UserError(f"there is no reward {name!r}: choose one of {', '.join(self._parts)}")
         return self._parts[name].scorer.answer(completion, prompt)
 
-    def _score(self, part: Part, groups: Sequence[Group]) -> list[list[Score]]:
-        scored = part.scorer.score(groups)
+    def _checked(self, part: Part, scored: PartScores, groups: Sequence[Group]) -> list[list[Score]]:
         if scored.first_error is not None:
             self._record(part, scored, scored.first_error)
             if part.weight and scored.failed == sum(len(group.completions) for group in groups):
                 raise UserError(
-                    f"reward {part.name!r} failed on all {scored.failed} completions: {one_line(scored.first_error)}"
+                    f"reward {part.name!r} failed on all {scored.failed} completions: {_line(scored.first_error)}"
                 ) from scored.first_error
         return scored.scores
 
     def _record(self, part: Part, scored: PartScores, error: Exception) -> None:
-        before = self._failures.get(part.name, Failures(count=0, first_error=one_line(error)))
+        before = self._failures.get(part.name, Failures(count=0, first_error=_line(error)))
         self._failures[part.name] = Failures(count=before.count + scored.failed, first_error=before.first_error)
+
+
+def _line(error: Exception) -> str:
+    return str(error) if isinstance(error, WorkerError) else one_line(error)
 
 
 def _weighted_sum(weighted: Sequence[tuple[float, Score]]) -> Score:

@@ -23,3 +23,8 @@ class RunSectionConfig(StrictConfig):
     """0: never."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """torch threads; null leaves torch's choice."""
+    grading_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that grade groups while others are sampled: the built-in rewards, and functions with an attribute
+    `by_group = True`. 0: this process grades, after sampling. The scores are the same."""
+    grading_timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 60.0
+    """Seconds that a worker may take for one group; then it is killed and the group's scores are missing."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from flatpeak.protocols import Sampler
+from flatpeak.protocols import Reward, Sampler, StreamingSampler
+from flatpeak.rewards.combine import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Phase
 from flatpeak.training.data import take_prompts
 from flatpeak.training.shaping import informative
-from flatpeak.types import Group, Scores
+from flatpeak.types import Group, Prompt, Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class Rollouts:
     """Groups sampled, replaced ones included."""
     rollout_seconds: float
     reward_seconds: float
+    """What grading took after the last group was sampled."""
 
 
 def collect(
@@ -46,16 +49,10 @@ def collect(
         prompts = take_prompts(phase.prompts, cursor, wanted)
         cursor, drawn = cursor + wanted, drawn + wanted
         started = time.perf_counter()
-        groups = sampler.generate(
-            prompts,
-            group_size=config.group_size,
-            sampling=config.sampling(),
-            seed=derive_seed(seed, "rollout", round_),
-        )
-        sampled = time.perf_counter()
-        scores = phase.reward(groups)
-        rollout_seconds += sampled - started
-        reward_seconds += time.perf_counter() - sampled
+        graded = _graded(sampler, phase.reward, prompts, config, seed=derive_seed(seed, "rollout", round_))
+        groups, scores = graded.groups, graded.scores
+        rollout_seconds += graded.sampled_at - started
+        reward_seconds += time.perf_counter() - graded.sampled_at
         for index, group in enumerate(groups):
             alive = max_resamples == 0 or _informative(scores, index)
             (kept if alive else dead).append((group, index, scores))
@@ -73,6 +70,32 @@ def collect(
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Graded:
+    groups: list[Group]
+    scores: Scores
+    sampled_at: float
+    """When the last group was sampled."""
+
+
+def _graded(
+    sampler: Sampler, reward: Reward, prompts: Sequence[Prompt], config: RolloutConfig, *, seed: int
+) -> _Graded:
+    """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can."""
+    size, sampling = config.group_size, config.sampling()
+    if isinstance(reward, RewardSet) and isinstance(sampler, StreamingSampler) and (grading := reward.grading()):
+        found: dict[int, Group] = {}
+        for index, group in sampler.stream(prompts, group_size=size, sampling=sampling, seed=seed):
+            grading.add(index, group)
+            found[index] = group
+        sampled_at = time.perf_counter()
+        groups = [found[index] for index in range(len(prompts))]
+        return _Graded(groups=groups, scores=reward.finish(groups, grading), sampled_at=sampled_at)
+    groups = sampler.generate(prompts, group_size=size, sampling=sampling, seed=seed)
+    sampled_at = time.perf_counter()
+    return _Graded(groups=groups, scores=reward(groups), sampled_at=sampled_at)
 
 
 def _informative(scores: Scores, index: int) -> bool:
