@@ -13,6 +13,7 @@ from flatpeak.assembly import Given, Parts, assemble, own_reference
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.experiments.report import write_report
+from flatpeak.policy.passes import training_layers
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.rollout.randomness import derive_seed
@@ -20,7 +21,7 @@ from flatpeak.runs.checkpoints import CheckpointState, checkpoint_name, newest_v
 from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
-from flatpeak.samplers import announce_invariance
+from flatpeak.samplers import announce_decoding
 from flatpeak.training.journal import History, Journal
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
@@ -119,8 +120,13 @@ def _run(
         torch.set_num_threads(recipe.run.threads)
     saved = _saved(recipe, progress) if resume else Saved()
     parts = assemble(recipe, given, checkpoint=saved.checkpoint, progress=progress)
-    announce_invariance(parts.policy, parts.test, progress, max_new_tokens=recipe.rollout.max_new_tokens)
+    announce_decoding(parts.policy, parts.test, progress, max_new_tokens=recipe.rollout.max_new_tokens)
     with (
+        training_layers(
+            parts.policy.causal,
+            recompute=recipe.training.activation_checkpointing,
+            compiled=recipe.training.compile,
+        ),
         RunDirectory.create(
             recipe.run, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite, command=command
         ) as run,
@@ -136,8 +142,8 @@ def _run(
             run.discard_if_empty()
             raise
         finally:
+            parts.release()
             journal.close()
-            parts.policy.release()
         return RunResult(path=run.path, summary=summary, report=report, exit_code=stop.exit_code)
 
 

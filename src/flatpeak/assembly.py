@@ -20,6 +20,7 @@ from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.combine import RewardSet
+from flatpeak.rewards.workers import WorkerPool
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.samplers import CheckedSampler, build_sampler
 from flatpeak.tasks.build import build_task
@@ -58,6 +59,14 @@ class Parts:
     reference: Policy | None
     """What `reference.model` names; the policy as RL begins does not exist yet."""
     evaluate: Callable[[Sequence[Prompt]], Evaluation]
+    workers: WorkerPool | None = None
+    """Grade for the phases' rewards; processes start when there is something to grade, and end with `release`."""
+
+    def release(self) -> None:
+        """End what would outlive the run, and give the model its own attention back."""
+        if self.workers is not None:
+            self.workers.close()
+        self.policy.release()
 
 
 def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progress: Progress) -> Parts:
@@ -66,7 +75,8 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
         check_source(config.model)
     task = check_task(given.task, where="task") if given.task else build_task(config.task)
     first_task = build_task(config.curriculum.task) if config.curriculum else None
-    reward = _reward(config, given.reward)
+    workers = _workers(config)
+    reward = _reward(config, given.reward, workers=workers)
     examples = [*task.train, *task.test, *(first_task.train if first_task else ())]
     policy = _policy(config, given, examples, checkpoint=checkpoint)
     check_policy(config, policy)
@@ -90,7 +100,7 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
         first = Phase(
             task=first_task.name,
             prompts=_stream(first_train, config, "first"),
-            reward=_first_reward(config) or reward,
+            reward=_first_reward(config, workers=workers) or reward,
             accuracy=config.evaluation.accuracy,
             max_steps=config.curriculum.steps,
             until_pass_rate=config.curriculum.until_pass_rate,
@@ -107,6 +117,7 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
         demonstrations=_demonstrations(config, shown, policy),
         reference=named_reference(config, policy),
         evaluate=_evaluator(config, sampler, reward, task.name),
+        workers=workers,
     )
 
 
@@ -128,7 +139,12 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
         return None
     try:
         reference = load_policy(
-            ModelConfig(path=path, device=config.model.device, trust_remote_code=config.model.trust_remote_code)
+            ModelConfig(
+                path=path,
+                device=config.model.device,
+                dtype=config.model.dtype,
+                trust_remote_code=config.model.trust_remote_code,
+            )
         )
     except UserError as error:
         raise UserError(f"reference.model: {error}") from error
@@ -166,23 +182,28 @@ def _policy(config: RunConfig, given: Given, examples: Sequence[Example], *, che
     return load_policy(model, texts=texts, seed=derive_seed(config.run.seed, "weights"))
 
 
-def _reward(config: RunConfig, given: Any) -> Grader:
+def _workers(config: RunConfig) -> WorkerPool | None:
+    size = config.run.grading_workers
+    return WorkerPool(size, timeout=config.run.grading_timeout) if size else None
+
+
+def _reward(config: RunConfig, given: Any, *, workers: WorkerPool | None = None) -> Grader:
     if given is not None:
-        reward = as_reward(given, name=config.evaluation.accuracy)
+        reward = as_reward(given, name=config.evaluation.accuracy, workers=workers)
         if not isinstance(reward, RewardSet):
             return TextAnswers(reward)
     else:
-        reward = build_reward(config.rewards)
+        reward = build_reward(config.rewards, workers=workers)
     check_accuracy(config.evaluation, reward)
     check_metric(config.evaluation, reward)
     return reward
 
 
-def _first_reward(config: RunConfig) -> RewardSet | None:
+def _first_reward(config: RunConfig, *, workers: WorkerPool | None) -> RewardSet | None:
     """The rewards of the curriculum's first task, where it has its own."""
     if config.curriculum is None or config.curriculum.rewards is None:
         return None
-    reward = build_reward(config.curriculum.rewards)
+    reward = build_reward(config.curriculum.rewards, workers=workers)
     check_accuracy(config.evaluation, reward)
     return reward
 

@@ -37,7 +37,7 @@ def check_metric(config: EvaluationConfig, reward: RewardSet) -> None:
 
 def check_policy(config: RunConfig, policy: Policy) -> None:
     """UserError where nothing can be trained, or held-out completions cannot fit into the context."""
-    if not policy.parameters():
+    if not policy.masters():  # which refuses float16
         raise UserError("no parameter of the model has requires_grad: unfreeze what is to be trained")
     limit = config.evaluation.max_new_tokens or 0
     if policy.context_length is not None and limit > config.rollout.max_new_tokens:

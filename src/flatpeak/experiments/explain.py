@@ -98,7 +98,9 @@ def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, p
     )
     group = Group(prompt=prompt, completions=completions)
     last, first = (
-        load_policy(ModelConfig(path=str(paths.checkpoints / name), device=config.model.device))
+        load_policy(
+            ModelConfig(path=str(paths.checkpoints / name), device=config.model.device, dtype=config.model.dtype)
+        )
         for name in (LAST, checkpoint_name(0))
     )
     batch = collate([group], torch.ones(1, len(rows), dtype=torch.bool), device=last.device)

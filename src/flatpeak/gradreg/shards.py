@@ -129,8 +129,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a whole tensor, of the type of a parameter and sharded and placed as it is."""
-    copied = tensor.to(device=parameter.device, dtype=parameter.dtype, copy=True)
+    """A copy of a whole tensor, sharded and placed as a parameter is."""
+    copied = tensor.to(device=parameter.device, copy=True)
     if not isinstance(parameter, DTensor):
         return copied
     return distribute_tensor(copied, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from flatpeak.schema import StrictConfig
 
@@ -35,9 +35,22 @@ class ModelConfig(StrictConfig):
     new: NewModelConfig | None = None
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The weights' type. bfloat16: the optimizer keeps a float32 master of each trainable weight, and saved models are
+    in bfloat16. A caller's own model keeps the type it has."""
     dropout: bool = False
     """Keep the model's dropout while training. Off by default: dropout makes the policy differ from its sampler."""
     trust_remote_code: bool = False
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_float16(cls, value: object) -> object:
+        if value in ("float16", "fp16", "half"):
+            raise ValueError(
+                f"model.dtype={value}: small gradients underflow in float16 and flatpeak scales no loss; use bfloat16, "
+                "or float32"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

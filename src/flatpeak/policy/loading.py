@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ def pick_device(name: str) -> torch.device:
 def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> Policy:
     """The policy a recipe names. A new tokenizer is built from `texts`, new weights are drawn from `seed`."""
     device = pick_device(config.device)
+    dtype: torch.dtype = getattr(torch, config.dtype)
     if config.new is not None:
         model, tokenizer = make_model(config.new, texts=texts, seed=seed)
+        if dtype != torch.float32:
+            cast_weights(model, dtype)
     else:
         check_source(config)
         tokenizer = load_tokenizer(config)
-        model = _from_pretrained(AutoModelForCausalLM, str(config.path), config, dtype=torch.float32)
+        model = _from_pretrained(AutoModelForCausalLM, str(config.path), config, dtype=dtype)
     return Policy(model.to(device), tokenizer, dropout=config.dropout)
 
 
@@ -77,6 +81,19 @@ def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tu
     return model, tokenizer
 
 
+def cast_weights(model: Any, dtype: torch.dtype) -> None:
+    """Give a new model the weights that `from_pretrained(dtype=...)` would give it once it was saved in float32.
+
+    `model.to(dtype)` would round buffers as well: with rotary frequencies in bfloat16 the rotation of position 1000 is
+    off by radians.
+    """
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
 def restore_weights(model: Any, directory: Path) -> None:
     """Put a checkpoint's weights into a model of the same shape: the adapter's alone where the model has one."""
     if hasattr(model, "peft_config"):
@@ -85,7 +102,9 @@ def restore_weights(model: Any, directory: Path) -> None:
 
         set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
     else:
-        saved = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        # The most precise type in the model: a file of several types would be read in the one its config names.
+        dtype = reduce(torch.promote_types, {p.dtype for p in model.parameters() if p.is_floating_point()})
+        saved = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         model.load_state_dict(saved.state_dict())
 
 

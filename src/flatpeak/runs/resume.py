@@ -7,8 +7,9 @@ from typing import Any
 
 from flatpeak.errors import UserError
 
-# What may change between the starts of one run: where it lives, how often it saves and logs, how many threads it uses
-# and how long it trains. None of it alters what an earlier or later row of metrics.jsonl means.
+# What may change between the starts of one run: where it lives, how often it saves and logs, how many threads it uses,
+# how long it trains and what it keeps for the backward pass. None of it alters what an
+# earlier or later row of metrics.jsonl means.
 CHANGEABLE = frozenset(
     {
         "run.name",
@@ -17,7 +18,10 @@ CHANGEABLE = frozenset(
         "run.keep_checkpoints",
         "run.log_rollouts_every",
         "run.threads",
+        "run.grading_workers",
+        "run.grading_timeout",
         "training.steps",
+        "training.activation_checkpointing",
     }
 )
 _ABSENT = "(absent)"

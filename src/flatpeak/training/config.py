@@ -106,6 +106,12 @@ class TrainingConfig(StrictConfig):
     """Optimizer updates per epoch: the rollout batch is cut into so many minibatches of whole groups."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 16384
     """Token budget of one forward and backward pass: memory only, never the gradient."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the layer again in the backward pass: the same gradient from less
+    memory, for one more forward pass of the layers."""
+    compile: bool = False
+    """Run the layers of passes with gradients through torch.compile. Needs a C++ compiler, and the first pass takes
+    some tens of seconds more."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once the evaluation metric reaches this."""

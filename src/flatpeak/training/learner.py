@@ -14,6 +14,7 @@ from flatpeak.gradreg.report import Report
 from flatpeak.policy.policy import Policy
 from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.masters import MasterWeights, split_masters
 from flatpeak.training.objective import Objective, TokenStatistics
 from flatpeak.training.optimizer import (
     build_optimizer,
@@ -52,7 +53,8 @@ class Learner:
         self.policy = policy
         self.objective = objective
         self.config = optimizer
-        self.optimizer = build_optimizer(policy.parameters(), optimizer)
+        self.masters = MasterWeights(policy.masters())
+        self.optimizer = build_optimizer(self.masters.stepped, optimizer)
         self.temperature = temperature
         self.micro_batch_tokens = micro_batch_tokens
 
@@ -60,12 +62,15 @@ class Learner:
         """One step of the optimizer. A gradient that is not finite changes nothing and is reported as skipped."""
         set_learning_rate(self.optimizer, rate)
         self.optimizer.zero_grad()
+        self.masters.zero_grad()
         statistics = self.accumulate_gradients(minibatch)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm or float("inf"))
+        self.masters.take_gradients()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped, self.config.max_grad_norm or float("inf"))
         statistics.grad_norm = float(grad_norm)
         statistics.skipped = not bool(torch.isfinite(grad_norm))
         if not statistics.skipped:
             self.optimizer.step()
+            self.masters.write()
         return statistics
 
     def accumulate_gradients(self, minibatch: Batch) -> UpdateStatistics:
@@ -87,7 +92,7 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps in tensors."""
-        return optimizer_tensors(self.optimizer)
+        return optimizer_tensors(self.optimizer) | self.masters.tensors()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides."""
@@ -95,7 +100,9 @@ class Learner:
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from a saved `state` and `tensors`."""
-        load_optimizer_tensors(self.optimizer, tensors)
+        masters, others = split_masters(tensors)
+        self.masters.load(masters)
+        load_optimizer_tensors(self.optimizer, others)
 
 
 def weighted_sum(loss_T: Tensor, batch: Batch) -> Tensor:

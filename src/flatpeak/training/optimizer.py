@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatpeak.training.config import OptimizerConfig
 
 
-def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over the trainable parameters."""
+def build_optimizer(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD over the trainable parameters, or the masters of those in a lower precision."""
     if config.name == "sgd":
         return torch.optim.SGD(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
     return torch.optim.AdamW(

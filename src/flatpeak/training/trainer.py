@@ -159,7 +159,12 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands in its curriculum and data; steps derive all their randomness from their number."""
-        return asdict(self.progression) | {"reached": self.reached, "resets": self.resets.count}
+        return asdict(self.progression) | {
+            "reached": self.reached,
+            "resets": self.resets.count,
+            # Where results depend on the batch in their last bits, a resumed run has to schedule as it did before.
+            "expected_lengths": dict(getattr(self.sampler, "expected_lengths", {})),
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """The learner's, and the reference's once it was reset."""
@@ -171,6 +176,9 @@ class Trainer:
         self.learner.load(state["learner"], others)
         place = dict(state["stage"])
         self.reached = place.pop("reached")
+        expected_lengths = place.pop("expected_lengths", {})
+        if hasattr(self.sampler, "expected_lengths"):
+            self.sampler.expected_lengths = expected_lengths
         self.reference = self.resets.load(
             place.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
         )

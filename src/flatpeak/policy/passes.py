@@ -1,0 +1,132 @@
+"""How passes with gradients run the decoder layers: recomputed in the backward pass, compiled, or as they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from flatpeak.errors import UserError
+from flatpeak.policy import attention
+
+Forward = Callable[..., Any]
+"""A layer class's `forward`: the layer comes first."""
+
+
+class TrainingForward:
+    """Stands in for one layer's `forward`; passes without gradients run the layer as it is.
+
+    It holds no copy of the class's own `forward` and knows its layer by reference, so that a deep copy of the model
+    runs on the copy's weights.
+    """
+
+    def __init__(self, layer: nn.Module, *, recompute: bool, compiled: Forward | None) -> None:
+        self.layer = layer
+        self.recompute = recompute
+        self.compiled = compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        plain: Forward = type(self.layer).forward
+        if not (self.layer.training and torch.is_grad_enabled()):
+            return plain(self.layer, *args, **kwargs)
+        if self.compiled is not None:
+            keep_attention_out()
+        run = self.compiled or plain
+        if self.recompute:
+            return checkpoint(run, self.layer, *args, use_reentrant=False, **kwargs)
+        return run(self.layer, *args, **kwargs)
+
+
+@contextmanager
+def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[None]:
+    """Inside, passes with gradients recompute the layers in the backward pass, or run them compiled, or both.
+
+    UserError where the model's layers are not known to transformers, or nothing can be compiled here.
+    """
+    layers = decoder_layers(model) if recompute or compiled else []
+    if compiled:
+        check_compiler(model.device)
+    # One compiled function per class of layers: all of its layers then share the graphs.
+    by_class = {
+        kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers} if compiled
+    }
+    for layer in layers:
+        setattr(layer, "forward", TrainingForward(layer, recompute=recompute, compiled=by_class.get(type(layer))))  # noqa: B010
+    try:
+        yield
+    finally:
+        for layer in layers:
+            delattr(layer, "forward")
+        if compiled:
+            attention.register()
+
+
+@contextmanager
+def plain_layers(model: nn.Module) -> Iterator[None]:
+    """The layers as they are, also in passes with gradients: neither option can be differentiated twice."""
+    held = [(layer, layer.__dict__.pop("forward")) for layer in model.modules() if has_training_forward(layer)]
+    try:
+        yield
+    finally:
+        for layer, forward in held:
+            layer.__dict__["forward"] = forward
+
+
+def has_training_forward(layer: nn.Module) -> bool:
+    """Whether `training_layers` is at work on this layer."""
+    return isinstance(layer.__dict__.get("forward"), TrainingForward)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers, as transformers marks them. UserError where it marks none."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no layers that transformers could recompute: leave "
+            "training.activation_checkpointing and training.compile false"
+        )
+    if any("forward" in layer.__dict__ for layer in layers):
+        raise UserError(
+            f"the layers of {type(model).__name__} have a forward set from outside (accelerate's hooks do that): load "
+            "the model without device_map, or leave training.activation_checkpointing and training.compile false"
+        )
+    return layers
+
+
+def keep_attention_out() -> None:
+    """Let graphs end before flatpeak's attention and go on behind it.
+
+    Inside, a graph would be compiled anew for every layer index, and torch gives up after eight. Every new policy
+    registers the function again, so this is done before each use; it costs as much as setting a key of a dictionary.
+    """
+    AttentionInterface.register(attention.NAME, _OPAQUE_ATTENTION)
+
+
+def check_compiler(device: torch.device) -> None:
+    """UserError where torch.compile cannot work; better now than in the first step."""
+    # Inductor looks for the same two.
+    wanted = os.environ.get("CXX") or "g++"
+    remedy = f"install one (apt-get install g++), set CXX, or leave training.compile=false (device {device})"
+    if shutil.which(wanted) is None:
+        raise UserError(f"training.compile=true needs a C++ compiler, and there is no {wanted}: {remedy}")
+    try:
+        torch.compile(_trial)(torch.ones(8, device=device))
+    except Exception as error:  # whatever a broken toolchain raises
+        line = str(error).strip().split("\n")[0]
+        raise UserError(f"training.compile=true: torch.compile fails here ({line}): {remedy}") from error
+
+
+def _trial(values: torch.Tensor) -> torch.Tensor:
+    return values.sin() + 1
+
+
+_OPAQUE_ATTENTION: Forward = torch.compiler.disable(attention.attention_forward)
