@@ -1,0 +1,253 @@
+"""Attention of one new token per slot over its prompt and its own keys: exact in torch, and the choice of a kernel.
+
+Shape letters: R slots being decoded (the first R of S), H heads, D head dimension, T own columns, A rows of the prompt
+arena with L columns each, W tiles. No function here reads a value back to the host, and no shape depends on one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE_ROWS = 64
+"""Query rows that the kernel holds against one prompt's keys at once."""
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""Largest difference from the float64 result, of values drawn from N(0, 1), at which the kernel is used."""
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptTiles:
+    """Slots that share a prompt, cut into tiles that fit TILE_ROWS query rows of a key head.
+
+    The shapes depend on the number of slots and arena rows only, so captured graphs stay valid; `refresh_` after slots
+    have moved or been given another prompt.
+    """
+
+    order_R: Tensor
+    """int64: the slots, by prompt."""
+    starts_W: Tensor
+    """int64: where in order_R each tile begins; the last entry is scratch."""
+    counts_W: Tensor
+    """int64: slots of each tile, 0 for unused tiles; the last entry is scratch."""
+    slots_per_tile: int
+
+    @classmethod
+    def build(cls, prompt_R: Tensor, *, arena_rows: int, repeats: int) -> PromptTiles:
+        """For slots with these prompts; `repeats` is the number of query heads per key head."""
+        rows = len(prompt_R)
+        slots_per_tile = TILE_ROWS // repeats
+        # Every prompt has at most one tile that is not full.
+        tiles = min(rows, arena_rows + rows // slots_per_tile)
+        table = cls(
+            order_R=torch.zeros_like(prompt_R),
+            starts_W=prompt_R.new_zeros(tiles + 1),
+            counts_W=prompt_R.new_zeros(tiles + 1),
+            slots_per_tile=slots_per_tile,
+        )
+        table.refresh_(prompt_R)
+        return table
+
+    def refresh_(self, prompt_R: Tensor) -> None:
+        """Write the table for these prompts in place."""
+        order_R = torch.argsort(prompt_R, stable=True)
+        sorted_R = prompt_R.index_select(0, order_R)
+        place_R = torch.arange(len(order_R), device=order_R.device)
+        is_new_R = F.pad(sorted_R[1:] != sorted_R[:-1], (1, 0), value=True)
+        first_R = torch.where(is_new_R, place_R, 0).cummax(0).values
+        begins_R = (place_R - first_R) % self.slots_per_tile == 0
+        tile_R = begins_R.cumsum(0) - 1
+        scratch = len(self.starts_W) - 1
+        self.order_R.copy_(order_R)
+        self.starts_W.zero_().scatter_(0, torch.where(begins_R, tile_R, scratch), place_R)
+        self.counts_W.zero_().scatter_add_(0, tile_R, torch.ones_like(tile_R))
+
+
+def decode_attention(
+    query_RHD: Tensor,
+    keys_SHTD: Tensor,
+    values_SHTD: Tensor,
+    lengths_S: Tensor,
+    prompt_keys_AHLD: Tensor,
+    prompt_values_AHLD: Tensor,
+    prompt_S: Tensor,
+    prompt_lengths_A: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    tiles: PromptTiles | None = None,
+) -> Tensor:
+    """softmax(softcap * tanh(scale * q k / softcap)) v over the prompt's keys and then the slot's own: [R, Hq, D].
+
+    Slot s sees the first lengths_S[s] of its own columns, the newest being the query's own token, and the first
+    prompt_lengths_A[prompt_S[s]] columns of its prompt; with a window, of these the last `window` positions. `tiles`
+    spares the kernel sorting the slots by prompt in every layer.
+    """
+    tensors = (query_RHD, keys_SHTD, values_SHTD, lengths_S)
+    prompts = (prompt_keys_AHLD, prompt_values_AHLD, prompt_S, prompt_lengths_A)
+    if not uses_kernel(query_RHD, keys_SHTD, window=window, softcap=softcap):
+        return reference_attention(*tensors, *prompts, scale=scale, window=window, softcap=softcap)
+    from flatpeak.policy.decode_kernel import kernel_attention
+
+    if tiles is None:
+        rows, heads = query_RHD.shape[:2]
+        repeats = heads // keys_SHTD.shape[1]
+        tiles = PromptTiles.build(prompt_S[:rows], arena_rows=len(prompt_keys_AHLD), repeats=repeats)
+    return kernel_attention(*tensors, *prompts, scale=scale, window=window, softcap=softcap, tiles=tiles)
+
+
+def reference_attention(
+    query_RHD: Tensor,
+    keys_SHTD: Tensor,
+    values_SHTD: Tensor,
+    lengths_S: Tensor,
+    prompt_keys_AHLD: Tensor,
+    prompt_values_AHLD: Tensor,
+    prompt_S: Tensor,
+    prompt_lengths_A: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The same, in torch: every slot's keys laid side by side, and a mask. Unseen columns must be finite."""
+    rows, heads, dim = query_RHD.shape
+    kv_heads = keys_SHTD.shape[1]
+    prompt_R = prompt_S[:rows]
+    visible = visible_keys(
+        lengths_S[:rows],
+        prompt_lengths_A.index_select(0, prompt_R),
+        prompt_columns=prompt_keys_AHLD.shape[2],
+        columns=keys_SHTD.shape[2],
+        window=window,
+    )[:, None, None, :]
+    keys = torch.cat([prompt_keys_AHLD.index_select(0, prompt_R), keys_SHTD[:rows]], dim=2)
+    values = torch.cat([prompt_values_AHLD.index_select(0, prompt_R), values_SHTD[:rows]], dim=2)
+    # Query heads that share a key head become query rows of it: no repeated keys.
+    folded = query_RHD.reshape(rows, kv_heads, heads // kv_heads, dim)
+    if softcap is None:
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=visible, scale=scale)
+    else:
+        exact = torch.promote_types(folded.dtype, torch.float32)
+        scores = folded.to(exact) @ keys.to(exact).transpose(-1, -2) * scale
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~visible, float("-inf"))
+        attended = (torch.softmax(scores, dim=-1) @ values.to(exact)).to(folded.dtype)
+    return attended.reshape(rows, heads, values.shape[-1])
+
+
+def visible_keys(
+    lengths_R: Tensor, prompt_lengths_R: Tensor, *, prompt_columns: int, columns: int, window: int | None
+) -> Tensor:
+    """bool [R, L + T]: which prompt columns, and then which own columns, each slot's newest token sees."""
+    prompt_place = torch.arange(prompt_columns, device=lengths_R.device)
+    place = torch.arange(columns, device=lengths_R.device)
+    on_prompt = prompt_place < prompt_lengths_R[:, None]
+    on_own = place < lengths_R[:, None]
+    if window is not None:
+        on_prompt = on_prompt & (prompt_place >= (prompt_lengths_R + lengths_R - window)[:, None])
+        on_own = on_own & (place >= (lengths_R - window)[:, None])
+    return torch.cat([on_prompt, on_own], dim=1)
+
+
+def uses_kernel(query_RHD: Tensor, keys_SHTD: Tensor, *, window: int | None, softcap: float | None) -> bool:
+    """Whether `decode_attention` of such tensors runs the kernel. The first call on a GPU compiles and checks it."""
+    if query_RHD.device.type != "cuda":
+        return False
+    return (
+        kernel_fault(
+            device=query_RHD.device,
+            dtype=query_RHD.dtype,
+            dim=query_RHD.shape[-1],
+            heads=query_RHD.shape[1],
+            kv_heads=keys_SHTD.shape[1],
+            windowed=window is not None,
+            softcapped=softcap is not None,
+        )
+        is None
+    )
+
+
+def kernel_notices() -> list[str]:
+    """Why attention on a GPU ran without the kernel, one line per cause; empty where it did not."""
+    return sorted(set(_FAULTS))
+
+
+_FAULTS: list[str] = []
+
+
+@cache
+def kernel_fault(
+    *, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, windowed: bool, softcapped: bool
+) -> str | None:
+    """Why the kernel cannot be used for such heads, or None once it has agreed with the exact result there.
+
+    Runs the kernel, and so may not be called for the first time while a graph is being captured.
+    """
+    fault = _unserved(dtype=dtype, dim=dim, heads=heads, kv_heads=kv_heads) or _disagreement(
+        device=device, dtype=dtype, dim=dim, heads=heads, kv_heads=kv_heads, windowed=windowed, softcapped=softcapped
+    )
+    if fault is not None:
+        _FAULTS.append(f"decoding goes without the Triton kernel, and is slower: {fault}")
+    return fault
+
+
+def _unserved(*, dtype: torch.dtype, dim: int, heads: int, kv_heads: int) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype not in TOLERANCES:
+        return f"it computes in float32 and bfloat16, not in {dtype}"
+    if dim not in HEAD_DIMS:
+        return f"a head dimension of {dim} is not among {HEAD_DIMS}"
+    if heads // kv_heads > 16:
+        return f"{heads // kv_heads} query heads per key head are more than 16"
+    return None
+
+
+def _disagreement(
+    *, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, windowed: bool, softcapped: bool
+) -> str | None:
+    problem: dict[str, Any] = example_problem(device=device, dtype=dtype, dim=dim, heads=heads, kv_heads=kv_heads)
+    settings: dict[str, Any] = {
+        "scale": dim**-0.5,
+        "window": 100 if windowed else None,
+        "softcap": 5.0 if softcapped else None,
+    }
+    try:
+        from flatpeak.policy.decode_kernel import kernel_attention
+
+        tiles = PromptTiles.build(problem["prompt_S"], arena_rows=3, repeats=heads // kv_heads)
+        found = kernel_attention(**problem, **settings, tiles=tiles).double()
+    except Exception as error:  # compilers and drivers raise types of their own, and torch is there to go on with
+        return f"it failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in problem.items()}
+    gap = float((found - reference_attention(**exact, **settings)).abs().max())
+    return None if gap <= TOLERANCES[dtype] else f"its results are off by {gap:.1e} (allowed: {TOLERANCES[dtype]:.0e})"
+
+
+def example_problem(*, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Tensors for `reference_attention` and the kernel: 5 slots on 2 of 3 prompts, of uneven lengths."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    return {
+        "query_RHD": normal(5, heads, dim),
+        "keys_SHTD": normal(5, kv_heads, 576, dim),
+        "values_SHTD": normal(5, kv_heads, 576, dim),
+        "lengths_S": integers(1, 576, 70, 300, 64),
+        "prompt_keys_AHLD": normal(3, kv_heads, 320, dim),
+        "prompt_values_AHLD": normal(3, kv_heads, 320, dim),
+        "prompt_S": integers(2, 0, 2, 2, 0),
+        "prompt_lengths_A": integers(320, 64, 33),
+    }
