@@ -40,7 +40,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr("flatpeak.api.write_report", lambda path: path / "report.html")
-    monkeypatch.setattr("flatpeak.api.announce_invariance", lambda *args, **settings: None)
+    monkeypatch.setattr("flatpeak.api.announce_decoding", lambda *args, **settings: None)
     return flatpeak.api.train
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,17 @@ class Sampler(Protocol):
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
         """A completion's randomness depends on (seed, prompt id, index in its group) and on nothing else."""
+        ...
+
+
+@runtime_checkable
+class StreamingSampler(Sampler, Protocol):
+    """A sampler that gives groups away while it works on others; having `stream` is how it says so."""
+
+    def stream(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[tuple[int, Group]]:
+        """The groups of `generate`, each once with the index of its prompt, in the order in which they finish."""
         ...
 
 
@@ -62,15 +73,27 @@ class Tokenizer(Protocol):
 
 
 class DecodeState(Protocol):
-    """The keys and values of the rows being decoded."""
+    """The keys and values of prompts, at places, and of the completions being decoded, in slots."""
 
-    def keep(self, rows_R: Tensor) -> None:
-        """Keep only these rows, int64 [R], in this order."""
+    def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
+        """Begin completions in these slots, each of the prompt at its place."""
+        ...
+
+    def compact(
+        self,
+        slots: tuple[Sequence[int], Sequence[int]],
+        places: tuple[Sequence[int], Sequence[int]],
+        idle: Sequence[int],
+    ) -> None:
+        """Move completions and prompts, each (sources, targets); the `idle` slots hold nobody's."""
         ...
 
 
 class Decoder(Protocol):
-    """What a rollout engine needs of a policy: one prefill per prompt, then one token per live row at a time."""
+    """What a rollout engine needs of a policy: read each prompt once, then one token per slot at a time.
+
+    It may have a context manager `decoding()`, entered around a request, during which its weights do not change.
+    """
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -87,20 +110,20 @@ class Decoder(Protocol):
         """The torch device that tokens and logits live on."""
         ...
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], *, copies: int, max_new_tokens: int
-    ) -> tuple[DecodeState, Tensor]:
-        """Run each of P prompts once; rows are P * copies, a prompt's copies side by side.
+    def batch_sizes(self, slots: int) -> Sequence[int]:
+        """The numbers of slots that a step may decode, ascending; the last is the first that holds `slots`."""
+        ...
 
-        Returns the state and the logits after the last prompt token, float32 [P, V] (one row per prompt, not copy).
-        """
+    def open(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> Any:
+        """Memory (a DecodeState) for so many slots and prompts of at most so many tokens."""
+        ...
+
+    def prefill(self, state: Any, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:
+        """Read prompts and keep them at their places; the logits after the last token of each, float32 [P, V]."""
         ...
 
     def decode(self, state: Any, tokens_R: Tensor) -> Tensor:
-        """Append one token, int64 [R], to each live row; the logits that follow, float32 [R, V].
-
-        `state` is what this decoder's `prefill` returned.
-        """
+        """Append a token, int64 [R], to what is in each of the first R slots; the logits after it, float32 [R, V]."""
         ...
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
+from flatpeak.policy.decode_attention import kernel_notices
 from flatpeak.policy.policy import Policy
 from flatpeak.protocols import Progress, Sampler, Tokenizer
 from flatpeak.rollout.engine import NativeEngine
@@ -73,13 +74,23 @@ def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
         raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
     if wanted == "generate" or not policy.native:
         return PlainSampler(policy, max_rows=config.rollout.max_rows)
+    policy.batch_invariant = config.rollout.batch_invariant
     return NativeEngine(policy, max_rows=config.rollout.max_rows)
 
 
-def announce_invariance(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:
-    """Say so where completions may depend on what else is in the batch. Prompts leave room for `max_new_tokens`."""
-    if policy.native and not batch_invariant(policy, prompts[:3], max_new_tokens=min(16, max_new_tokens)):
+def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:
+    """Try the native engine, and say where completions depend on the batch, or where it is slower than it could be.
+
+    Prompts leave room for `max_new_tokens`.
+    """
+    if not policy.native:
+        return
+    engine = NativeEngine(policy)
+    invariant = batch_invariant(engine, prompts[:3], max_new_tokens=min(16, max_new_tokens))
+    if policy.batch_invariant and not invariant:
         progress.notice(
             "on this machine a completion's log-probabilities depend on the batch in their last bits, so a token may "
             "rarely differ with other batch settings"
         )
+    for reason in (*engine.notices, *kernel_notices()):
+        progress.notice(reason)

@@ -7,6 +7,7 @@ import torch
 from layouts import LAYOUTS, build
 from policy_parts import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 
+from flatpeak.policy import cache
 from flatpeak.policy.policy import Policy
 from flatpeak.policy.support import PROVEN
 
@@ -48,25 +49,32 @@ def test_a_short_prompt_does_not_see_its_neighbours(policy: Policy) -> None:
     torch.testing.assert_close(before_T[10:], after_T[10:], atol=1e-6, rtol=1e-6)
 
 
-def test_decoding_equals_the_plain_forward_pass_through_compaction(policy: Policy) -> None:
+@pytest.mark.parametrize("share_from", [1, 1000], ids=["shared prompts", "copied prompts"])
+def test_decoding_equals_the_plain_forward_pass_through_compaction(
+    policy: Policy, share_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "SHARE_FROM", share_from)
     prompts = uneven_batch().prompts
+    count = len(prompts)
     generator = torch.Generator().manual_seed(1)
-    with torch.inference_mode():
-        state, logits_PV = policy.prefill(prompts, copies=2, max_new_tokens=30)
-        sequences = [list(prompt) for prompt in prompts for _ in range(2)]
-        assert_equal_to_plain(policy, [list(prompt) for prompt in prompts], logits_PV)
-        live = list(range(len(sequences)))
+    with torch.inference_mode(), policy.decoding():
+        state = policy.open(slots=2 * count + 2, prompts=count, prompt_tokens=max(map(len, prompts)), new_tokens=30)
+        places = list(range(count))[::-1]
+        assert_equal_to_plain(policy, [list(prompt) for prompt in prompts], policy.prefill(state, prompts, places))
+        state.admit(range(2 * count), [places[n // 2] for n in range(2 * count)])
+        sequences = {slot: list(prompts[slot // 2]) for slot in range(2 * count)}
         for step in range(20):
-            if step == 7:
-                kept = torch.tensor([0, 3, 4])
-                state.keep(kept)
-                live = [live[row] for row in kept.tolist()]
-            tokens_R = torch.randint(2, 40, (len(live),), generator=generator)
+            if step == 7:  # only the first and the last prompt go on
+                last = 2 * count - 1
+                state.compact(([last], [1]), ([places[0]], [1]), [2, 3])
+                sequences = {0: sequences[0], 1: sequences[last]}
+            num_rows = 4 if step >= 7 else 2 * count
+            tokens_R = torch.randint(2, 40, (num_rows,), generator=generator)
             logits_RV = policy.decode(state, tokens_R)
-            for row, token in zip(live, tokens_R.tolist(), strict=True):
-                sequences[row].append(token)
+            for slot, tokens in sequences.items():
+                tokens.append(int(tokens_R[slot]))
             if step in (0, 6, 7, 19):
-                assert_equal_to_plain(policy, [sequences[row] for row in live], logits_RV)
+                assert_equal_to_plain(policy, list(sequences.values()), logits_RV[: len(sequences)])
 
 
 def assert_equal_to_plain(policy: Policy, sequences: list[list[int]], logits_RV: torch.Tensor) -> None:

@@ -64,19 +64,32 @@ class NumberTokenizer:
 
 
 class HistoryState:
-    def __init__(self, hashes_R: Tensor, sizes: list[int]):
-        self.hashes_R = hashes_R
+    """The hash of what each slot has read; `free` slots and places raise where they are read."""
+
+    def __init__(self, *, slots: int, prompts: int, sizes: list[int]):
+        self.slots: list[int | None] = [None] * slots
+        self.places: list[int | None] = [None] * prompts
         self.sizes = sizes
 
-    def keep(self, rows_R: Tensor) -> None:
-        self.hashes_R = self.hashes_R[rows_R]
-        self.sizes.append(len(rows_R))
+    def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
+        for slot, place in zip(slots, places, strict=True):
+            assert self.places[place] is not None
+            self.slots[slot] = self.places[place]
+
+    def compact(self, slots, places, idle: Sequence[int]) -> None:
+        for held, (sources, targets) in ((self.slots, slots), (self.places, places)):
+            for source, target in zip(sources, targets, strict=True):
+                held[target], held[source] = held[source], None
+        for slot in idle:
+            self.slots[slot] = 0
+        self.sizes.append(sum(slot is not None for slot in self.slots))
 
 
 class HistoryDecoder:
     """Logits are a row of a fixed table, chosen by a hash of all tokens so far: exactly independent of the batch."""
 
     device = torch.device("cpu")
+    state_class = HistoryState
 
     def __init__(
         self, *, vocabulary: int = 12, eos_token_ids: Sequence[int] = (0,), tokenizer=None, scale: float = 2.0
@@ -85,60 +98,62 @@ class HistoryDecoder:
         self.table = torch.randn(997, vocabulary, generator=generator) * scale
         self.eos_token_ids = frozenset(eos_token_ids)
         self.tokenizer = tokenizer or NumberTokenizer(special=eos_token_ids)
-        self.prefilled: list[tuple[int, int]] = []  # (prompts, copies) of each prefill
+        self.prefilled: list[tuple[int, ...]] = []  # prompt lengths of each prefill
         self.decoded: list[int] = []  # rows of each decode step
-        self.kept: list[int] = []  # rows left by each compaction
+        self.kept: list[int] = []  # slots in use after each compaction
+        self.opened: list[tuple[int, int, int, int]] = []  # slots, prompts, prompt tokens, new tokens
 
     def logits_after(self, token_ids: Sequence[int]) -> Tensor:
+        return self.table[self.hash_of(token_ids)]
+
+    @staticmethod
+    def hash_of(token_ids: Sequence[int]) -> int:
         value = 1
         for token in token_ids:
             value = (value * 31 + token + 1) % 997
-        return self.table[value]
+        return value
 
-    def prefill(self, prompts, *, copies: int, max_new_tokens: int) -> tuple[HistoryState, Tensor]:
-        self.prefilled.append((len(prompts), copies))
-        hashes = []
-        for prompt in prompts:
-            value = 1
-            for token in prompt:
-                value = (value * 31 + token + 1) % 997
-            hashes.append(value)
-        hashes_P = torch.tensor(hashes)
-        return HistoryState(hashes_P.repeat_interleave(copies), self.kept), self.table[hashes_P]
+    def batch_sizes(self, slots: int) -> list[int]:
+        return list(range(1, slots + 1))
+
+    def open(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> HistoryState:
+        self.opened.append((slots, prompts, prompt_tokens, new_tokens))
+        return self.state_class(slots=slots, prompts=prompts, sizes=self.kept)
+
+    def prefill(self, state: HistoryState, prompts, places: Sequence[int]) -> Tensor:
+        self.prefilled.append(tuple(map(len, prompts)))
+        hashes = [self.hash_of(prompt) for prompt in prompts]
+        for place, value in zip(places, hashes, strict=True):
+            state.places[place] = value
+        return self.table[hashes]
 
     def decode(self, state: HistoryState, tokens_R: Tensor) -> Tensor:
-        assert len(tokens_R) == len(state.hashes_R)
-        self.decoded.append(len(tokens_R))
-        state.hashes_R = (state.hashes_R * 31 + tokens_R + 1) % 997
-        return self.table[state.hashes_R]
+        rows = len(tokens_R)
+        self.decoded.append(rows)
+        before = torch.tensor([value if value is not None else 0 for value in state.slots[:rows]])
+        after = (before * 31 + tokens_R + 1) % 997
+        state.slots[:rows] = after.tolist()
+        return self.table[after]
 
 
-class ScriptedDecoder:
+class ScriptedDecoder(HistoryDecoder):
     """After k tokens every row of every prompt prefers, by far, token k of the script."""
 
-    device = torch.device("cpu")
-
     def __init__(self, script: Sequence[int], *, vocabulary: int, eos_token_ids: Sequence[int], tokenizer):
+        super().__init__(vocabulary=vocabulary, eos_token_ids=eos_token_ids, tokenizer=tokenizer)
         self.script = script
-        self.vocabulary = vocabulary
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.tokenizer = tokenizer
+        self.step = 0
 
-    def _logits(self, step: int) -> Tensor:
-        logits_V = torch.zeros(self.vocabulary)
-        logits_V[self.script[step]] = 50.0
-        return logits_V
+    def _logits(self, rows: int) -> Tensor:
+        logits_V = torch.zeros(self.table.shape[1])
+        logits_V[self.script[self.step]] = 50.0
+        return logits_V.repeat(rows, 1)
 
-    def prefill(self, prompts, *, copies: int, max_new_tokens: int) -> tuple[ScriptedState, Tensor]:
-        return ScriptedState(), self._logits(0).repeat(len(prompts), 1)
+    def prefill(self, state: HistoryState, prompts, places: Sequence[int]) -> Tensor:
+        self.step = 0
+        return self._logits(len(super().prefill(state, prompts, places)))
 
-    def decode(self, state: ScriptedState, tokens_R: Tensor) -> Tensor:
-        state.step += 1
-        return self._logits(state.step).repeat(len(tokens_R), 1)
-
-
-class ScriptedState:
-    step = 0
-
-    def keep(self, rows_R: Tensor) -> None:
-        """Nothing is kept per row."""
+    def decode(self, state: HistoryState, tokens_R: Tensor) -> Tensor:
+        super().decode(state, tokens_R)
+        self.step = min(self.step + 1, len(self.script) - 1)
+        return self._logits(len(tokens_R))

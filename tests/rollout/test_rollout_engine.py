@@ -23,7 +23,9 @@ PROMPTS = [make_prompt(f"p{n}", range(2, 3 + n % 5)) for n in range(7)]
 
 def generate(decoder, prompts=PROMPTS, *, group_size=4, seed=11, max_rows=512, **settings) -> dict[str, tuple]:
     """Completions by prompt id; settings that NativeEngine knows go there, the others are sampling parameters."""
-    engine_settings = {key: settings.pop(key) for key in ("compact_below", "read_every") if key in settings}
+    engine_settings = {
+        key: settings.pop(key) for key in ("compact_below", "read_every", "prefill_tokens") if key in settings
+    }
     engine = NativeEngine(decoder, max_rows=max_rows, **engine_settings)
     sampling = SamplingParams(**{"max_new_tokens": 24, **settings})
     groups = engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
@@ -119,10 +121,11 @@ def test_seeds_prompts_and_copies_differ() -> None:
     assert generate(decoder, same_text) == first
 
 
-def test_each_prompt_is_prefilled_once_and_finished_rows_are_dropped() -> None:
+def test_each_prompt_is_read_once_and_ended_completions_are_dropped() -> None:
     decoder = HistoryDecoder()
-    completions = [c for group in generate(decoder, max_rows=12, compact_below=1.0).values() for c in group]
-    assert decoder.prefilled == [(3, 4), (3, 4), (1, 4)]
+    completions = [c for group in generate(decoder, compact_below=1.0).values() for c in group]
+    assert decoder.opened == [(28, 7, 5, 24)]
+    assert decoder.prefilled == [tuple(sorted((len(p.token_ids) for p in PROMPTS), reverse=True))]
     # Dropping rows as soon as they end, a row is decoded once for each of its tokens but the last.
     assert sum(decoder.decoded) == sum(len(completion.token_ids) - 1 for completion in completions)
     assert decoder.kept
@@ -131,11 +134,64 @@ def test_each_prompt_is_prefilled_once_and_finished_rows_are_dropped() -> None:
     assert never.kept == []
 
 
+def test_freed_slots_are_filled_from_the_queue_and_prompts_read_when_their_turn_comes() -> None:
+    decoder = HistoryDecoder()
+    generate(decoder, max_rows=8)
+    assert max(decoder.decoded) == 8
+    assert decoder.opened == [(8, 7, 5, 24)]
+    assert sum(map(len, decoder.prefilled)) == len(PROMPTS)
+    assert len(decoder.prefilled) > 2
+    waiting = HistoryDecoder()
+    generate(waiting, PROMPTS[:1], group_size=100, max_rows=8)
+    one_by_one = HistoryDecoder()
+    for first in range(100):
+        generate(one_by_one, [make_prompt(f"q{first}", PROMPTS[0].token_ids)], group_size=1)
+    assert waiting.prefilled == [(1,)]
+    assert len(waiting.decoded) < len(one_by_one.decoded) / 5
+
+
 def test_a_group_larger_than_max_rows_is_cut() -> None:
     decoder = HistoryDecoder()
-    generate(decoder, PROMPTS[:2], group_size=5, max_rows=2)
-    assert decoder.prefilled == [(1, 2), (1, 2), (1, 1)] * 2
+    expected = generate(HistoryDecoder(), PROMPTS[:2], group_size=5)
+    assert generate(decoder, PROMPTS[:2], group_size=5, max_rows=2) == expected
+    assert decoder.prefilled == [(2,), (1,)]
     assert max(decoder.decoded) == 2
+
+
+def test_prompts_are_read_within_the_token_budget() -> None:
+    decoder = HistoryDecoder()
+    assert generate(decoder, prefill_tokens=6) == generate(HistoryDecoder())
+    assert [length for piece in decoder.prefilled for length in piece] == [5, 4, 3, 2, 2, 1, 1]
+    assert all(sum(piece) <= 6 or len(piece) == 1 for piece in decoder.prefilled)
+    assert len(decoder.prefilled) > 2
+
+
+def test_groups_are_streamed_as_they_are_complete_and_equal_those_generated_at_once() -> None:
+    sampling = SamplingParams(max_new_tokens=24)
+    engine = NativeEngine(HistoryDecoder(), max_rows=6)
+    together = engine.generate(PROMPTS, group_size=3, sampling=sampling, seed=4)
+    stream = NativeEngine(decoder := HistoryDecoder(), max_rows=6).stream(
+        PROMPTS, group_size=3, sampling=sampling, seed=4
+    )
+    first, group = next(stream)
+    steps_for_the_first = len(decoder.decoded)
+    streamed = {first: group} | dict(stream)
+    assert [streamed[p] for p in range(len(PROMPTS))] == together
+    assert steps_for_the_first < len(decoder.decoded) / 2
+
+
+def test_prompts_whose_completions_were_long_are_begun_first() -> None:
+    decoder = HistoryDecoder()
+    engine = NativeEngine(decoder, max_rows=4)
+    sampling = SamplingParams(max_new_tokens=24)
+    groups = engine.generate(PROMPTS, group_size=2, sampling=sampling, seed=4)
+    means = {g.prompt.id: sum(len(c.token_ids) for c in g.completions) / 2 for g in groups}
+    assert engine.expected_lengths == means
+    decoder.prefilled.clear()
+    again = engine.generate(PROMPTS, group_size=2, sampling=sampling, seed=5)
+    by_length = sorted(PROMPTS, key=lambda prompt: (-means[prompt.id], -len(prompt.token_ids)))
+    assert [length for piece in decoder.prefilled[1:] for length in piece] == [len(p.token_ids) for p in by_length[2:]]
+    assert again == NativeEngine(HistoryDecoder()).generate(PROMPTS, group_size=2, sampling=sampling, seed=5)
 
 
 @pytest.mark.parametrize("eos", [9, 4])

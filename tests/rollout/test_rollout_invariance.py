@@ -4,6 +4,7 @@ import torch
 from rollout_fakes import HistoryDecoder, HistoryState, make_prompt
 from torch import Tensor
 
+from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.invariance import batch_invariant
 
 PROMPTS = [make_prompt(f"p{n}", range(1, 2 + n)) for n in range(3)]
@@ -22,17 +23,17 @@ class LeakyWhenAlone(HistoryDecoder):
 
 
 def test_a_decoder_of_independent_rows_is_batch_invariant() -> None:
-    assert batch_invariant(HistoryDecoder(), PROMPTS)
+    assert batch_invariant(NativeEngine(HistoryDecoder()), PROMPTS)
 
 
 def test_a_difference_in_the_last_bits_is_seen() -> None:
-    assert not batch_invariant(Leaky(eos_token_ids=()), PROMPTS)
-    assert not batch_invariant(LeakyWhenAlone(eos_token_ids=()), PROMPTS)
-    assert batch_invariant(Leaky(eos_token_ids=()), PROMPTS[:1])
+    assert not batch_invariant(NativeEngine(Leaky(eos_token_ids=())), PROMPTS)
+    assert not batch_invariant(NativeEngine(LeakyWhenAlone(eos_token_ids=())), PROMPTS)
+    assert batch_invariant(NativeEngine(Leaky(eos_token_ids=())), PROMPTS[:1])
 
 
 def test_the_test_is_the_same_whatever_the_random_state() -> None:
     torch.manual_seed(1)
     first = torch.random.get_rng_state()
-    batch_invariant(HistoryDecoder(), PROMPTS)
+    batch_invariant(NativeEngine(HistoryDecoder()), PROMPTS)
     assert torch.equal(first, torch.random.get_rng_state())

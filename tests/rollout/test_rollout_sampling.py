@@ -191,20 +191,20 @@ def test_temperature_zero_takes_the_largest_and_stores_its_logprob_at_temperatur
 
 def test_forbidden_tokens_are_not_drawn_and_stay_in_the_logprob() -> None:
     logits_V = torch.tensor([0.9, 0.06, 0.04]).log()
-    forbidden = torch.tensor([0])
-    drawn = draws_of_one_row(logits_V, 5000, temperature=1.0, forbidden_K=forbidden)
+    forbidden = torch.tensor([True, False, False])
+    drawn = draws_of_one_row(logits_V, 5000, temperature=1.0, forbidden=forbidden)
     share = (drawn.tokens_R == 1).double().mean().item()
     assert set(drawn.tokens_R.tolist()) == {1, 2}
     assert abs(share - 0.6) < 4 * math.sqrt(0.6 * 0.4 / 5000)
     torch.testing.assert_close(drawn.logprobs_R, logits_V[drawn.tokens_R], atol=1e-6, rtol=0)
-    greedy = draws_of_one_row(logits_V, 1, temperature=0.0, forbidden_K=forbidden)
+    greedy = draws_of_one_row(logits_V, 1, temperature=0.0, forbidden=forbidden)
     assert greedy.tokens_R.item() == 1
     assert greedy.logprobs_R.item() == pytest.approx(math.log(0.06), abs=1e-6)
 
 
 def test_a_forbidden_token_with_all_the_probability_leaves_a_finite_logprob() -> None:
     logits_V = torch.tensor([500.0, 1.0, 0.0])
-    drawn = draws_of_one_row(logits_V, 1000, temperature=1.0, forbidden_K=torch.tensor([0]))
+    drawn = draws_of_one_row(logits_V, 1000, temperature=1.0, forbidden=torch.tensor([True, False, False]))
     expected = torch.tensor([0.0, -499.0, -500.0])[drawn.tokens_R]
     torch.testing.assert_close(drawn.logprobs_R, expected, atol=1e-4, rtol=0)
     assert abs((drawn.tokens_R == 1).double().mean().item() - 1 / (1 + math.exp(-1))) < 0.06

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from flatpeak.policy.packing import PackedRow, Segments
+from flatpeak.policy.response_attention import Block, attend_in_blocks, blocks
 
 NAME = "flatpeak"
+NO_MASK = torch.empty(0, 0, 0, 0)
+"""What the model is given for a mask: transformers hands a 4-dimensional one on as it is, and looks for nothing in
+positions, which on a GPU would wait for the device at every token."""
 IGNORABLE = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 """Keywords that models hand down to attention although they do not change its result."""
 
@@ -74,7 +78,8 @@ class PackedContext:
         self.row = row
         self.calls: list[int] = []
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_keys else None
-        self._masks: dict[tuple[str, int | None], Tensor | None] = {}
+        self._prompt_masks: dict[int, Tensor] = {}
+        self._cuts: dict[int | None, list[Block]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """See AttentionContext; B is 1 and L the row's length."""
@@ -90,9 +95,14 @@ class PackedContext:
         ]
         if responses is not None:
             span = slice(num_prompt_tokens, num_prompt_tokens + len(responses.slots))
-            keys = torch.cat([prompt_k.index_select(0, self.row.prompt_N), responses.pad(k[span])], dim=2)
-            values = torch.cat([prompt_v.index_select(0, self.row.prompt_N), responses.pad(v[span])], dim=2)
-            attended = rule(responses.pad(q[span]), keys, values, self._response_mask(responses, rule.window))
+            attended = attend_in_blocks(
+                rule,
+                responses.pad(q[span]),
+                (prompt_k, prompt_v),
+                (responses.pad(k[span]), responses.pad(v[span])),
+                self.row.prompt_N,
+                self._blocks(responses, rule.window),
+            )
             outputs.append(responses.unpad(attended))
         num_filler = len(q) - sum(map(len, outputs))
         if num_filler:
@@ -104,27 +114,18 @@ class PackedContext:
         longest = self.row.prompts.longest
         if window is None or window >= longest:
             return None
-        if ("prompt", window) not in self._masks:
+        if window not in self._prompt_masks:
             place = torch.arange(longest, device=self.row.token_ids_S.device)
             distance = place[:, None] - place[None, :]
-            self._masks["prompt", window] = (distance >= 0) & (distance < window)
-        return self._masks["prompt", window]
+            self._prompt_masks[window] = (distance >= 0) & (distance < window)
+        return self._prompt_masks[window]
 
-    def _response_mask(self, responses: Segments, window: int | None) -> Tensor | None:
-        """[N, 1, Lr, Lp + Lr]: the real prompt tokens and the earlier response tokens, within the window."""
-        if ("response", window) not in self._masks:
-            device = self.row.token_ids_S.device
-            prompt_lengths_N = self.row.prompts.lengths.index_select(0, self.row.prompt_N)
-            prompt_place = torch.arange(self.row.prompts.longest, device=device)
-            place = torch.arange(responses.longest, device=device)
-            on_prompt = (prompt_place < prompt_lengths_N[:, None])[:, None, :].expand(-1, responses.longest, -1)
-            on_own = (place[:, None] >= place[None, :]).expand(responses.count, -1, -1)
-            if window is not None:
-                distance = (prompt_lengths_N[:, None] + place)[:, :, None] - prompt_place
-                on_prompt = on_prompt & (distance < window)
-                on_own = on_own & (place[:, None] - place[None, :] < window)
-            self._masks["response", window] = torch.cat([on_prompt, on_own], dim=-1)[:, None]
-        return self._masks["response", window]
+    def _blocks(self, responses: Segments, window: int | None) -> list[Block]:
+        if window not in self._cuts:
+            prompts = self.row.prompts
+            prompt_lengths_N = prompts.lengths.index_select(0, self.row.prompt_N)
+            self._cuts[window] = blocks(responses.lengths, prompt_lengths_N, prompts.longest, window)
+        return self._cuts[window]
 
 
 def attention_forward(
@@ -147,7 +148,7 @@ def attention_forward(
             "this model is held by a flatpeak policy: call policy.plain_attention() around a forward pass of your own"
         )
     unknown = sorted(name for name, given in others.items() if given is not None and name not in IGNORABLE)
-    if unknown or attention_mask is not None:
+    if unknown or (attention_mask is not None and attention_mask.numel()):
         raise UnservedAttentionError(
             f"attention was given {unknown or ['attention_mask']}, which the native engine ignores"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,7 +21,9 @@ class Head:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """float32 [R, V]."""
-        logits = F.linear(hidden_RD, self.linear.weight, self.linear.bias).float() * self.logit_scale
+        logits = self.linear(hidden_RD).float()
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 

@@ -24,7 +24,7 @@ class Segments:
     """Stretches of the packed row, and where their tokens stand when padded side by side for attention."""
 
     lengths: Tensor
-    """int64 [count]."""
+    """int64 [count], in the order of the padded layout."""
     longest: int
     """Columns of the padded layout."""
     slots: Tensor
@@ -56,16 +56,25 @@ class PackedRow:
     prompts: Segments
     responses: Segments | None
     prompt_N: Tensor
-    """int64 [N]: the prompt of each response."""
+    """int64 [N]: the prompt of each response, in the order of the padded layout: the longest response first."""
     source_T: Tensor
     """int64 [T]: the row position whose hidden state predicts each response token. A prompt's last position repeats."""
 
 
-def segments(lengths: Tensor, *, multiple: int = 1) -> Segments:
-    """Lay segments of these lengths out side by side, padded to the longest, rounded up to a multiple."""
+def segments(lengths: Tensor, *, multiple: int = 1, order: Tensor | None = None) -> Segments:
+    """Lay segments of these lengths out side by side, padded to the longest, rounded up to a multiple.
+
+    `order` (int64, a permutation) says which segment stands in each row of the padded layout; None keeps their order.
+    """
     longest = -(-int(lengths.max()) // multiple) * multiple
-    starts = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device) * longest, lengths)
-    return Segments(lengths=lengths, longest=longest, slots=starts + offsets(lengths))
+    rows = torch.arange(len(lengths), device=lengths.device)
+    places = rows if order is None else torch.empty_like(order).index_copy_(0, order, rows)
+    starts = torch.repeat_interleave(places * longest, lengths)
+    return Segments(
+        lengths=lengths if order is None else lengths.index_select(0, order),
+        longest=longest,
+        slots=starts + offsets(lengths),
+    )
 
 
 def offsets(lengths: Tensor) -> Tensor:
@@ -97,6 +106,7 @@ def pack_batch(batch: Batch) -> PackedRow:
     prompt_lengths_N = lengths_P.index_select(0, batch.prompt_N)
     last_of_prompt_N = (lengths_P.cumsum(0) - 1).index_select(0, batch.prompt_N)
     row_T = len(prompt_tokens) + torch.arange(len(batch.tokens_T), device=device)
+    order_N = batch.lengths_N.argsort(descending=True, stable=True)
     source_T = torch.where(within_T == 0, last_of_prompt_N.index_select(0, batch.sequence_T), row_T - 1)
     return PackedRow(
         token_ids_S=fill(torch.cat([prompt_tokens, batch.tokens_T])),
@@ -104,8 +114,8 @@ def pack_batch(batch: Batch) -> PackedRow:
             torch.cat([offsets(lengths_P), prompt_lengths_N.index_select(0, batch.sequence_T) + within_T])
         ),
         prompts=segments(lengths_P),
-        responses=segments(batch.lengths_N),
-        prompt_N=batch.prompt_N,
+        responses=segments(batch.lengths_N, order=order_N),
+        prompt_N=batch.prompt_N.index_select(0, order_N),
         source_T=source_T,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ from transformers.utils import logging as transformers_logging
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.policy import attention
-from flatpeak.policy.cache import KEY_MULTIPLE, KeyValueCache
+from flatpeak.policy.cache import KEY_MULTIPLE, KeyValueCache, round_up
 from flatpeak.policy.dropout import silence_dropout
 from flatpeak.policy.head import read_head
-from flatpeak.policy.packing import PackedRow, fill, pack_batch, pack_prompts
+from flatpeak.policy.linears import make_fast, make_plain, packed_weights
+from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts
 from flatpeak.policy.padded import padded_token_logprobs
+from flatpeak.policy.passes import plain_layers
 from flatpeak.policy.support import probe, unsupported
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Batch
+
+GPU_KEY_MULTIPLE = 64
+GPU_PROMPT_MULTIPLE = 256
+"""Room for somewhat longer prompts than a request's own, so that the next request fits too."""
 
 
 class Policy:
@@ -41,12 +48,15 @@ class Policy:
         self.head = read_head(self.causal)
         if not dropout:
             silence_dropout(model)
+        self.batch_invariant = True
+        """Whether decoding on a CPU pads rows and keys, so that no bit of a completion depends on the others."""
+        self._kept_cache: KeyValueCache | None = None
         self._own_attention = self.causal.config._attn_implementation or "eager"
         self.notice = unsupported(self.causal)
         self.native = self.notice is None
         if self.native:
             attention.register()
-            self.causal.set_attn_implementation(attention.NAME)
+            self._hold()
             self.notice = probe(self)
             self.native = self.notice is None
             if not self.native:
@@ -68,8 +78,18 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """The float32 value behind each trainable weight: the weight itself, as all of them are float32."""
-        return {parameter: parameter for parameter in self.parameters()}
+        """The precise value behind each trainable weight: a float32 copy of one in bfloat16, else the weight itself.
+
+        Copies are made once and then belong to whoever trains the policy, who keeps the weights equal to them, rounded.
+        """
+        for parameter in self.parameters():
+            if parameter not in self._masters:
+                self._masters[parameter] = _master(parameter)
+        return {parameter: self._masters[parameter] for parameter in self.parameters()}
+
+    @cached_property
+    def _masters(self) -> dict[nn.Parameter, Tensor]:
+        return {}
 
     def token_logprobs(
         self, batch: Batch, *, temperature: float, twice_differentiable: bool = False
@@ -82,7 +102,7 @@ class Policy:
         if self.model.training != torch.is_grad_enabled():
             self.model.train(torch.is_grad_enabled())
         if twice_differentiable:
-            with self.plain_attention(), sdpa_kernel(SDPBackend.MATH):
+            with self.plain_attention(), plain_layers(self.causal), sdpa_kernel(SDPBackend.MATH):
                 return padded_token_logprobs(self.causal, batch, temperature=temperature)
         if not self.native:
             return padded_token_logprobs(self.causal, batch, temperature=temperature)
@@ -98,44 +118,76 @@ class Policy:
             temperature=temperature,
         )
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], *, copies: int, max_new_tokens: int
-    ) -> tuple[KeyValueCache, Tensor]:
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """See protocols.Decoder."""
+        with packed_weights(self.causal):
+            yield
+
+    @property
+    def decoding_tensors(self) -> list[Tensor]:
+        """Weights and buffers: what a captured step reads at the address where it was."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def batch_sizes(self, slots: int) -> list[int]:
+        """See protocols.Decoder. On a GPU few, as each is captured once."""
+        if self.device.type == "cpu":
+            step = ROW_MULTIPLE if self.batch_invariant else 1
+            return list(range(step, slots + step, step))
+        sizes = [1, 2, 4, 8, *range(16, slots + 16, 16)]
+        return sizes[: 1 + next(index for index, size in enumerate(sizes) if size >= slots)]
+
+    def open(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> KeyValueCache:
+        """See protocols.Decoder. On a GPU the memory is kept, and sized up: graphs are captured on it."""
+        request = {"slots": slots, "prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+        if self.device.type == "cpu":
+            multiple = KEY_MULTIPLE if self.batch_invariant else 1
+            return KeyValueCache(**request, key_multiple=multiple, device=self.device)
+        if self._kept_cache is None or not self._kept_cache.serves(**request):
+            self._kept_cache = None  # before the new one is made
+            request["prompt_tokens"] = round_up(prompt_tokens, GPU_PROMPT_MULTIPLE)
+            self._kept_cache = KeyValueCache(**request, key_multiple=GPU_KEY_MULTIPLE, device=self.device)
+        self._kept_cache.restart()
+        return self._kept_cache
+
+    def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:
         """See protocols.Decoder."""
         self._evaluate()
-        row = pack_prompts(prompts, device=self.device, multiple=KEY_MULTIPLE)
+        row = pack_prompts(prompts, device=self.device, multiple=state.key_multiple)
         context = attention.PackedContext(row, keep_keys=True)
         hidden_PD = self.hidden(row, context).index_select(0, row.source_T)
-        cache = KeyValueCache(context, copies=copies, max_new_tokens=max_new_tokens)
-        return cache, self.head.logits(fill(hidden_PD))[: len(prompts)]
+        state.store(places, context)
+        return self.head.logits(fill(hidden_PD))[: len(prompts)]
 
     def decode(self, state: KeyValueCache, tokens_R: Tensor) -> Tensor:
         """See protocols.Decoder."""
         self._evaluate()
-        state.begin_token()
+        state.begin_token(len(tokens_R))
         hidden = self.trunk(
-            input_ids=fill(tokens_R)[:, None],
-            position_ids=state.positions_R[:, None],
+            input_ids=tokens_R[:, None],
+            attention_mask=attention.NO_MASK,
+            position_ids=state.positions_S[: len(tokens_R), None],
             use_cache=False,
             attention_context=state,
         ).last_hidden_state[:, 0]
-        state.end_token()
-        return self.head.logits(hidden)[: len(tokens_R)]
+        state.end_token(len(tokens_R))
+        return self.head.logits(hidden)
 
     @contextmanager
     def plain_attention(self) -> Iterator[Any]:
         """The transformers model with its own attention, for a forward pass or `generate` outside flatpeak."""
         if self.native:
-            self.causal.set_attn_implementation(self._own_attention)
+            self.release()
         try:
             yield self.model
         finally:
             if self.native:
-                self.causal.set_attn_implementation(attention.NAME)
+                self._hold()
 
     def release(self) -> None:
-        """Give the model its own attention back for good."""
+        """Give the model its own attention and layers back for good."""
         self.causal.set_attn_implementation(self._own_attention)
+        make_plain(self.causal)
 
     def save(self, directory: Path) -> None:
         """Write model and tokenizer in Hugging Face format."""
@@ -147,15 +199,30 @@ class Policy:
         """The last hidden states of a packed row, [S, D]."""
         hidden: Tensor = self.trunk(
             input_ids=row.token_ids_S[None],
+            attention_mask=attention.NO_MASK,
             position_ids=row.positions_S[None],
             use_cache=False,
             attention_context=context,
         ).last_hidden_state[0]
         return hidden
 
+    def _hold(self) -> None:
+        self.causal.set_attn_implementation(attention.NAME)
+        make_fast(self.causal)
+
     def _evaluate(self) -> None:
         if self.model.training:
             self.model.eval()
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype == torch.float16:
+        raise UserError(
+            "the model has trainable weights in float16, whose small gradients underflow, and flatpeak scales no loss: "
+            "give it in bfloat16 or float32, as model.to(torch.bfloat16) does"
+        )
+    precise = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter if parameter.dtype == precise else parameter.detach().to(precise)
 
 
 @contextmanager

@@ -31,9 +31,11 @@ class Probed(Protocol):
         """The hidden states of a packed row."""
         ...
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], *, copies: int, max_new_tokens: int
-    ) -> tuple[KeyValueCache, Tensor]:
+    def open(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> KeyValueCache:
+        """See protocols.Decoder."""
+        ...
+
+    def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:
         """See protocols.Decoder."""
         ...
 
@@ -67,7 +69,11 @@ PROVEN = frozenset(
 """Model types that tests/policy proves equal to the plain forward pass, packed and decoded."""
 SHARED_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary scalings where the longest sequence of a batch changes all others."""
+PROBE_TOLERANCES = {torch.bfloat16: 5e-2}
+"""Of logits, relative to the largest, for weights of less than single precision: a resumed run probes trained weights
+again and must decide as before, so they are wide (the largest gap of 14 model types was 2.4%)."""
 PROBE_TOLERANCE = 1e-3
+"""For all others."""
 
 
 def unsupported(model: Any) -> str | None:
@@ -102,12 +108,15 @@ def probe(policy: Probed) -> str | None:
         packed = policy.head.logits(policy.hidden(row, context))
         if sorted(context.calls) != list(range(layers)):
             return f"its attention ran on layers {sorted(context.calls)} instead of once on each of {layers}"
-        state, _ = policy.prefill([long[:-1], short[:-1]], copies=1, max_new_tokens=1)
-        decoded = policy.decode(state, torch.tensor([long[-1], short[-1]], device=policy.device))
+        prompts = [long[:-1], short[:-1]]
+        state = policy.open(slots=4, prompts=2, prompt_tokens=len(prompts[0]), new_tokens=1)
+        policy.prefill(state, prompts, [0, 1])
+        state.admit([0, 1, 2, 3], [0, 1, 0, 1])
+        decoded = policy.decode(state, torch.tensor([long[-1], short[-1]] * 2, device=policy.device))
         if sorted(state.calls) != list(range(layers)):
             return f"decoding ran attention on layers {sorted(state.calls)} instead of once on each of {layers}"
-    except (UnservedAttentionError, TypeError) as error:
-        return str(error)
+    except (UnservedAttentionError, TypeError, ValueError, RuntimeError) as error:
+        return str(error)  # an unknown model may do anything with a mask that is none
     start = 0
     for index, tokens in enumerate((long, short)):
         with policy.plain_attention() as model:
@@ -116,6 +125,7 @@ def probe(policy: Probed) -> str | None:
         ours = torch.cat([packed[start : start + len(tokens) - 1], decoded[index : index + 1]])
         start += len(tokens) - 1
         gap = (ours - plain).abs().max().item()
-        if not gap <= PROBE_TOLERANCE * max(1.0, plain.abs().max().item()):
+        tolerance = PROBE_TOLERANCES.get(policy.head.linear.weight.dtype, PROBE_TOLERANCE)
+        if not gap <= tolerance * max(1.0, plain.abs().max().item()):
             return f"native logits differ from the plain forward pass by {gap:.2g}"
     return None

@@ -59,7 +59,7 @@ def generate_in_chunks(
     device: torch.device | str,
 ) -> list[Group]:
     """Groups in the order of the prompts; `decode(rows, token_ids_P, copies)` draws the completions of a chunk."""
-    _check(prompts, group_size, sampling, max_rows)
+    check_request(prompts, group_size, sampling, max_rows)
     stop_strings = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
     keys_PG = row_keys(seed, [prompt.id for prompt in prompts], group_size).view(len(prompts), group_size)
     completions: dict[tuple[int, int], Completion] = {}
@@ -75,14 +75,15 @@ def generate_in_chunks(
         )
         decode(rows, [prompts[p].token_ids for p in chunk.prompts], len(chunk.copies))
         places = [(p, g) for p in chunk.prompts for g in chunk.copies]
-        completions.update(zip(places, rows.completions(), strict=True))
+        completions.update(zip(places, rows.completions(range(rows.count)), strict=True))
     return [
         Group(prompt=prompt, completions=tuple(completions[p, g] for g in range(group_size)))
         for p, prompt in enumerate(prompts)
     ]
 
 
-def _check(prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, max_rows: int) -> None:
+def check_request(prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, max_rows: int) -> None:
+    """UserError where settings cannot work, or a prompt is empty."""
     wrong = [
         f"{name}={value}: {rule}"
         for name, value, holds, rule in (

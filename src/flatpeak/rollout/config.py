@@ -25,6 +25,9 @@ class RolloutConfig(StrictConfig):
     """auto: native where the architecture is proven, else transformers' generate, with a notice."""
     max_rows: Annotated[int, Field(ge=1)] = 512
     """Most completions decoded side by side."""
+    batch_invariant: bool = True
+    """On a CPU, pad rows and keys so that no bit of a completion depends on what else is decoded. It costs next to
+    nothing (benchmarks/RESULTS.md)."""
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of training rollouts."""

@@ -63,37 +63,36 @@ class GenerateEngine:
             # No end-of-sequence token here: rows ends completions, and the pad token that generate asks for with one
             # does not exist in every tokenizer.
             generation_config=GenerationConfig(max_new_tokens=rows.max_new_tokens, do_sample=False, use_cache=True),
-            logits_processor=LogitsProcessorList([_Draws(rows, ids_PL.shape[1])]),
-            stopping_criteria=StoppingCriteriaList([_Stops(rows, ids_PL.shape[1], len(ids_PL) * copies, device)]),
+            logits_processor=LogitsProcessorList([_Draws(rows)]),
+            stopping_criteria=StoppingCriteriaList([_Stops(rows)]),
         )
 
 
 class _Draws(LogitsProcessor):
     """Leaves generate's argmax one choice: the token that was drawn."""
 
-    def __init__(self, rows: Rows, prompt_length: int):
+    def __init__(self, rows: Rows):
         self._rows = rows
-        self._prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows_N = torch.arange(len(scores), device=scores.device)
-        tokens_N = self._rows.draw(scores, rows_N, input_ids.shape[1] - self._prompt_length)
+        rows_N = rows_N.masked_fill(self._rows.ended_N[:-1], len(scores))
+        tokens_N = self._rows.draw(scores, rows_N)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_N[:, None], 0.0)
 
 
 class _Stops(StoppingCriteria):
     """Ends rows where the native engine would."""
 
-    def __init__(self, rows: Rows, prompt_length: int, num_rows: int, device: torch.device):
+    def __init__(self, rows: Rows):
         self._rows = rows
-        self._prompt_length = prompt_length
-        self._rows_N = torch.arange(num_rows, device=device)
-        self._live_N = torch.ones(num_rows, dtype=torch.bool, device=device)
+        self._live = list(range(rows.count))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        drawn = input_ids.shape[1] - self._prompt_length
-        self._live_N = self._rows.still_live(self._live_N, self._rows_N, drawn - 1, drawn)
-        return ~self._live_N
+        self._rows.heed_stop_strings(self._live)
+        ended = self._rows.ended_N[:-1].tolist()
+        self._live = [row for row in self._live if not ended[row]]
+        return self._rows.ended_N[:-1]
 
 
 def _left_padded(prompts_P: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:

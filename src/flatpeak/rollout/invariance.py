@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Prompt, SamplingParams
 
-if TYPE_CHECKING:
-    from flatpeak.protocols import Decoder
-
 
 def batch_invariant(
-    decoder: Decoder, prompts: Sequence[Prompt], *, group_size: int = 4, max_new_tokens: int = 16, seed: int = 0
+    engine: NativeEngine, prompts: Sequence[Prompt], *, group_size: int = 4, max_new_tokens: int = 16, seed: int = 0
 ) -> bool:
     """Whether prompts decoded alone and together give the same tokens and bitwise the same log-probs.
 
@@ -21,7 +17,6 @@ def batch_invariant(
     False log-probs agree to rounding, and a token may rarely differ. Each prompt is sampled alone (one row), as a group
     alone, and among all of them; give prompts of different lengths.
     """
-    engine = NativeEngine(decoder)
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
         together = engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)

@@ -51,9 +51,9 @@ def row_keys(seed: int, prompt_ids: Sequence[str], group_size: int) -> Tensor:
     return _mix(bases_P[:, None] + index_G * _GOLDEN).flatten()
 
 
-def uniforms(keys_R: Tensor, position: int) -> Tensor:
-    """float64 [R] in [0, 1), multiples of 2^-53: each row's number at a token position, counted from 0."""
-    bits_R = _mix(keys_R + _signed(_GOLDEN * (position + 1)))
+def uniforms(keys_R: Tensor, positions_R: Tensor | int) -> Tensor:
+    """float64 [R] in [0, 1), multiples of 2^-53: each row's number at its token position (int64, from 0)."""
+    bits_R = _mix(keys_R + (torch.as_tensor(positions_R) + 1) * _GOLDEN)
     return _shift(bits_R, 11).to(torch.float64) * 2.0**-53
 
 

@@ -37,14 +37,14 @@ def draw(
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
-    forbidden_K: Tensor | None = None,
+    forbidden: Tensor | None = None,
 ) -> Draw:
     """Draw a token per row from softmax(logits / temperature), after top-k and then top-p; temperature 0 is argmax.
 
-    `forbidden_K` (int64) are tokens that are not drawn. They stay in the stored log-prob, which is the one the trainer
-    recomputes: always over the full vocabulary, before any filter. Ties go to the lower token id.
+    `forbidden` (bool [R, V]) are tokens that are not drawn. They stay in the stored log-prob, which is the one the
+    trainer recomputes: always over the full vocabulary, before any filter. Ties go to the lower token id.
     """
-    allowed_RV = logits_RV if forbidden_K is None else logits_RV.index_fill(1, forbidden_K, -torch.inf)
+    allowed_RV = logits_RV if forbidden is None else logits_RV.masked_fill(forbidden, -torch.inf)
     if temperature == 0:
         tokens_R = allowed_RV.argmax(-1)
         logprobs_R = _at(scaled_logprobs(logits_RV, 1.0), tokens_R)
@@ -53,7 +53,7 @@ def draw(
     filtered = top_p < 1 or top_k > 0
     weights_RV = filter_weights(probs_RV, top_k=top_k, top_p=top_p) if filtered else probs_RV
     tokens_R, totals_R = choose_tokens(weights_RV, uniforms_R)
-    if forbidden_K is None:
+    if forbidden is None:
         logprobs_R = _at(probs_RV, tokens_R).log()
     else:
         logprobs_R = _at(scaled_logprobs(logits_RV, temperature), tokens_R)

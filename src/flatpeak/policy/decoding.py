@@ -1,0 +1,204 @@
+"""Attention of one new token per slot, over its own keys and its prompt's.
+
+R slots being decoded; r query heads to each of Hkv key heads; W visible columns; A places of prompts, of C slots each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flatpeak.policy.attention import AttentionRule
+from flatpeak.policy.decode_attention import PromptTiles, decode_attention
+
+if TYPE_CHECKING:
+    from flatpeak.policy.cache import KeyValueCache
+
+LEAST_QUERIES = 4
+"""Products of fewer rows than this round differently from those of more."""
+
+
+class GpuAttention:
+    """One kernel for both, which reads lengths on the device: nothing here changes from token to token."""
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self._cache = cache
+        self._tiles: dict[tuple[int, int], PromptTiles] = {}
+        self._num_rows = 0
+
+    def rearranged(self) -> None:
+        """Slots or prompts were moved: the tables are brought up to date in place, as captured graphs read them."""
+        for (rows, _), tiles in self._tiles.items():
+            tiles.refresh_(self._cache.prompt_S[:rows])
+
+    def begin(self, num_rows: int, width: int) -> None:
+        """Prepare a step over the first slots; the width is the kernel's business."""
+        self._num_rows = num_rows
+
+    def columns(self, kv_heads: int) -> Tensor:
+        """int64 [R * Hkv]: where each head's new token goes in a layer's memory, seen as rows of D."""
+        return _columns(self._cache, self._num_rows, kv_heads)
+
+    def attend(self, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
+        """query [R, Hq, 1, D] -> [R, 1, Hq, D]."""
+        cache = self._cache
+        keys, values = cache.layers[layer]
+        rows, heads = query.shape[:2]
+        repeats = heads // keys.shape[1]
+        if (rows, repeats) not in self._tiles:
+            self._tiles[rows, repeats] = PromptTiles.build(
+                cache.prompt_S[:rows], arena_rows=cache.num_prompts, repeats=repeats
+            )
+        attended = decode_attention(
+            query[:, :, 0],
+            keys,
+            values,
+            cache.lengths_S + 1,
+            *cache.prompts[layer],
+            cache.prompt_S,
+            cache.prompt_lengths_A,
+            scale=rule.scale,
+            window=rule.window,
+            softcap=rule.softcap,
+            tiles=self._tiles[rows, repeats],
+        )
+        return attended[:, None]
+
+
+class CpuAttention:
+    """Plain batched products, for a few query rows faster than torch's fused kernel, which works on tiles.
+
+    The work is bound by reading keys and values, so only the columns in use are read, and a long prompt's once for all
+    slots of its group.
+    """
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self._cache = cache
+        self._num_rows = 0
+        self._width = 0
+        self._own_columns: dict[int, Tensor] = {}
+        self._own_bias: dict[tuple[int, int | None], Tensor] = {}
+        self._prompts: SharedPrompts | None = None
+
+    def rearranged(self) -> None:
+        """Slots or prompts were moved."""
+        self._prompts = None
+
+    def begin(self, num_rows: int, width: int) -> None:
+        """Prepare a step that sees `width` own columns."""
+        if self._cache.shares_prompts and (self._prompts is None or num_rows != self._num_rows):
+            self._prompts = SharedPrompts(self._cache, num_rows)
+        self._num_rows, self._width = num_rows, width
+        self._own_columns, self._own_bias = {}, {}
+
+    def columns(self, kv_heads: int) -> Tensor:
+        """int64 [R * Hkv]: where each head's new token goes in a layer's memory, seen as rows of D."""
+        if kv_heads not in self._own_columns:
+            self._own_columns[kv_heads] = _columns(self._cache, self._num_rows, kv_heads)
+        return self._own_columns[kv_heads]
+
+    def attend(self, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
+        """query [R, Hq, 1, D] -> [R, 1, Hq, D]."""
+        rows, heads, _, dim = query.shape
+        keys, values = (memory[:rows, :, : self._width].flatten(0, 1) for memory in self._cache.layers[layer])
+        kv_heads = len(keys) // rows
+        # Query heads that share a key head become query rows of it: no repeated keys.
+        folded = query.reshape(len(keys), heads // kv_heads, dim)
+        scores = _scores(rule, folded, keys, self._bias(kv_heads, rule.window))
+        if self._prompts is None:
+            attended = torch.bmm(_softmax(scores, values), values)
+        else:
+            on_prompt = self._prompts.scores(layer, rule, folded)
+            weights = _softmax(torch.cat([on_prompt, scores], -1), values)
+            on_prompt, on_own = weights.split([on_prompt.shape[-1], scores.shape[-1]], -1)
+            attended = self._prompts.weighted_values(layer, on_prompt) + torch.bmm(on_own, values)
+        return attended.view(rows, 1, heads, values.shape[-1])
+
+    def _bias(self, kv_heads: int, window: int | None) -> Tensor:
+        """float32 [R * Hkv, 1, W]: 0 where a slot sees a column, else minus infinity."""
+        if (kv_heads, window) not in self._own_bias:
+            lengths_R = self._cache.lengths_S[: self._num_rows]
+            distance = lengths_R[:, None] - torch.arange(self._width)
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            self._own_bias[kv_heads, window] = _minus_infinity(hidden, kv_heads)
+        return self._own_bias[kv_heads, window]
+
+
+class SharedPrompts:
+    """Prompts where they stand: the slots that share one are query rows of the same product.
+
+    A table names the slots of each place, filled up with any slot to the same number for all.
+    """
+
+    def __init__(self, cache: KeyValueCache, num_rows: int) -> None:
+        self._cache = cache
+        self._num_rows = num_rows
+        prompt_R = cache.prompt_S[:num_rows]
+        counts_A = torch.bincount(prompt_R)
+        copies = -(-int(counts_A.max()) // LEAST_QUERIES) * LEAST_QUERIES
+        order_R = prompt_R.argsort(stable=True)
+        by_prompt_R = prompt_R.index_select(0, order_R)
+        rank_R = torch.arange(num_rows) - (counts_A.cumsum(0) - counts_A).index_select(0, by_prompt_R)
+        self._place_R = torch.empty_like(order_R).index_copy_(0, order_R, by_prompt_R * copies + rank_R)
+        table = torch.zeros(len(counts_A) * copies, dtype=torch.int64)
+        self._table_AC = table.index_copy_(0, self._place_R, torch.arange(num_rows)).view(len(counts_A), copies)
+        longest = int(cache.prompt_lengths_A[: len(counts_A)].max())
+        self._width = -(-longest // cache.key_multiple) * cache.key_multiple
+        self._bias: dict[int, Tensor] = {}
+
+    def scores(self, layer: int, rule: AttentionRule, query: Tensor) -> Tensor:
+        """query [R * Hkv, r, D] -> [R * Hkv, r, W]."""
+        keys = self._memory(layer, 0)
+        kv_heads = len(keys) // len(self._table_AC)
+        if kv_heads not in self._bias:
+            lengths_A = self._cache.prompt_lengths_A[: len(self._table_AC), None]
+            self._bias[kv_heads] = _minus_infinity(torch.arange(self._width) >= lengths_A, kv_heads)
+        scores = self._by_slot(_scores(rule, self._by_prompt(query), keys, self._bias[kv_heads]), kv_heads)
+        if rule.window is None:
+            return scores
+        distance = self._cache.positions_S[: self._num_rows, None] - torch.arange(self._width)
+        return scores + _minus_infinity(distance >= rule.window, kv_heads)
+
+    def weighted_values(self, layer: int, weights: Tensor) -> Tensor:
+        """weights [R * Hkv, r, W] -> [R * Hkv, r, D]."""
+        values = self._memory(layer, 1)
+        return self._by_slot(torch.bmm(self._by_prompt(weights), values), len(values) // len(self._table_AC))
+
+    def _memory(self, layer: int, which: int) -> Tensor:
+        return self._cache.prompts[layer][which][: len(self._table_AC), :, : self._width].flatten(0, 1)
+
+    def _by_prompt(self, rows: Tensor) -> Tensor:
+        """[R * Hkv, r, X] -> [A * Hkv, C * r, X]."""
+        heads: Tensor = rows.unflatten(0, (self._num_rows, -1))
+        table: Tensor = heads.index_select(0, self._table_AC.flatten()).unflatten(0, self._table_AC.shape)
+        return table.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+    def _by_slot(self, grouped: Tensor, kv_heads: int) -> Tensor:
+        """Back."""
+        places, copies = self._table_AC.shape
+        heads: Tensor = grouped.unflatten(0, (places, kv_heads)).unflatten(2, (copies, -1)).transpose(1, 2)
+        return heads.flatten(0, 1).index_select(0, self._place_R).flatten(0, 1)
+
+
+def _columns(cache: KeyValueCache, num_rows: int, kv_heads: int) -> Tensor:
+    lengths_R = cache.lengths_S[:num_rows]
+    heads = torch.arange(num_rows * kv_heads, device=lengths_R.device).view(num_rows, kv_heads)
+    return (heads * cache.columns + lengths_R[:, None]).flatten()
+
+
+def _scores(rule: AttentionRule, query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+    """[B, q, W] for B key heads of q query rows each; bias [B, 1, W]."""
+    if rule.softcap is None:
+        return torch.baddbmm(bias.to(query.dtype), query, keys.transpose(1, 2), alpha=rule.scale)
+    return bias + rule.softcap * torch.tanh(torch.bmm(query, keys.transpose(1, 2)) * (rule.scale / rule.softcap))
+
+
+def _softmax(scores: Tensor, values: Tensor) -> Tensor:
+    return torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
+
+
+def _minus_infinity(hidden: Tensor, kv_heads: int) -> Tensor:
+    """bool [B, W] -> float32 [B * Hkv, 1, W]: minus infinity where hidden, else 0."""
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat_interleave(kv_heads, 0)[:, None]
