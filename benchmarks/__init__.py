@@ -1,0 +1,1 @@
+"""Measured comparisons of flatpeak with other software; RESULTS.md has the figures."""

@@ -1,0 +1,100 @@
+"""The worker's side: a process that works when it is its turn, and tells what its work took.
+
+Workers and the parent exchange lines of JSON over the worker's standard input and what was its standard output;
+whatever libraries print goes to standard error. Only the standard library is used here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Meter:
+    """CPU time of all threads and child processes, wall time, and the peak of resident memory."""
+
+    def __init__(self) -> None:
+        self.loaded_kib = 0
+        self._cpu = self._wall = 0.0
+
+    def loaded(self) -> None:
+        """What is in memory now is not counted: imports, weights, data."""
+        self.loaded_kib = _status("VmRSS")
+
+    def start(self) -> None:
+        """From here on."""
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins at what is resident now
+        self._wall, self._cpu = time.perf_counter(), cpu_seconds()
+
+    def stop(self) -> dict[str, float]:
+        """Until here."""
+        cpu, wall = cpu_seconds() - self._cpu, time.perf_counter() - self._wall
+        return {"cpu": cpu, "wall": wall, "peak_mib": (_status("VmHWM") - self.loaded_kib) / 1024}
+
+
+class Link:
+    """A worker's line to the parent."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def tell(self, **facts: Any) -> None:
+        """Send one line."""
+        self._out.write(json.dumps(facts) + "\n")
+        self._out.flush()
+
+    def wait(self) -> dict[str, Any]:
+        """Sleep until it is this worker's turn; ends the process when there is nothing left to do."""
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)  # from inside a trainer's reward function there is no other way out
+        command: dict[str, Any] = json.loads(line)
+        return command
+
+
+def cpu_seconds() -> float:
+    """Of this process, all its threads, and all processes below it that still live."""
+    return time.process_time() + sum(_ticks(pid) for pid in _descendants()) / TICKS
+
+
+def _descendants() -> list[int]:
+    """Processes below this one."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields:
+                parents[int(entry.name)] = int(fields[1])
+    found, new = set(), {os.getpid()}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new}
+        found |= new
+    return sorted(found)
+
+
+def _ticks(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the command's name, which may itself contain blanks; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _status(field: str) -> int:
+    """A size of this process in KiB."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise LookupError(f"/proc/self/status has no {field}")

@@ -1,0 +1,116 @@
+"""What is measured on: random models, and prompts whose answers have lengths that come from the model itself.
+
+A fresh model gives every token about the same probability. So a vocabulary of 96 ends an answer at each token with
+probability 1/96, and answers capped at 256 tokens have skewed lengths with a mean of about a third of the cap; a
+vocabulary of 512 with a cap of 128 makes nearly all answers as long as the cap. Only the standard library is used here:
+vLLM's Python has nothing of ours.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+PAD, EOS = 0, 1
+FIRST_WORD = 2
+"""The smallest token id that is a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The shape of a Qwen2 model, output layer tied to the embeddings."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    prompts: int
+    """Prompts of a step, each with GROUP completions."""
+
+
+SIZES = {
+    "1M": Size(hidden=128, intermediate=512, layers=4, heads=4, kv_heads=2, prompts=8),
+    "7M": Size(hidden=256, intermediate=1024, layers=7, heads=4, kv_heads=2, prompts=8),
+    "45M": Size(hidden=512, intermediate=2048, layers=12, heads=8, kv_heads=4, prompts=4),
+}
+GROUP = 8
+"""Completions of a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How long prompts and answers are."""
+
+    vocabulary: int
+    cap: int
+    """Most tokens of an answer."""
+    shortest_prompt: int
+    longest_prompt: int
+
+
+LENGTHS = {
+    "skewed": Lengths(vocabulary=96, cap=256, shortest_prompt=40, longest_prompt=80),
+    "uniform, long prompts": Lengths(vocabulary=512, cap=128, shortest_prompt=120, longest_prompt=136),
+    "uniform, short prompts": Lengths(vocabulary=512, cap=128, shortest_prompt=10, longest_prompt=20),
+    "vocabulary 32k": Lengths(vocabulary=32_000, cap=128, shortest_prompt=60, longest_prompt=68),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and what it is asked, by name: a name is all that workers have to be told."""
+
+    size: str
+    lengths: str
+    prompts: int
+    """Prompts of a step."""
+    group: int = GROUP
+
+    @property
+    def shape(self) -> Size:
+        """The model's."""
+        return SIZES[self.size]
+
+    @property
+    def limits(self) -> Lengths:
+        """Of prompts and answers."""
+        return LENGTHS[self.lengths]
+
+
+def workload(size: str, lengths: str, *, prompts: int | None = None) -> Workload:
+    """Where the number of prompts is left open, the size's own."""
+    return Workload(size=size, lengths=lengths, prompts=prompts or SIZES[size].prompts)
+
+
+def prompt_ids(work: Workload, step: int) -> list[list[int]]:
+    """The prompts of a step: other words each time, so that nobody gains by remembering the last ones."""
+    limits = work.limits
+    draw = random.Random(f"{limits} {step}")
+    return [
+        [
+            draw.randrange(FIRST_WORD, limits.vocabulary)
+            for _ in range(draw.randint(limits.shortest_prompt, limits.longest_prompt))
+        ]
+        for _ in range(work.prompts)
+    ]
+
+
+def as_text(token_ids: list[int]) -> str:
+    """The words whose tokens these are."""
+    return " ".join(f"w{token}" for token in token_ids)
+
+
+def useful_tokens(sequence: list[int]) -> int:
+    """Tokens of an answer up to its end-of-sequence token, that included; what was padded on does not count."""
+    return sequence.index(EOS) + 1 if EOS in sequence else len(sequence)
+
+
+def continuous_batching(work: Workload) -> dict[str, int]:
+    """Settings of transformers' continuous batching that fit the workload, the fastest of those tried.
+
+    By itself it fills half of the machine's memory with cache, and is six times slower.
+    """
+    page = 16
+    pages = -(-(work.limits.longest_prompt + work.limits.cap) // page) + 1
+    return {"page_size": page, "num_blocks": pages * work.prompts * work.group, "max_batch_tokens": 512}
