@@ -17,9 +17,9 @@ from flatpeak.policy.decoding import CpuAttention, GpuAttention
 
 KEY_MULTIPLE = 16
 """Keys come in multiples of this, so that a row's attention sums in the same order whatever its neighbours' lengths."""
-SHARE_FROM = 128
-"""On a CPU, prompts of at least so many tokens are attended to where they stand; shorter ones are copied into the
-slots, which costs less than a second round of products (benchmarks/RESULTS.md)."""
+SHARE_FROM = 1 << 16
+"""On a CPU, prompts of at least so many bytes per layer are attended to where they stand; smaller ones are copied into
+the slots, as reading them once per slot costs less than another round of products."""
 
 
 class KeyValueCache:
@@ -28,13 +28,13 @@ class KeyValueCache:
     def __init__(
         self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int, key_multiple: int, device: torch.device
     ) -> None:
-        on_gpu = device.type != "cpu"
         self.num_slots = slots
         self.num_prompts = prompts
         self.key_multiple = key_multiple
-        self.shares_prompts = on_gpu or prompt_tokens >= SHARE_FROM
         self.prompt_columns = round_up(prompt_tokens, key_multiple)
-        self.columns = round_up(new_tokens + (0 if self.shares_prompts else prompt_tokens), key_multiple)
+        self.columns = round_up(new_tokens + prompt_tokens, key_multiple)
+        self.shares_prompts = False
+        """Whether slots hold only their own keys and values. Known once the first prompts are read."""
         self.lengths_S = torch.zeros(slots, dtype=torch.int64, device=device)
         """Own columns filled."""
         self.positions_S = torch.zeros_like(self.lengths_S)
@@ -48,11 +48,12 @@ class KeyValueCache:
         """Per layer keys and values [S, Hkv, columns, D]."""
         self.calls: list[int] = []
         """The layers that asked for attention in this step."""
+        self._room = (slots, prompts, prompt_tokens, new_tokens)
         self._prompt_lengths = [0] * prompts
         self._starts = [0] * slots  # a slot's own length is its start plus the tokens decoded since the cache began
         self._decoded = 0
-        self._cleared = self.columns if on_gpu else 0 if self.shares_prompts else self.prompt_columns
-        self._attention = GpuAttention(self) if on_gpu else CpuAttention(self)
+        self._cleared = 0
+        self._attention = GpuAttention() if device.type != "cpu" else CpuAttention()
 
     @property
     def marks(self) -> list[Tensor]:
@@ -67,9 +68,8 @@ class KeyValueCache:
 
     def serves(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> bool:
         """Whether there is room for such a request."""
-        own = new_tokens + (0 if self.shares_prompts else prompt_tokens)
-        room = (self.num_slots, self.num_prompts, self.prompt_columns, self.columns)
-        return all(needed <= there for needed, there in zip((slots, prompts, prompt_tokens, own), room, strict=True))
+        needed = (slots, prompts, prompt_tokens, new_tokens)
+        return all(wanted <= there for wanted, there in zip(needed, self._room, strict=True))
 
     def restart(self) -> None:
         """Serve another request in the same memory."""
@@ -77,13 +77,15 @@ class KeyValueCache:
             tensor.zero_()
         self._starts = [0] * self.num_slots
         self._decoded = 0
-        self._attention.rearranged()
+        self._attention.rearranged(self)
 
     def store(self, places: Sequence[int], prefill: PackedContext) -> None:
         """Keep the prompts of this prefill at these places."""
         assert prefill.kept is not None
         lengths_P = prefill.row.prompts.lengths
         index = self._index(places)
+        if not self.layers:
+            self._lay_out(next(iter(prefill.kept.values())))
         for layer, states in prefill.kept.items():
             if layer not in self.prompts:
                 self._allocate(layer, states)
@@ -106,7 +108,7 @@ class KeyValueCache:
             for layer, memories in self.layers.items():
                 for memory, prompts in zip(memories, self.prompts[layer], strict=True):
                     memory[:, :, : prompts.shape[2]].index_copy_(0, slots_K, prompts.index_select(0, places_K))
-        self._attention.rearranged()
+        self._attention.rearranged(self)
 
     def compact(
         self,
@@ -124,7 +126,7 @@ class KeyValueCache:
                 tensor.index_fill_(0, self._index(idle), 0)
             for slot in idle:
                 self._starts[slot] = -self._decoded
-        self._attention.rearranged()
+        self._attention.rearranged(self)
 
     def begin_token(self, num_rows: int) -> None:
         """Prepare a step over the first `num_rows` slots."""
@@ -133,7 +135,7 @@ class KeyValueCache:
         width = min(round_up(longest, self.key_multiple), self.columns)
         if width > self._cleared:
             self._clear(num_rows, width)
-        self._attention.begin(num_rows, width)
+        self._attention.begin(self, num_rows, width)
 
     def end_token(self, num_rows: int) -> None:
         """The token is in. A slot whose completion has ended is decoded until others take its place: it stays put."""
@@ -144,10 +146,10 @@ class KeyValueCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """See attention.AttentionContext; L is 1."""
         self.calls.append(layer)
-        columns = self._attention.columns(key.shape[1])
+        columns = self._attention.columns(self, key.shape[1])
         for memory, new in zip(self.layers[layer], (key, value), strict=True):
             memory.view(-1, memory.shape[-1]).index_copy_(0, columns, new.flatten(0, 2))
-        return self._attention.attend(layer, query, rule)
+        return self._attention.attend(self, layer, query, rule)
 
     def _index(self, indices: Sequence[int]) -> Tensor:
         return torch.tensor(indices, dtype=torch.int64, device=self.lengths_S.device)
@@ -175,6 +177,17 @@ class KeyValueCache:
 
     def _move(self, memory: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
         memory.index_copy_(0, self._index(targets), memory.index_select(0, self._index(sources)))
+
+    def _lay_out(self, states: tuple[Tensor, Tensor]) -> None:
+        """Decide by the size of the prompts where they stay, and with that what a slot has room for."""
+        on_gpu = self.lengths_S.device.type != "cpu"
+        token_bytes = sum(new.shape[1] * new.shape[3] * new.element_size() for new in states)
+        _, _, prompt_tokens, new_tokens = self._room
+        self.shares_prompts = on_gpu or prompt_tokens * token_bytes >= SHARE_FROM
+        if self.shares_prompts:
+            self.columns = round_up(new_tokens, self.key_multiple)
+        # A captured step must not clear anything.
+        self._cleared = self.columns if on_gpu else 0 if self.shares_prompts else self.prompt_columns
 
     def _allocate(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
         def memories(count: int, columns: int) -> tuple[Tensor, Tensor]:

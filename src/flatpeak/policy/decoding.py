@@ -23,27 +23,25 @@ LEAST_QUERIES = 4
 class GpuAttention:
     """One kernel for both, which reads lengths on the device: nothing here changes from token to token."""
 
-    def __init__(self, cache: KeyValueCache) -> None:
-        self._cache = cache
+    def __init__(self) -> None:
         self._tiles: dict[tuple[int, int], PromptTiles] = {}
         self._num_rows = 0
 
-    def rearranged(self) -> None:
+    def rearranged(self, cache: KeyValueCache) -> None:
         """Slots or prompts were moved: the tables are brought up to date in place, as captured graphs read them."""
         for (rows, _), tiles in self._tiles.items():
-            tiles.refresh_(self._cache.prompt_S[:rows])
+            tiles.refresh_(cache.prompt_S[:rows])
 
-    def begin(self, num_rows: int, width: int) -> None:
+    def begin(self, cache: KeyValueCache, num_rows: int, width: int) -> None:
         """Prepare a step over the first slots; the width is the kernel's business."""
         self._num_rows = num_rows
 
-    def columns(self, kv_heads: int) -> Tensor:
+    def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
         """int64 [R * Hkv]: where each head's new token goes in a layer's memory, seen as rows of D."""
-        return _columns(self._cache, self._num_rows, kv_heads)
+        return _columns(cache, self._num_rows, kv_heads)
 
-    def attend(self, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
         """query [R, Hq, 1, D] -> [R, 1, Hq, D]."""
-        cache = self._cache
         keys, values = cache.layers[layer]
         rows, heads = query.shape[:2]
         repeats = heads // keys.shape[1]
@@ -74,52 +72,51 @@ class CpuAttention:
     slots of its group.
     """
 
-    def __init__(self, cache: KeyValueCache) -> None:
-        self._cache = cache
+    def __init__(self) -> None:
         self._num_rows = 0
         self._width = 0
         self._own_columns: dict[int, Tensor] = {}
         self._own_bias: dict[tuple[int, int | None], Tensor] = {}
         self._prompts: SharedPrompts | None = None
 
-    def rearranged(self) -> None:
+    def rearranged(self, cache: KeyValueCache) -> None:
         """Slots or prompts were moved."""
         self._prompts = None
 
-    def begin(self, num_rows: int, width: int) -> None:
+    def begin(self, cache: KeyValueCache, num_rows: int, width: int) -> None:
         """Prepare a step that sees `width` own columns."""
-        if self._cache.shares_prompts and (self._prompts is None or num_rows != self._num_rows):
-            self._prompts = SharedPrompts(self._cache, num_rows)
+        if cache.shares_prompts and (self._prompts is None or num_rows != self._num_rows):
+            self._prompts = SharedPrompts(cache, num_rows)
         self._num_rows, self._width = num_rows, width
         self._own_columns, self._own_bias = {}, {}
 
-    def columns(self, kv_heads: int) -> Tensor:
+    def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
         """int64 [R * Hkv]: where each head's new token goes in a layer's memory, seen as rows of D."""
         if kv_heads not in self._own_columns:
-            self._own_columns[kv_heads] = _columns(self._cache, self._num_rows, kv_heads)
+            self._own_columns[kv_heads] = _columns(cache, self._num_rows, kv_heads)
         return self._own_columns[kv_heads]
 
-    def attend(self, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
         """query [R, Hq, 1, D] -> [R, 1, Hq, D]."""
         rows, heads, _, dim = query.shape
-        keys, values = (memory[:rows, :, : self._width].flatten(0, 1) for memory in self._cache.layers[layer])
+        keys, values = (memory[:rows, :, : self._width].flatten(0, 1) for memory in cache.layers[layer])
         kv_heads = len(keys) // rows
         # Query heads that share a key head become query rows of it: no repeated keys.
         folded = query.reshape(len(keys), heads // kv_heads, dim)
-        scores = _scores(rule, folded, keys, self._bias(kv_heads, rule.window))
+        scores = _scores(rule, folded, keys, self._bias(cache, kv_heads, rule.window))
         if self._prompts is None:
             attended = torch.bmm(_softmax(scores, values), values)
         else:
-            on_prompt = self._prompts.scores(layer, rule, folded)
+            on_prompt = self._prompts.scores(cache, layer, rule, folded)
             weights = _softmax(torch.cat([on_prompt, scores], -1), values)
             on_prompt, on_own = weights.split([on_prompt.shape[-1], scores.shape[-1]], -1)
-            attended = self._prompts.weighted_values(layer, on_prompt) + torch.bmm(on_own, values)
+            attended = self._prompts.weighted_values(cache, layer, on_prompt) + torch.bmm(on_own, values)
         return attended.view(rows, 1, heads, values.shape[-1])
 
-    def _bias(self, kv_heads: int, window: int | None) -> Tensor:
+    def _bias(self, cache: KeyValueCache, kv_heads: int, window: int | None) -> Tensor:
         """float32 [R * Hkv, 1, W]: 0 where a slot sees a column, else minus infinity."""
         if (kv_heads, window) not in self._own_bias:
-            lengths_R = self._cache.lengths_S[: self._num_rows]
+            lengths_R = cache.lengths_S[: self._num_rows]
             distance = lengths_R[:, None] - torch.arange(self._width)
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             self._own_bias[kv_heads, window] = _minus_infinity(hidden, kv_heads)
@@ -133,7 +130,6 @@ class SharedPrompts:
     """
 
     def __init__(self, cache: KeyValueCache, num_rows: int) -> None:
-        self._cache = cache
         self._num_rows = num_rows
         prompt_R = cache.prompt_S[:num_rows]
         counts_A = torch.bincount(prompt_R)
@@ -148,26 +144,26 @@ class SharedPrompts:
         self._width = -(-longest // cache.key_multiple) * cache.key_multiple
         self._bias: dict[int, Tensor] = {}
 
-    def scores(self, layer: int, rule: AttentionRule, query: Tensor) -> Tensor:
+    def scores(self, cache: KeyValueCache, layer: int, rule: AttentionRule, query: Tensor) -> Tensor:
         """query [R * Hkv, r, D] -> [R * Hkv, r, W]."""
-        keys = self._memory(layer, 0)
+        keys = self._memory(cache.prompts[layer][0])
         kv_heads = len(keys) // len(self._table_AC)
         if kv_heads not in self._bias:
-            lengths_A = self._cache.prompt_lengths_A[: len(self._table_AC), None]
+            lengths_A = cache.prompt_lengths_A[: len(self._table_AC), None]
             self._bias[kv_heads] = _minus_infinity(torch.arange(self._width) >= lengths_A, kv_heads)
         scores = self._by_slot(_scores(rule, self._by_prompt(query), keys, self._bias[kv_heads]), kv_heads)
         if rule.window is None:
             return scores
-        distance = self._cache.positions_S[: self._num_rows, None] - torch.arange(self._width)
+        distance = cache.positions_S[: self._num_rows, None] - torch.arange(self._width)
         return scores + _minus_infinity(distance >= rule.window, kv_heads)
 
-    def weighted_values(self, layer: int, weights: Tensor) -> Tensor:
+    def weighted_values(self, cache: KeyValueCache, layer: int, weights: Tensor) -> Tensor:
         """weights [R * Hkv, r, W] -> [R * Hkv, r, D]."""
-        values = self._memory(layer, 1)
+        values = self._memory(cache.prompts[layer][1])
         return self._by_slot(torch.bmm(self._by_prompt(weights), values), len(values) // len(self._table_AC))
 
-    def _memory(self, layer: int, which: int) -> Tensor:
-        return self._cache.prompts[layer][which][: len(self._table_AC), :, : self._width].flatten(0, 1)
+    def _memory(self, prompts: Tensor) -> Tensor:
+        return prompts[: len(self._table_AC), :, : self._width].flatten(0, 1)
 
     def _by_prompt(self, rows: Tensor) -> Tensor:
         """[R * Hkv, r, X] -> [A * Hkv, C * r, X]."""

@@ -5,7 +5,7 @@ Classes are exchanged and nothing else: weights, names, hooks and what is saved 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,37 +14,61 @@ from transformers.pytorch_utils import Conv1D
 
 from flatpeak.functional.products import linear, multiply, onednn_is_faster, pack, served
 
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that transformers calls with the same tensor, one after the other."""
+
+
+class Packed:
+    """A copy of the weights of layers that read the same input, side by side in the layout of oneDNN's kernels."""
+
+    def __init__(self, layers: Sequence[FastLinear | FastConv1D]) -> None:
+        matrices = [layer.matrix().detach() for layer in layers]
+        biases = [layer.bias for layer in layers]
+        self._weight = pack(torch.cat(matrices))
+        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
+        self._sizes = [len(matrix) for matrix in matrices]
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def output(self, index: int, input: Tensor) -> Tensor:
+        """What layer `index` makes of the input; one product serves all of them, if they get the same tensor."""
+        if input is not self._input:
+            self._outputs = multiply(input, self._weight, self._bias).split(self._sizes, -1)
+            self._input = input
+        return self._outputs[index]
+
 
 class FastLinear(nn.Linear):
     """nn.Linear through functional.products; reads a packed copy of its weight while there is one."""
 
-    packed: Tensor | None = None
+    packed: tuple[Packed, int] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """input W^T + b."""
         if self.packed is not None and not torch.is_grad_enabled():
-            return multiply(input, self.packed, self.bias)
+            return self.packed[0].output(self.packed[1], input)
         return linear(input, self.weight, self.bias)
 
-    def pack(self) -> None:
-        """Make the copy of the weight as it is now."""
-        self.packed = pack(self.weight)
+    def matrix(self) -> Tensor:
+        """W, [out, in]."""
+        return self.weight
 
 
 class FastConv1D(Conv1D):
     """GPT-2's linear layer, whose weight is transposed, likewise."""
 
-    packed: Tensor | None = None
+    packed: tuple[Packed, int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x W + b."""
         if self.packed is not None and not torch.is_grad_enabled():
-            return multiply(x, self.packed, self.bias)
+            return self.packed[0].output(self.packed[1], x)
         return linear(x, self.weight.t(), self.bias)
 
-    def pack(self) -> None:
-        """Make the copy of the weight as it is now."""
-        self.packed = pack(self.weight.t().contiguous())
+    def matrix(self) -> Tensor:
+        """W, [out, in]."""
+        matrix: Tensor = self.weight.t()
+        return matrix
 
 
 _FAST: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
@@ -76,9 +100,24 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     """
     layers = [module for module in model.modules() if isinstance(module, FastLinear | FastConv1D)]
     try:
-        for layer in layers:
-            layer.pack()
+        for group in _groups(model, layers):
+            packed = Packed(group)
+            for index, layer in enumerate(group):
+                layer.packed = (packed, index)
         yield
     finally:
         for layer in layers:
             layer.packed = None
+
+
+def _groups(model: nn.Module, layers: Sequence[FastLinear | FastConv1D]) -> Iterator[Sequence[FastLinear | FastConv1D]]:
+    """Those that are multiplied together, then all others by themselves."""
+    grouped: set[nn.Module] = set()
+    for module in model.modules():
+        for names in TOGETHER:
+            found = [getattr(module, name, None) for name in names]
+            together = [layer for layer in found if isinstance(layer, FastLinear)]
+            if len(together) == len(names) and len({layer.bias is None for layer in together}) == 1:
+                grouped.update(together)
+                yield together
+    yield from ([layer] for layer in layers if layer not in grouped)

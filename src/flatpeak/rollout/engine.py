@@ -38,7 +38,7 @@ class NativeEngine:
         decoder: Decoder,
         *,
         max_rows: int = 512,
-        compact_below: float = 0.85,
+        compact_below: float = 0.95,
         read_every: int | None = None,
         prefill_tokens: int = 8192,
     ):
@@ -73,19 +73,24 @@ class NativeEngine:
         if not prompts:
             return
         with self._decoding():
+            workspace = self._open(prompts, group_size=group_size, sampling=sampling, seed=seed)
             request = _Request(
                 self._decoder,
                 prompts,
-                workspace=self._open(prompts, group_size=group_size, sampling=sampling, seed=seed),
+                workspace=workspace,
                 schedule=self._plan(prompts, group_size=group_size),
                 group_size=group_size,
                 prefill_tokens=self._prefill_tokens,
             )
-            while not request.done:
-                for p, group in request.advance(self._read_every):
-                    lengths = [len(completion.token_ids) for completion in group.completions]
-                    self.expected_lengths[group.prompt.id] = sum(lengths) / len(lengths)
-                    yield p, group
+            try:
+                while not request.done:
+                    for p, group in request.advance(self._read_every):
+                        lengths = [len(completion.token_ids) for completion in group.completions]
+                        self.expected_lengths[group.prompt.id] = sum(lengths) / len(lengths)
+                        yield p, group
+            finally:
+                if self._workspace is not workspace:
+                    workspace.close()
 
     @property
     def notices(self) -> list[str]:

@@ -44,6 +44,10 @@ class Workspace:
         self._tokens_S.zero_()
         self.graph.begin()
 
+    def close(self) -> None:
+        """Give the memory back now: what refers to itself would wait for the garbage collector."""
+        del self.graph, self.cache, self.rows
+
     def begin(self, slots: Sequence[int], rows: Sequence[int], logits_KV: Tensor) -> None:
         """Put these rows into these slots, and draw their first tokens from the logits after their prompts."""
         rows_K, slots_K = self._index(rows), self._index(slots)
