@@ -147,7 +147,7 @@ def test_without_any_expectation_prompts_stand_by_their_own_length_then_as_given
 
 
 def test_an_expected_length_of_zero_is_known() -> None:
-    assert longest_first([9, 1, 1], [0.0, 8.0, None]) == [1, 2, 0]
+    assert longest_first([1, 1, 9, 1], [0.0, 0.0, None, 8.0]) == [3, 2, 0, 1]
 
 
 def schedule(order: list[int], *, group_size: int = 2, num_slots: int = 4, step: int = 1, **settings) -> Schedule:
@@ -227,6 +227,12 @@ def test_nothing_is_compacted_while_rows_wait_while_too_many_are_left_or_for_the
     many.end([1])  # 6 of 8
     assert many.compact() is not None
     assert many.num_rows == 6
+    twice = schedule([0, 1, 2, 3], num_slots=8, compact_below=0.5)
+    twice.admit()
+    twice.end([0, 1, 2, 3])
+    assert twice.compact() is not None
+    twice.end([0])
+    assert twice.compact() is None  # 3 of the 4 that are decoded now
     same = schedule([0, 1, 2, 3], num_slots=8, step=4)
     same.admit()
     same.end([0, 5, 6])

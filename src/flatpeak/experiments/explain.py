@@ -23,7 +23,7 @@ from flatpeak.runs.checkpoints import LAST, checkpoint_name
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.training.batch import collate
-from flatpeak.training.learner import score
+from flatpeak.training.learner import score, token_budget
 from flatpeak.types import Completion, Example, Group, Prompt
 
 Row = dict[str, Any]
@@ -109,7 +109,7 @@ def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, p
             policy,
             batch,
             temperature=config.rollout.temperature,
-            micro_batch_tokens=config.training.micro_batch_tokens,
+            micro_batch_tokens=token_budget(config.training.micro_batch_tokens, policy.device),
         )
         for policy in (last, first)
     )

@@ -7,6 +7,7 @@ global: globals break under threads and under activation checkpointing, whose re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from flatpeak.policy.packing import PackedRow, Segments
-from flatpeak.policy.response_attention import Block, attend_in_blocks, blocks
+from flatpeak.policy.response_attention import BLOCK, SUMMED, Block, attend_in_blocks, blocks
 
 NAME = "flatpeak"
 NO_MASK = torch.empty(0, 0, 0, 0)
@@ -90,9 +91,12 @@ class PackedContext:
         prompt_k, prompt_v = prompts.pad(k[:num_prompt_tokens]), prompts.pad(v[:num_prompt_tokens])
         if self.kept is not None:
             self.kept[layer] = (prompt_k, prompt_v)
-        outputs = [
-            prompts.unpad(rule(prompts.pad(q[:num_prompt_tokens]), prompt_k, prompt_v, self._prompt_mask(rule.window)))
-        ]
+        prompt_q = prompts.pad(q[:num_prompt_tokens])
+        if self.kept is None or q.device.type != "cpu":
+            on_prompts = rule(prompt_q, prompt_k, prompt_v, self._prompt_mask(rule.window))
+        else:
+            on_prompts = _attend_to_prefixes(rule, prompt_q, prompt_k, prompt_v)
+        outputs = [prompts.unpad(on_prompts)]
         if responses is not None:
             span = slice(num_prompt_tokens, num_prompt_tokens + len(responses.slots))
             attended = attend_in_blocks(
@@ -126,6 +130,24 @@ class PackedContext:
             prompt_lengths_N = prompts.lengths.index_select(0, self.row.prompt_N)
             self._cuts[window] = blocks(responses.lengths, prompt_lengths_N, prompts.longest, window)
         return self._cuts[window]
+
+
+def _attend_to_prefixes(rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention [P, H, L, D], SUMMED positions and then block by block, each over the keys up to its end.
+
+    What a block sums is then the same whatever the length of the other prompts, and so are the bits of the sum.
+    """
+    length = query.shape[2]
+    if length > SUMMED:
+        key, value = (F.pad(states, (0, 0, 0, -length % BLOCK)) for states in (key, value))
+    place = torch.arange(key.shape[2], device=query.device)
+    pieces = []
+    for start, end in pairwise([0, *range(SUMMED, length, BLOCK), min(-(-length // BLOCK) * BLOCK, key.shape[2])]):
+        distance = place[start : min(end, length), None] - place[:end]
+        mask = distance >= 0 if rule.window is None else (distance >= 0) & (distance < rule.window)
+        causal = start == 0 and rule.window is None
+        pieces.append(rule(query[:, :, start:end], key[:, :, :end], value[:, :, :end], None if causal else mask))
+    return torch.cat(pieces, 2)
 
 
 def attention_forward(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatpeak.policy.attention import AttentionRule
 from flatpeak.policy.decode_attention import PromptTiles, decode_attention
+from flatpeak.policy.response_attention import SUMMED
 
 if TYPE_CHECKING:
     from flatpeak.policy.cache import KeyValueCache
@@ -105,12 +106,12 @@ class CpuAttention:
         folded = query.reshape(len(keys), heads // kv_heads, dim)
         scores = _scores(rule, folded, keys, self._bias(cache, kv_heads, rule.window))
         if self._prompts is None:
-            attended = torch.bmm(_softmax(scores, values), values)
+            attended = weighted_sum(_softmax(scores, values), values)
         else:
             on_prompt = self._prompts.scores(cache, layer, rule, folded)
             weights = _softmax(torch.cat([on_prompt, scores], -1), values)
             on_prompt, on_own = weights.split([on_prompt.shape[-1], scores.shape[-1]], -1)
-            attended = self._prompts.weighted_values(cache, layer, on_prompt) + torch.bmm(on_own, values)
+            attended = self._prompts.weighted_values(cache, layer, on_prompt) + weighted_sum(on_own, values)
         return attended.view(rows, 1, heads, values.shape[-1])
 
     def _bias(self, cache: KeyValueCache, kv_heads: int, window: int | None) -> Tensor:
@@ -160,7 +161,7 @@ class SharedPrompts:
     def weighted_values(self, cache: KeyValueCache, layer: int, weights: Tensor) -> Tensor:
         """weights [R * Hkv, r, W] -> [R * Hkv, r, D]."""
         values = self._memory(cache.prompts[layer][1])
-        return self._by_slot(torch.bmm(self._by_prompt(weights), values), len(values) // len(self._table_AC))
+        return self._by_slot(weighted_sum(self._by_prompt(weights), values), len(values) // len(self._table_AC))
 
     def _memory(self, prompts: Tensor) -> Tensor:
         return prompts[: len(self._table_AC), :, : self._width].flatten(0, 1)
@@ -189,6 +190,15 @@ def _scores(rule: AttentionRule, query: Tensor, keys: Tensor, bias: Tensor) -> T
     if rule.softcap is None:
         return torch.baddbmm(bias.to(query.dtype), query, keys.transpose(1, 2), alpha=rule.scale)
     return bias + rule.softcap * torch.tanh(torch.bmm(query, keys.transpose(1, 2)) * (rule.scale / rule.softcap))
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """weights [B, q, W], values [B, W, D] -> [B, q, D]: the same bits however many columns of weight 0 follow."""
+    attended = torch.bmm(weights[..., :SUMMED], values[:, :SUMMED])
+    for start in range(SUMMED, weights.shape[-1], SUMMED):
+        span = slice(start, start + SUMMED)
+        attended = torch.baddbmm(attended, weights[..., span], values[:, span])
+    return attended
 
 
 def _softmax(scores: Tensor, values: Tensor) -> Tensor:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 """Query positions at a time."""
+SUMMED = 192
+"""Columns, a multiple of BLOCK, whose weighted sum is taken in one product. MKL cuts sums over 193 to 383 columns into
+halves, so that the bits of a longer sum depend on how many columns of weight 0 follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,7 +56,7 @@ class NativeEngine:
         self._prefill_tokens = prefill_tokens
         self._workspace: Workspace | None = None
         self.expected_lengths: dict[str, float] = {}
-        """By prompt id, the mean length of the completions drawn for it last: what is long is begun first."""
+        """By example, the mean length of the completions drawn for it last: what is long is begun first."""
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
@@ -86,7 +86,7 @@ class NativeEngine:
                 while not request.done:
                     for p, group in request.advance(self._read_every):
                         lengths = [len(completion.token_ids) for completion in group.completions]
-                        self.expected_lengths[group.prompt.id] = sum(lengths) / len(lengths)
+                        self.expected_lengths[group.prompt.example.id] = sum(lengths) / len(lengths)
                         yield p, group
             finally:
                 if self._workspace is not workspace:
@@ -107,7 +107,7 @@ class NativeEngine:
         return Schedule(
             longest_first(
                 [len(prompt.token_ids) for prompt in prompts],
-                [self.expected_lengths.get(prompt.id) for prompt in prompts],
+                [self.expected_lengths.get(prompt.example.id) for prompt in prompts],
             ),
             group_size=group_size,
             num_slots=slots,

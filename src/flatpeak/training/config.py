@@ -104,8 +104,9 @@ class TrainingConfig(StrictConfig):
     epochs_per_rollout: Annotated[int, Field(ge=1)] = 1
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer updates per epoch: the rollout batch is cut into so many minibatches of whole groups."""
-    micro_batch_tokens: Annotated[int, Field(ge=1)] = 16384
-    """Token budget of one forward and backward pass: memory only, never the gradient."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Token budget of one forward and backward pass: memory only, never the gradient. null: 4096 on a CPU, where more
+    is no faster (benchmarks/RESULTS.md), else 16384."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass: the same gradient from less
     memory, for one more forward pass of the layers."""

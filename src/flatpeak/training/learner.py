@@ -105,6 +105,11 @@ class Learner:
         load_optimizer_tensors(self.optimizer, others)
 
 
+def token_budget(wanted: int | None, device: torch.device) -> int:
+    """`training.micro_batch_tokens`, chosen by the device where the recipe leaves it open."""
+    return wanted or (4096 if device.type == "cpu" else 16384)
+
+
 def weighted_sum(loss_T: Tensor, batch: Batch) -> Tensor:
     """sum_i w_i sum_t loss_it."""
     return (loss_T * batch.weights_N.index_select(0, batch.sequence_T)).sum()
