@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from flatpeak.functional.products import SETTING, onednn_is_faster
-from flatpeak.policy import cache
 from flatpeak.policy.linears import FastLinear
 from flatpeak.policy.policy import Policy
 from flatpeak.rollout.engine import NativeEngine
@@ -25,7 +23,6 @@ from run_parts import Watcher
 SHORT, LONG = (1, 3, 40, 100, 9), (5, 128, 150, 190, 300)
 """Prompts, and with them all that a completion sees, below and above the 192 columns that MKL sums in one go."""
 SAMPLING = SamplingParams(max_new_tokens=32)
-COPIED, SHARED = 1 << 60, 0
 MATMUL = ["mkl", "onednn"]
 Found = dict[int, tuple[Completion, ...]]
 
@@ -78,17 +75,11 @@ def differing(policy: Policy, lengths: Sequence[int], tried: Sequence[Any], samp
     return wrong
 
 
-@pytest.mark.parametrize("share_from", [COPIED, SHARED], ids=["copied", "shared"])
 @pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("matmul", MATMUL)
 def test_no_bit_of_a_completion_depends_on_what_is_decoded_beside_it(
-    make: Callable[..., Policy],
-    monkeypatch: pytest.MonkeyPatch,
-    matmul: str,
-    lengths: Sequence[int],
-    share_from: int,
+    make: Callable[..., Policy], matmul: str, lengths: Sequence[int]
 ) -> None:
-    monkeypatch.setattr(cache, "SHARE_FROM", share_from)
     assert differing(make(matmul), lengths, companies(lengths)) == []
 
 
@@ -118,21 +109,6 @@ def test_the_same_holds_after_the_weights_have_moved(make: Callable[..., Policy]
     optimizer.zero_grad()
     assert sample(policy, SHORT, sampling=SAMPLING, seed=3) != before
     assert differing(policy, SHORT, companies(SHORT)[1:6]) == []
-
-
-def test_copied_and_shared_prompts_give_the_same_log_probs_to_rounding(
-    make: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, found = make("mkl"), []
-    for share_from in (COPIED, SHARED):
-        monkeypatch.setattr(cache, "SHARE_FROM", share_from)
-        found.append(sample(policy, (*SHORT, *LONG), sampling=SAMPLING, seed=3))
-    copied, shared = found
-    assert copied != shared
-    for length in (*SHORT, *LONG):
-        for one, other in zip(copied[length], shared[length], strict=True):
-            assert one.token_ids == other.token_ids
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 def test_another_seed_draws_other_completions(make: Callable[..., Policy]) -> None:

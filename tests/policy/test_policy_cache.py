@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatpeak.policy import cache as cache_module
 from flatpeak.policy.attention import AttentionRule, PackedContext
 from flatpeak.policy.cache import KeyValueCache, round_up
 from flatpeak.policy.decoding import GpuAttention
@@ -28,7 +27,7 @@ RULES = {
         1: AttentionRule(scale=0.6, window=1),
     },
 }
-KINDS = ["copied prompts", "shared prompts", "the kernel's tables"]
+KINDS = ["shared prompts", "the kernel's tables"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,17 +61,11 @@ class Run:
         seed: int = 0,
         **request: int,
     ) -> None:
-        monkeypatch.setattr(cache_module, "SHARE_FROM", 10**9 if kind == "copied prompts" else 0)
         self.cache = KeyValueCache(**request, key_multiple=key_multiple, device=torch.device("cpu"))
         if kind == "the kernel's tables":  # what a GPU runs, by the reference that stands in for its kernel
             self.cache._attention = GpuAttention()
-            lay_out = self.cache._lay_out
-
-            def lay_out_cleared(states: tuple[Tensor, Tensor]) -> None:
-                lay_out(states)
-                self.cache._cleared = self.cache.columns
-
-            monkeypatch.setattr(self.cache, "_lay_out", lay_out_cleared)
+            self.cache._on_gpu = True
+            self.cache._cleared = self.cache.columns
         self.kind = kind
         self.dim = dim
         self.rules = rules
@@ -94,7 +87,6 @@ class Run:
             for p, (place, length) in enumerate(lengths_at.items()):
                 self.at_place.setdefault(place, {})[layer] = [each[p, :, :length] for each in states]
         self.cache.store(list(lengths_at), context)
-        assert self.cache.shares_prompts == (self.kind != "copied prompts")
 
     def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
         self.cache.admit(slots, places)
@@ -219,7 +211,7 @@ def test_a_slot_decoded_past_its_memory_does_not_write_into_its_neighbours(
 def test_a_completion_may_fill_its_memory_to_the_last_column(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(kind, monkeypatch, slots=2, prompts=2, prompt_tokens=8, new_tokens=16)
     run.read({0: 8, 1: 3})
-    assert run.cache.columns == (24 if kind == "copied prompts" else 16)
+    assert run.cache.columns == 16
     run.admit([0, 1], [0, 1])
     for _ in range(16):
         run.step(2)
@@ -294,26 +286,16 @@ def opened(prompt_tokens: int, *, heads: int = 1, dtype: torch.dtype = torch.flo
     return cache
 
 
-def test_prompts_are_shared_from_a_number_of_bytes_on() -> None:
-    token_bytes = 2 * DIM * 4  # a key and a value
-    least = cache_module.SHARE_FROM // token_bytes
-    assert not opened(least - 1).shares_prompts
-    assert opened(least).shares_prompts
-    assert not opened(least // 4 - 1, heads=4).shares_prompts
-    assert opened(least // 4, heads=4).shares_prompts
-    assert not opened(least, dtype=torch.bfloat16).shares_prompts
-    assert opened(2 * least, dtype=torch.bfloat16).shares_prompts
-    copied, shared = opened(10), opened(least)
-    assert (copied.prompt_columns, copied.columns) == (16, 32)
-    assert (shared.prompt_columns, shared.columns) == (round_up(least, 16), 32)
-    assert copied.layers[0][0].shape == (4, 1, 32, DIM)
-    assert copied.prompts[0][1].shape == (3, 1, 16, DIM)
+def test_a_slot_has_room_for_its_own_tokens_and_a_place_for_its_prompt() -> None:
+    cache = opened(10)
+    assert (cache.prompt_columns, cache.columns) == (16, 32)
+    assert cache.layers[0][0].shape == (4, 1, 32, DIM)
+    assert cache.prompts[0][1].shape == (3, 1, 16, DIM)
 
 
-@pytest.mark.parametrize("prompt_tokens", [10, cache_module.SHARE_FROM])
-def test_a_cache_serves_what_it_has_room_for(prompt_tokens: int) -> None:
-    room = {"slots": 4, "prompts": 3, "prompt_tokens": prompt_tokens, "new_tokens": 20}
-    cache = opened(prompt_tokens)
+def test_a_cache_serves_what_it_has_room_for() -> None:
+    room = {"slots": 4, "prompts": 3, "prompt_tokens": 16, "new_tokens": 32}  # multiples of 16
+    cache = KeyValueCache(**room, key_multiple=16, device=torch.device("cpu"))
     assert cache.serves(**room)
     assert cache.serves(slots=1, prompts=1, prompt_tokens=1, new_tokens=1)
     for name in room:
@@ -336,7 +318,7 @@ def test_memory_stays_where_it_is_and_all_of_it_is_named(kind: str, monkeypatch:
     assert [tensor.data_ptr() for tensor in run.cache.tensors] == before
 
 
-@pytest.mark.parametrize("kind", ["copied prompts", "shared prompts"])
+@pytest.mark.parametrize("kind", ["shared prompts"])
 def test_a_slots_bits_do_not_depend_on_its_neighbours_or_their_number(
     kind: str, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import torch
 from layouts import LAYOUTS, build
 from policy_parts import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 
-from flatpeak.policy import cache
 from flatpeak.policy.policy import Policy
 from flatpeak.policy.support import PROVEN
 
@@ -49,11 +48,7 @@ def test_a_short_prompt_does_not_see_its_neighbours(policy: Policy) -> None:
     torch.testing.assert_close(before_T[10:], after_T[10:], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("share_from", [1, 1 << 30], ids=["shared prompts", "copied prompts"])
-def test_decoding_equals_the_plain_forward_pass_through_compaction(
-    policy: Policy, share_from: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "SHARE_FROM", share_from)
+def test_decoding_equals_the_plain_forward_pass_through_compaction(policy: Policy) -> None:
     prompts = uneven_batch().prompts
     count = len(prompts)
     generator = torch.Generator().manual_seed(1)

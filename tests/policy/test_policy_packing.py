@@ -24,10 +24,10 @@ def tiny() -> Batch:
     )
 
 
-def test_prompts_stand_once_then_their_responses_then_filler_to_a_multiple_of_four() -> None:
+def test_prompts_stand_once_then_their_responses_then_filler_to_a_multiple_of_64() -> None:
     row = pack_batch(tiny())
-    assert row.token_ids_S.tolist() == [7, 8, 9, 1, 2, 3, 4, 7]
-    assert row.positions_S.tolist() == [0, 1, 0, 2, 2, 3, 1, 0]
+    assert row.token_ids_S.tolist() == [7, 8, 9, 1, 2, 3, 4, *[7] * 57]
+    assert row.positions_S.tolist() == [0, 1, 0, 2, 2, 3, 1, *[0] * 57]
 
 
 def test_first_response_tokens_are_predicted_from_the_last_prompt_token_and_others_from_their_predecessor() -> None:

@@ -17,6 +17,9 @@ from torch import Tensor
 
 SMALLEST = 1 << 13
 """Entries of the weight below which oneDNN's fixed cost per call outweighs its speed."""
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+KERNELS = 192
+"""oneDNN compiles a kernel for every shape, half a MiB each, and keeps 1024 of them unless told otherwise."""
 SETTING = "FLATPEAK_MATMUL"
 """The environment variable that overrides the choice: mkl or onednn."""
 
@@ -69,6 +72,8 @@ def multiply(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tens
 @cache
 def onednn_is_faster() -> bool:
     """Whether float32 products on this machine's CPU go through oneDNN."""
+    for name in KERNEL_CACHES:
+        os.environ.setdefault(name, str(KERNELS))  # read when the first kernel is made
     available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     setting = os.environ.get(SETTING, "auto")
     if setting in ("mkl", "onednn"):

@@ -15,12 +15,6 @@ from torch import Tensor
 from flatpeak.policy.attention import AttentionRule, PackedContext
 from flatpeak.policy.decoding import CpuAttention, GpuAttention
 
-KEY_MULTIPLE = 16
-"""Keys come in multiples of this, so that a row's attention sums in the same order whatever its neighbours' lengths."""
-SHARE_FROM = 1 << 16
-"""On a CPU, prompts of at least so many bytes per layer are attended to where they stand; smaller ones are copied into
-the slots, as reading them once per slot costs less than another round of products."""
-
 
 class KeyValueCache:
     """Implements protocols.DecodeState."""
@@ -32,9 +26,7 @@ class KeyValueCache:
         self.num_prompts = prompts
         self.key_multiple = key_multiple
         self.prompt_columns = round_up(prompt_tokens, key_multiple)
-        self.columns = round_up(new_tokens + prompt_tokens, key_multiple)
-        self.shares_prompts = False
-        """Whether slots hold only their own keys and values. Known once the first prompts are read."""
+        self.columns = round_up(new_tokens, key_multiple)
         self.lengths_S = torch.zeros(slots, dtype=torch.int64, device=device)
         """Own columns filled."""
         self.positions_S = torch.zeros_like(self.lengths_S)
@@ -48,12 +40,11 @@ class KeyValueCache:
         """Per layer keys and values [S, Hkv, columns, D]."""
         self.calls: list[int] = []
         """The layers that asked for attention in this step."""
-        self._room = (slots, prompts, prompt_tokens, new_tokens)
-        self._prompt_lengths = [0] * prompts
+        self._on_gpu = device.type != "cpu"
         self._starts = [0] * slots  # a slot's own length is its start plus the tokens decoded since the cache began
         self._decoded = 0
-        self._cleared = 0
-        self._attention = GpuAttention() if device.type != "cpu" else CpuAttention()
+        self._cleared = self.columns if self._on_gpu else 0  # a captured step must not clear anything
+        self._attention = GpuAttention() if self._on_gpu else CpuAttention()
 
     @property
     def marks(self) -> list[Tensor]:
@@ -68,8 +59,9 @@ class KeyValueCache:
 
     def serves(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> bool:
         """Whether there is room for such a request."""
-        needed = (slots, prompts, prompt_tokens, new_tokens)
-        return all(wanted <= there for wanted, there in zip(needed, self._room, strict=True))
+        wanted = (slots, prompts, prompt_tokens, new_tokens)
+        room = (self.num_slots, self.num_prompts, self.prompt_columns, self.columns)
+        return all(needed <= there for needed, there in zip(wanted, room, strict=True))
 
     def restart(self) -> None:
         """Serve another request in the same memory."""
@@ -77,37 +69,28 @@ class KeyValueCache:
             tensor.zero_()
         self._starts = [0] * self.num_slots
         self._decoded = 0
+        self._cleared = self.columns if self._on_gpu else 0
         self._attention.rearranged(self)
 
     def store(self, places: Sequence[int], prefill: PackedContext) -> None:
         """Keep the prompts of this prefill at these places."""
         assert prefill.kept is not None
-        lengths_P = prefill.row.prompts.lengths
         index = self._index(places)
-        if not self.layers:
-            self._lay_out(next(iter(prefill.kept.values())))
         for layer, states in prefill.kept.items():
             if layer not in self.prompts:
                 self._allocate(layer, states)
             for memory, new in zip(self.prompts[layer], states, strict=True):
                 memory[:, :, : new.shape[2]].index_copy_(0, index, new)
-        self.prompt_lengths_A.index_copy_(0, index, lengths_P)
-        for place, length in zip(places, lengths_P.tolist(), strict=True):
-            self._prompt_lengths[place] = length
+        self.prompt_lengths_A.index_copy_(0, index, prefill.row.prompts.lengths)
 
     def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
         """Begin completions in these slots, of the prompts at these places."""
         slots_K, places_K = self._index(slots), self._index(places)
-        lengths_K = self.prompt_lengths_A.index_select(0, places_K)
         self.prompt_S.index_copy_(0, slots_K, places_K)
-        self.positions_S.index_copy_(0, slots_K, lengths_K)
-        self.lengths_S.index_copy_(0, slots_K, torch.zeros_like(lengths_K) if self.shares_prompts else lengths_K)
-        for slot, place in zip(slots, places, strict=True):
-            self._starts[slot] = (0 if self.shares_prompts else self._prompt_lengths[place]) - self._decoded
-        if not self.shares_prompts:
-            for layer, memories in self.layers.items():
-                for memory, prompts in zip(memories, self.prompts[layer], strict=True):
-                    memory[:, :, : prompts.shape[2]].index_copy_(0, slots_K, prompts.index_select(0, places_K))
+        self.positions_S.index_copy_(0, slots_K, self.prompt_lengths_A.index_select(0, places_K))
+        self.lengths_S.index_fill_(0, slots_K, 0)
+        for slot in slots:
+            self._starts[slot] = -self._decoded
         self._attention.rearranged(self)
 
     def compact(
@@ -172,22 +155,9 @@ class KeyValueCache:
         now_at_A = torch.arange(self.num_prompts, device=self.prompt_S.device)
         now_at_A.index_copy_(0, self._index(sources), self._index(targets))
         self.prompt_S.copy_(now_at_A.index_select(0, self.prompt_S))
-        for source, target in zip(sources, targets, strict=True):
-            self._prompt_lengths[target] = self._prompt_lengths[source]
 
     def _move(self, memory: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
         memory.index_copy_(0, self._index(targets), memory.index_select(0, self._index(sources)))
-
-    def _lay_out(self, states: tuple[Tensor, Tensor]) -> None:
-        """Decide by the size of the prompts where they stay, and with that what a slot has room for."""
-        on_gpu = self.lengths_S.device.type != "cpu"
-        token_bytes = sum(new.shape[1] * new.shape[3] * new.element_size() for new in states)
-        _, _, prompt_tokens, new_tokens = self._room
-        self.shares_prompts = on_gpu or prompt_tokens * token_bytes >= SHARE_FROM
-        if self.shares_prompts:
-            self.columns = round_up(new_tokens, self.key_multiple)
-        # A captured step must not clear anything.
-        self._cleared = self.columns if on_gpu else 0 if self.shares_prompts else self.prompt_columns
 
     def _allocate(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
         def memories(count: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -69,8 +69,8 @@ class GpuAttention:
 class CpuAttention:
     """Plain batched products, for a few query rows faster than torch's fused kernel, which works on tiles.
 
-    The work is bound by reading keys and values, so only the columns in use are read, and a long prompt's once for all
-    slots of its group.
+    The work is bound by reading keys and values, so only the columns in use are read, and a prompt's once for all slots
+    of its group.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class CpuAttention:
 
     def begin(self, cache: KeyValueCache, num_rows: int, width: int) -> None:
         """Prepare a step that sees `width` own columns."""
-        if cache.shares_prompts and (self._prompts is None or num_rows != self._num_rows):
+        if self._prompts is None or num_rows != self._num_rows:
             self._prompts = SharedPrompts(cache, num_rows)
         self._num_rows, self._width = num_rows, width
         self._own_columns, self._own_bias = {}, {}
@@ -105,13 +105,11 @@ class CpuAttention:
         # Query heads that share a key head become query rows of it: no repeated keys.
         folded = query.reshape(len(keys), heads // kv_heads, dim)
         scores = _scores(rule, folded, keys, self._bias(cache, kv_heads, rule.window))
-        if self._prompts is None:
-            attended = weighted_sum(_softmax(scores, values), values)
-        else:
-            on_prompt = self._prompts.scores(cache, layer, rule, folded)
-            weights = _softmax(torch.cat([on_prompt, scores], -1), values)
-            on_prompt, on_own = weights.split([on_prompt.shape[-1], scores.shape[-1]], -1)
-            attended = self._prompts.weighted_values(cache, layer, on_prompt) + weighted_sum(on_own, values)
+        assert self._prompts is not None
+        on_prompt = self._prompts.scores(cache, layer, rule, folded)
+        weights = _softmax(torch.cat([on_prompt, scores], -1), values)
+        on_prompt, on_own = weights.split([on_prompt.shape[-1], scores.shape[-1]], -1)
+        attended = self._prompts.weighted_values(cache, layer, on_prompt) + weighted_sum(on_own, values)
         return attended.view(rows, 1, heads, values.shape[-1])
 
     def _bias(self, cache: KeyValueCache, kv_heads: int, window: int | None) -> Tensor:

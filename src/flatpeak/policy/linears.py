@@ -28,14 +28,20 @@ class Packed:
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
         self._sizes = [len(matrix) for matrix in matrices]
         self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self._outputs: dict[int, Tensor] = {}
 
     def output(self, index: int, input: Tensor) -> Tensor:
-        """What layer `index` makes of the input; one product serves all of them, if they get the same tensor."""
-        if input is not self._input:
-            self._outputs = multiply(input, self._weight, self._bias).split(self._sizes, -1)
-            self._input = input
-        return self._outputs[index]
+        """What layer `index` makes of the input; one product serves all of them, if they get the same tensor.
+
+        An output is given once: a tensor may change between two calls, and nothing is kept that was asked for.
+        """
+        if input is not self._input or index not in self._outputs:
+            outputs = multiply(input, self._weight, self._bias).split(self._sizes, -1)
+            self._input, self._outputs = input, dict(enumerate(outputs))
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return output
 
 
 class FastLinear(nn.Linear):
@@ -45,7 +51,7 @@ class FastLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input W^T + b."""
-        if self.packed is not None and not torch.is_grad_enabled():
+        if self.packed is not None and _reads_packed(input):
             return self.packed[0].output(self.packed[1], input)
         return linear(input, self.weight, self.bias)
 
@@ -61,7 +67,7 @@ class FastConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """x W + b."""
-        if self.packed is not None and not torch.is_grad_enabled():
+        if self.packed is not None and _reads_packed(x):
             return self.packed[0].output(self.packed[1], x)
         return linear(x, self.weight.t(), self.bias)
 
@@ -69,6 +75,10 @@ class FastConv1D(Conv1D):
         """W, [out, in]."""
         matrix: Tensor = self.weight.t()
         return matrix
+
+
+def _reads_packed(input: Tensor) -> bool:
+    return not torch.is_grad_enabled() and input.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
 _FAST: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
@@ -98,7 +108,8 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
 
     The weights must not change before the copies are gone.
     """
-    layers = [module for module in model.modules() if isinstance(module, FastLinear | FastConv1D)]
+    fast = (module for module in model.modules() if isinstance(module, FastLinear | FastConv1D))
+    layers = [module for module in fast if served(module.weight)]
     try:
         for group in _groups(model, layers):
             packed = Packed(group)
@@ -116,7 +127,7 @@ def _groups(model: nn.Module, layers: Sequence[FastLinear | FastConv1D]) -> Iter
     for module in model.modules():
         for names in TOGETHER:
             found = [getattr(module, name, None) for name in names]
-            together = [layer for layer in found if isinstance(layer, FastLinear)]
+            together = [layer for layer in found if isinstance(layer, FastLinear) and layer in layers]
             if len(together) == len(names) and len({layer.bias is None for layer in together}) == 1:
                 grouped.update(together)
                 yield together

@@ -17,6 +17,8 @@ from flatpeak.types import Batch
 
 ROW_MULTIPLE = 4
 """Matrix products give a row the same bits whatever the other rows are only where rows come in multiples of four."""
+BATCH_MULTIPLE = 64
+"""Training rows come in few lengths, as oneDNN compiles and keeps a kernel for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,9 +111,10 @@ def pack_batch(batch: Batch) -> PackedRow:
     order_N = batch.lengths_N.argsort(descending=True, stable=True)
     source_T = torch.where(within_T == 0, last_of_prompt_N.index_select(0, batch.sequence_T), row_T - 1)
     return PackedRow(
-        token_ids_S=fill(torch.cat([prompt_tokens, batch.tokens_T])),
+        token_ids_S=fill(torch.cat([prompt_tokens, batch.tokens_T]), BATCH_MULTIPLE),
         positions_S=fill(
-            torch.cat([offsets(lengths_P), prompt_lengths_N.index_select(0, batch.sequence_T) + within_T])
+            torch.cat([offsets(lengths_P), prompt_lengths_N.index_select(0, batch.sequence_T) + within_T]),
+            BATCH_MULTIPLE,
         ),
         prompts=segments(lengths_P),
         responses=segments(batch.lengths_N, order=order_N),
@@ -120,10 +123,10 @@ def pack_batch(batch: Batch) -> PackedRow:
     )
 
 
-def fill(rows: Tensor) -> Tensor:
-    """Repeat the first row up to a multiple of ROW_MULTIPLE.
+def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
+    """Repeat the first row up to a multiple.
 
     Not zeros: a filler token is then a real one, and models that warn of unmasked padding tokens stay silent.
     """
-    missing = -len(rows) % ROW_MULTIPLE
+    missing = -len(rows) % multiple
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows

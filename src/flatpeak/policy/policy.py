@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.policy import attention
-from flatpeak.policy.cache import KEY_MULTIPLE, KeyValueCache, round_up
+from flatpeak.policy.cache import KeyValueCache, round_up
 from flatpeak.policy.dropout import silence_dropout
 from flatpeak.policy.head import read_head
 from flatpeak.policy.linears import make_fast, make_plain, packed_weights
@@ -27,6 +27,11 @@ from flatpeak.policy.support import probe, unsupported
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Batch
 
+KEY_MULTIPLE = 16
+"""On a CPU keys come in multiples of this, so that a row's attention sums in the same order whatever its neighbours'
+lengths."""
+SMALLEST_PRODUCT = 400
+"""torch multiplies matrices of fewer products than this by other code, with other bits."""
 GPU_KEY_MULTIPLE = 64
 GPU_PROMPT_MULTIPLE = 256
 """Room for somewhat longer prompts than a request's own, so that the next request fits too."""
@@ -141,7 +146,7 @@ class Policy:
         """See protocols.Decoder. On a GPU the memory is kept, and sized up: graphs are captured on it."""
         request = {"slots": slots, "prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
         if self.device.type == "cpu":
-            multiple = KEY_MULTIPLE if self.batch_invariant else 1
+            multiple = _key_multiple(self.causal.config) if self.batch_invariant else 1
             return KeyValueCache(**request, key_multiple=multiple, device=self.device)
         if self._kept_cache is None or not self._kept_cache.serves(**request):
             self._kept_cache = None  # before the new one is made
@@ -235,6 +240,14 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def _key_multiple(config: Any) -> int:
+    """Enough keys that a head's products all go the same way."""
+    heads: int = config.num_attention_heads
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    products: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return KEY_MULTIPLE * -(-SMALLEST_PRODUCT // (KEY_MULTIPLE * products))
 
 
 def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:

@@ -67,8 +67,9 @@ def attend_in_blocks(
 
     Positions past a response's end get whatever; nothing reads them.
     """
-    plain = rule.softcap is None and not rule.dropout and queries.device.type == "cpu"
-    if plain and queries.shape[-1] == own[1].shape[-1]:
+    plain = rule.softcap is None and not rule.dropout and not torch.is_autocast_enabled("cpu")
+    alike = queries.dtype == own[0].dtype == own[1].dtype and queries.shape[-1] == own[1].shape[-1]
+    if plain and alike and queries.device.type == "cpu":
         attended: Tensor = _BlockAttention.apply(queries, *prompts, *own, prompt_N, cut, rule.scale)
         return attended
     output = queries.new_zeros(*queries.shape[:3], own[1].shape[-1])
