@@ -28,7 +28,7 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.runs.manifest import describe_start
 from flatpeak.training.batch import collate, minibatches
-from flatpeak.training.learner import Learner, seeded, token_budget
+from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import LIKELIHOOD, demonstration_batch
@@ -107,7 +107,7 @@ def build_trainer(parts: Parts, config: RunConfig, fields: dict[str, Any]) -> Tr
         config.optimizer,
         GradientRegularizationConfig(**fields),
         temperature=config.rollout.temperature,
-        micro_batch_tokens=token_budget(config.training.micro_batch_tokens, parts.policy.device),
+        micro_batch_tokens=config.training.micro_batch_tokens,
         notice=print,
     )
     return Trainer(

@@ -125,6 +125,7 @@ def test_a_run_with_workers_leaves_what_one_without_them_leaves(
         )
         assert train(run.config).exit_code == 0
         found.append(outcome(run.path))
+        found[-1]["state"]["stage"].pop("expected_lengths")  # what the engine itself remembers; these wrappers do not
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
     assert [sampler.streamed > 3 for sampler in samplers] == [False, True]

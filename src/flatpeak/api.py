@@ -23,7 +23,6 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
 from flatpeak.samplers import announce_decoding
 from flatpeak.training.journal import History, Journal
-from flatpeak.training.learner import token_budget
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
@@ -155,7 +154,7 @@ def _stages(config: RunConfig, parts: Parts, journal: Journal, saved: Saved, *, 
             parts.policy,
             parts.demonstrations,
             config=config.sft,
-            micro_batch_tokens=token_budget(config.training.micro_batch_tokens, parts.policy.device),
+            micro_batch_tokens=config.training.micro_batch_tokens,
             check=lambda: parts.evaluate(parts.check).mean("accuracy"),
             journal=journal,
         )
@@ -174,7 +173,7 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpo
         config.optimizer,
         config.gradient_regularization,
         temperature=config.rollout.temperature,
-        micro_batch_tokens=token_budget(config.training.micro_batch_tokens, parts.policy.device),
+        micro_batch_tokens=config.training.micro_batch_tokens,
         notice=journal.progress.notice,
     )
     trainer = Trainer(

@@ -48,7 +48,7 @@ class Learner:
         optimizer: OptimizerConfig,
         *,
         temperature: float,
-        micro_batch_tokens: int,
+        micro_batch_tokens: int | None,
     ) -> None:
         self.policy = policy
         self.objective = objective
@@ -56,7 +56,7 @@ class Learner:
         self.masters = MasterWeights(policy.masters())
         self.optimizer = build_optimizer(self.masters.stepped, optimizer)
         self.temperature = temperature
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens = token_budget(micro_batch_tokens, policy.device)
 
     def update(self, minibatch: Batch, *, rate: float) -> UpdateStatistics:
         """One step of the optimizer. A gradient that is not finite changes nothing and is reported as skipped."""

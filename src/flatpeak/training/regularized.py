@@ -35,7 +35,7 @@ class RegularizedLearner(Learner):
         config: GradientRegularizationConfig,
         *,
         temperature: float,
-        micro_batch_tokens: int,
+        micro_batch_tokens: int | None,
         notice: Callable[[str], None],
     ) -> None:
         super().__init__(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
@@ -134,7 +134,7 @@ def build_learner(
     regularization: GradientRegularizationConfig,
     *,
     temperature: float,
-    micro_batch_tokens: int,
+    micro_batch_tokens: int | None,
     notice: Callable[[str], None],
 ) -> Learner:
     """The plain learner at strength 0, so that nothing of regularization runs there."""

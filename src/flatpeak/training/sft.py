@@ -59,7 +59,7 @@ class SFTTrainer:
         stream: Stream[Demonstration],
         *,
         config: SFTConfig,
-        micro_batch_tokens: int,
+        micro_batch_tokens: int | None,
         check: Callable[[], float],
         journal: Journal,
     ) -> None:
