@@ -137,20 +137,22 @@ class SharedPrompts:
         by_prompt_R = prompt_R.index_select(0, order_R)
         rank_R = torch.arange(num_rows) - (counts_A.cumsum(0) - counts_A).index_select(0, by_prompt_R)
         self._place_R = torch.empty_like(order_R).index_copy_(0, order_R, by_prompt_R * copies + rank_R)
-        table = torch.zeros(len(counts_A) * copies, dtype=torch.int64)
-        self._table_AC = table.index_copy_(0, self._place_R, torch.arange(num_rows)).view(len(counts_A), copies)
+        self._places, self._copies = len(counts_A), copies
+        table = torch.zeros(self._places * copies, dtype=torch.int64)
+        self._table = table.index_copy_(0, self._place_R, torch.arange(num_rows))
         longest = int(cache.prompt_lengths_A[: len(counts_A)].max())
         self._width = -(-longest // cache.key_multiple) * cache.key_multiple
         self._bias: dict[int, Tensor] = {}
+        self._memories: dict[int, tuple[Tensor, Tensor]] = {}
 
     def scores(self, cache: KeyValueCache, layer: int, rule: AttentionRule, query: Tensor) -> Tensor:
         """query [R * Hkv, r, D] -> [R * Hkv, r, W]."""
-        keys = self._memory(cache.prompts[layer][0])
-        kv_heads = len(keys) // len(self._table_AC)
+        keys, _ = self._memory(cache, layer)
+        kv_heads = keys.shape[0] // self._places
         if kv_heads not in self._bias:
-            lengths_A = cache.prompt_lengths_A[: len(self._table_AC), None]
+            lengths_A = cache.prompt_lengths_A[: self._places, None]
             self._bias[kv_heads] = _minus_infinity(torch.arange(self._width) >= lengths_A, kv_heads)
-        scores = self._by_slot(_scores(rule, self._by_prompt(query), keys, self._bias[kv_heads]), kv_heads)
+        scores = self._by_slot(_scores(rule, self._by_prompt(query, kv_heads), keys, self._bias[kv_heads]), kv_heads)
         if rule.window is None:
             return scores
         distance = cache.positions_S[: self._num_rows, None] - torch.arange(self._width)
@@ -158,23 +160,31 @@ class SharedPrompts:
 
     def weighted_values(self, cache: KeyValueCache, layer: int, weights: Tensor) -> Tensor:
         """weights [R * Hkv, r, W] -> [R * Hkv, r, D]."""
-        values = self._memory(cache.prompts[layer][1])
-        return self._by_slot(weighted_sum(self._by_prompt(weights), values), len(values) // len(self._table_AC))
+        _, values = self._memory(cache, layer)
+        kv_heads = values.shape[0] // self._places
+        return self._by_slot(weighted_sum(self._by_prompt(weights, kv_heads), values), kv_heads)
 
-    def _memory(self, prompts: Tensor) -> Tensor:
-        return prompts[: len(self._table_AC), :, : self._width].flatten(0, 1)
+    def _memory(self, cache: KeyValueCache, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [A * Hkv, W, D] of the prompts in use."""
+        if layer not in self._memories:
+            keys, values = (memory[: self._places, :, : self._width] for memory in cache.prompts[layer])
+            self._memories[layer] = (keys.flatten(0, 1), values.flatten(0, 1))
+        return self._memories[layer]
 
-    def _by_prompt(self, rows: Tensor) -> Tensor:
+    def _by_prompt(self, rows: Tensor, kv_heads: int) -> Tensor:
         """[R * Hkv, r, X] -> [A * Hkv, C * r, X]."""
-        heads: Tensor = rows.unflatten(0, (self._num_rows, -1))
-        table: Tensor = heads.index_select(0, self._table_AC.flatten()).unflatten(0, self._table_AC.shape)
-        return table.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        _, repeats, size = rows.shape
+        table = rows.reshape(self._num_rows, -1).index_select(0, self._table)
+        by_head = table.view(self._places, self._copies, kv_heads, repeats * size).transpose(1, 2)
+        return by_head.reshape(self._places * kv_heads, self._copies * repeats, size)
 
     def _by_slot(self, grouped: Tensor, kv_heads: int) -> Tensor:
         """Back."""
-        places, copies = self._table_AC.shape
-        heads: Tensor = grouped.unflatten(0, (places, kv_heads)).unflatten(2, (copies, -1)).transpose(1, 2)
-        return heads.flatten(0, 1).index_select(0, self._place_R).flatten(0, 1)
+        size = grouped.shape[2]
+        repeats = grouped.shape[1] // self._copies
+        by_head = grouped.view(self._places, kv_heads, self._copies, repeats * size).transpose(1, 2)
+        slots = by_head.reshape(self._places * self._copies, -1).index_select(0, self._place_R)
+        return slots.view(self._num_rows * kv_heads, repeats, size)
 
 
 def _columns(cache: KeyValueCache, num_rows: int, kv_heads: int) -> Tensor:
@@ -186,12 +196,16 @@ def _columns(cache: KeyValueCache, num_rows: int, kv_heads: int) -> Tensor:
 def _scores(rule: AttentionRule, query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
     """[B, q, W] for B key heads of q query rows each; bias [B, 1, W]."""
     if rule.softcap is None:
-        return torch.baddbmm(bias.to(query.dtype), query, keys.transpose(1, 2), alpha=rule.scale)
+        return torch.baddbmm(
+            bias if query.dtype == bias.dtype else bias.to(query.dtype), query, keys.transpose(1, 2), alpha=rule.scale
+        )
     return bias + rule.softcap * torch.tanh(torch.bmm(query, keys.transpose(1, 2)) * (rule.scale / rule.softcap))
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """weights [B, q, W], values [B, W, D] -> [B, q, D]: the same bits however many columns of weight 0 follow."""
+    if weights.shape[-1] <= SUMMED:
+        return torch.bmm(weights, values)
     attended = torch.bmm(weights[..., :SUMMED], values[:, :SUMMED])
     for start in range(SUMMED, weights.shape[-1], SUMMED):
         span = slice(start, start + SUMMED)
@@ -200,7 +214,8 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, values: Tensor) -> Tensor:
-    return torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)
+    return weights if values.dtype == torch.float32 else weights.to(values.dtype)
 
 
 def _minus_infinity(hidden: Tensor, kv_heads: int) -> Tensor:

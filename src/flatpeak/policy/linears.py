@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +27,26 @@ class Packed:
         biases = [layer.bias for layer in layers]
         self._weight = pack(torch.cat(matrices))
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
-        self._sizes = [len(matrix) for matrix in matrices]
+        ends = list(accumulate(len(matrix) for matrix in matrices))
+        self._spans = [(end - len(matrix), len(matrix)) for end, matrix in zip(ends, matrices, strict=True)]
         self._input: Tensor | None = None
-        self._outputs: dict[int, Tensor] = {}
+        self._product: Tensor | None = None
+        self._wanted: set[int] = set()
 
     def output(self, index: int, input: Tensor) -> Tensor:
         """What layer `index` makes of the input; one product serves all of them, if they get the same tensor.
 
         An output is given once: a tensor may change between two calls, and nothing is kept that was asked for.
         """
-        if input is not self._input or index not in self._outputs:
-            outputs = multiply(input, self._weight, self._bias).split(self._sizes, -1)
-            self._input, self._outputs = input, dict(enumerate(outputs))
-        output = self._outputs.pop(index)
-        if not self._outputs:
-            self._input = None
+        if len(self._spans) == 1:
+            return multiply(input, self._weight, self._bias)
+        if input is not self._input or index not in self._wanted or self._product is None:
+            self._product = multiply(input, self._weight, self._bias)
+            self._input, self._wanted = input, set(range(len(self._spans)))
+        output = self._product.narrow(-1, *self._spans[index])
+        self._wanted.remove(index)
+        if not self._wanted:
+            self._input, self._product = None, None
         return output
 
 
