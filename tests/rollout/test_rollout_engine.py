@@ -150,6 +150,17 @@ def test_freed_slots_are_filled_from_the_queue_and_prompts_read_when_their_turn_
     assert len(waiting.decoded) < len(one_by_one.decoded) / 5
 
 
+def test_memory_for_prompts_grows_with_the_slots_and_not_with_the_request() -> None:
+    decoder = HistoryDecoder()
+    many = [make_prompt(f"m{n}", range(2, 3 + n % 5)) for n in range(40)]
+    expected = generate(HistoryDecoder(), many, group_size=3)
+    assert generate(decoder, many, group_size=3, max_rows=5) == expected
+    assert decoder.opened == [(5, 6, 5, 24)]
+    cut = HistoryDecoder()
+    assert generate(cut, many, group_size=3, max_rows=1) == expected
+    assert cut.opened == [(1, 2, 5, 24)]
+
+
 def test_a_group_larger_than_max_rows_is_cut() -> None:
     decoder = HistoryDecoder()
     expected = generate(HistoryDecoder(), PROMPTS[:2], group_size=5)

@@ -73,12 +73,13 @@ class NativeEngine:
         if not prompts:
             return
         with self._decoding():
-            workspace = self._open(prompts, group_size=group_size, sampling=sampling, seed=seed)
+            schedule = self._plan(prompts, group_size=group_size)
+            workspace = self._open(prompts, schedule, group_size=group_size, sampling=sampling, seed=seed)
             request = _Request(
                 self._decoder,
                 prompts,
                 workspace=workspace,
-                schedule=self._plan(prompts, group_size=group_size),
+                schedule=schedule,
                 group_size=group_size,
                 prefill_tokens=self._prefill_tokens,
             )
@@ -116,10 +117,12 @@ class NativeEngine:
         )
 
     @torch.inference_mode()
-    def _open(self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int) -> Workspace:
+    def _open(
+        self, prompts: Sequence[Prompt], schedule: Schedule, *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Workspace:
         """Memory for a request; on a GPU that of the last one, if it serves."""
         keys_N = row_keys(seed, [prompt.id for prompt in prompts], group_size)
-        slots = self._decoder.batch_sizes(min(self._max_rows, len(keys_N)))[-1]
+        slots = schedule.num_rows
         workspace = self._workspace
         if workspace is None or workspace.serves != (len(keys_N), sampling, slots, self._max_rows):
             rows = Rows(
@@ -136,7 +139,7 @@ class NativeEngine:
         workspace.open(
             self._decoder.open(
                 slots=slots,
-                prompts=len(prompts),
+                prompts=schedule.num_places,
                 prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
                 new_tokens=sampling.max_new_tokens,
             )

@@ -62,8 +62,10 @@ class Schedule:
         self._compact_below = compact_below
         self._open = dict.fromkeys(order, group_size)  # completions of each prompt that have not ended
         self._place_of: dict[int, int] = {}
-        self._free_places = list(range(len(order)))[::-1]
         self._num_slots = min(num_slots, len(self._queue))
+        self.num_places = min(len(order), self._num_slots + 1)
+        """Prompts in use at once: one in every slot, and one whose completions so far have ended while others wait."""
+        self._free_places = list(range(self.num_places))[::-1]
         self.row_of: dict[int, int] = {}
         """The completion in each occupied slot."""
         self.num_rows = self.bucket(self._num_slots)
