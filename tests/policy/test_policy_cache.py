@@ -104,7 +104,7 @@ class Run:
         self.held |= moved
         self.at_place |= {target: self.at_place[source] for source, target in zip(*places, strict=True)}
 
-    def step(self, num_rows: int) -> dict[int, Tensor]:
+    def check_step(self, num_rows: int) -> dict[int, Tensor]:
         """Decode a token for each of the first slots; check each one held, return the outputs of the first layer."""
         self.cache.begin_token(num_rows)
         first = torch.empty(0)
@@ -174,7 +174,7 @@ def test_each_slot_attends_to_its_prompt_and_its_own_tokens_through_a_whole_sche
             if admission.new_prompts:
                 run.read({place: lengths[p] for p, place in admission.new_prompts.items()})
             run.admit(admission.slots, admission.places)
-        run.step(schedule.num_rows)
+        run.check_step(schedule.num_rows)
         for row in schedule.row_of.values():
             left[row] -= 1
         ended = [slot for slot, row in schedule.row_of.items() if left[row] == 0]
@@ -197,15 +197,15 @@ def test_a_slot_decoded_past_its_memory_does_not_write_into_its_neighbours(
     run.admit([0, 2], [0, 1])
     run.leave([0, 2])  # ended at once, and decoded on and on
     for _ in range(10):
-        run.step(4)
+        run.check_step(4)
     run.admit([1, 3], [1, 0])
     for _ in range(8):
-        run.step(4)
+        run.check_step(4)
     assert int(run.cache.lengths_S.max()) < run.cache.columns
     run.admit([2, 0], [0, 1])  # and a slot that was past its memory begins anew
     run.leave([1, 3])
     for _ in range(8):
-        run.step(4)
+        run.check_step(4)
 
 
 def test_a_completion_may_fill_its_memory_to_the_last_column(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_completion_may_fill_its_memory_to_the_last_column(kind: str, monkeypa
     assert run.cache.columns == 16
     run.admit([0, 1], [0, 1])
     for _ in range(16):
-        run.step(2)
+        run.check_step(2)
 
 
 def test_slots_and_prompts_move_together_and_idle_slots_attend_to_something(
@@ -224,18 +224,18 @@ def test_slots_and_prompts_move_together_and_idle_slots_attend_to_something(
     run.read({0: 2, 1: 9, 2: 5, 3: 1})
     run.admit(range(8), [0, 0, 1, 1, 2, 2, 3, 3])
     for _ in range(6):
-        run.step(8)
+        run.check_step(8)
     run.leave([0, 1, 3, 4, 5])
     # Slot 2 stays and its prompt with it; slots 6 and 7 and their prompt move; slot 3 is idle.
     run.compact(([6, 7], [0, 1]), ([3], [0]), [3])
     assert run.cache.prompt_S[:4].tolist() == [0, 0, 1, 0]
     assert run.cache.lengths_S[3] == run.cache.positions_S[3] == 0
     for _ in range(5):
-        run.step(4)
+        run.check_step(4)
     run.leave([0, 2])
     run.compact(([], []), ([], []), [0])
     for _ in range(5):
-        run.step(2)
+        run.check_step(2)
 
 
 def test_a_prompt_that_takes_over_a_longer_ones_place_sees_nothing_of_it(
@@ -246,12 +246,12 @@ def test_a_prompt_that_takes_over_a_longer_ones_place_sees_nothing_of_it(
     run.read({1: 7})
     run.admit(range(4), [0, 0, 1, 1])
     for _ in range(3):
-        run.step(4)
+        run.check_step(4)
     run.leave([0, 1])
     run.read({0: 2})
     run.admit([0, 1], [0, 0])
     for _ in range(6):
-        run.step(4)
+        run.check_step(4)
 
 
 def test_prompts_shared_by_very_different_numbers_of_slots(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_prompts_shared_by_very_different_numbers_of_slots(kind: str, monkeypatc
     run.read({0: 3, 1: 20, 3: 11, 2: 1})
     run.admit(range(12), [3, 1, 1, 3, 1, 1, 1, 0, 1, 1, 3, 1])  # none of place 2
     for _ in range(3):
-        run.step(12)
+        run.check_step(12)
 
 
 def test_one_cache_serves_requests_one_after_the_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_one_cache_serves_requests_one_after_the_other(kind: str, monkeypatch: p
         run.read(lengths)
         run.admit(range(4), [1, 0, 0, 1])
         for _ in range(20):
-            run.step(4)
+            run.check_step(4)
 
 
 def opened(prompt_tokens: int, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> KeyValueCache:
@@ -309,11 +309,11 @@ def test_memory_stays_where_it_is_and_all_of_it_is_named(kind: str, monkeypatch:
     assert len(before) == 4 + 2 * 2 * len(HEADS)
     run.admit(range(4), [0, 1, 1, 2])
     for _ in range(9):
-        run.step(4)
+        run.check_step(4)
     run.leave([0])
     run.compact(([3], [0]), ([2], [0]), [2, 3])
     run.leave([2])
-    run.step(2)
+    run.check_step(2)
     run.cache.restart()
     assert [tensor.data_ptr() for tensor in run.cache.tensors] == before
 
@@ -330,7 +330,7 @@ def test_a_slots_bits_do_not_depend_on_its_neighbours_or_their_number(
         run.read({1: longest, 0: 11})
         run.admit(range(1, num_rows), [0, 0, *[1] * (num_rows - 3)])
         for _ in range(early):
-            run.step(num_rows)
+            run.check_step(num_rows)
         run.generator.manual_seed(7)
         run.read({0: 11})
         run.admit([0], [0])
@@ -338,7 +338,7 @@ def test_a_slots_bits_do_not_depend_on_its_neighbours_or_their_number(
         found = []
         for step in range(20):
             monkeypatch.setattr(run, "normal", lambda *shape, seed=step: by_row(shape, seed))
-            found.append(run.step(num_rows)[0])
+            found.append(run.check_step(num_rows)[0])
         return found
 
     alone = outputs(4, early=0, longest=12)
