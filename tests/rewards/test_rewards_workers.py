@@ -181,7 +181,7 @@ from flatpeak.rewards.workers import WorkerPool
 from worker_parts import huge_power
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born ignoring it
-pool = WorkerPool(3, timeout=2)
+pool = WorkerPool(3, timeout=8)  # a busy machine needs more than a second for a call that sleeps a third
 calls = [pool.submit(time.sleep, 0.3) for _ in range(3)]
 [call.result() for call in calls]
 calls = [pool.submit(os.getpid), pool.submit(huge_power), pool.submit(time.sleep, 1)]
