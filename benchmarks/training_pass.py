@@ -24,9 +24,9 @@ from benchmarks.training_pass_worker import PASSES, PROMPTS, SHAPES
 from benchmarks.workloads import workload
 
 ROWS = {f"{size}, {shape}": (size, shape) for size in ("1M", "7M") for shape in SHAPES}
-TOLERANCE = 2e-6
-"""Of the largest entry of a gradient: what the sums of two libraries leave in float32. Of a float64 model, in which
-transformers still computes norms in float32, the passes agree to 3e-8."""
+TOLERANCE = 1e-6
+"""Of the largest entry of a gradient, all three multiplied by one library: that packing changes nothing is what is
+asserted, and two libraries round differently."""
 UNCOUNTED = 1
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from benchmarks.models import load_model, load_tokenizer
 from benchmarks.turns import Link, Meter
 from benchmarks.workloads import FIRST_WORD, GROUP, Workload
+from flatpeak.functional.products import SETTING, onednn_is_faster
 from flatpeak.policy.policy import Policy
 from flatpeak.types import Batch
 
@@ -51,7 +54,8 @@ def main() -> None:
     weights_T = torch.rand(len(batch.tokens_T), generator=torch.Generator().manual_seed(0)) - 0.5
     logprobs = PASSES[arguments["contender"]]
     meter.loaded()
-    (logprobs(policy, batch) * weights_T).sum().backward()
+    with multiplied_by_mkl():
+        (logprobs(policy, batch) * weights_T).sum().backward()
     gradients = {name: entry.grad for name, entry in policy.model.named_parameters() if entry.grad is not None}
     save_file(gradients, arguments["gradient"])
     link.tell(completions=len(batch.lengths_N), tokens=len(batch.tokens_T))
@@ -61,6 +65,21 @@ def main() -> None:
         meter.start()
         (logprobs(policy, batch) * weights_T).sum().backward()
         link.tell(tokens=len(batch.tokens_T), **meter.stop())
+
+
+@contextmanager
+def multiplied_by_mkl() -> Iterator[None]:
+    """Products as transformers computes them, for the gradient that is compared; what is timed is left alone."""
+    before = os.environ.get(SETTING)
+    os.environ[SETTING] = "mkl"
+    onednn_is_faster.cache_clear()
+    try:
+        yield
+    finally:
+        del os.environ[SETTING]
+        if before is not None:
+            os.environ[SETTING] = before
+        onednn_is_faster.cache_clear()
 
 
 def shared(policy: Policy, batch: Batch) -> Tensor:

@@ -26,8 +26,8 @@ class RolloutConfig(StrictConfig):
     max_rows: Annotated[int, Field(ge=1)] = 512
     """Most completions decoded side by side."""
     batch_invariant: bool = True
-    """On a CPU, pad rows and keys so that no bit of a completion depends on what else is decoded. It costs next to
-    nothing (benchmarks/RESULTS.md)."""
+    """On a CPU, pad rows and keys so that no bit of a completion depends on what else is decoded. What it costs
+    is within the spread of measurements (benchmarks/RESULTS.md)."""
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of training rollouts."""
