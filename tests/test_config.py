@@ -17,6 +17,13 @@ MODEL = {"model": {"path": "x"}}
     [
         ({"rollout": {"group_size": 1}}, "needs at least 2 completions"),
         ({"rollout": {"prompts_per_step": 2}, "training": {"minibatches": 3}}, "at least one whole group"),
+        (
+            {
+                "rollout": {"prompts_per_step": 2, "group_size": 3},
+                "training": {"minibatches": 7, "minibatch_of": "completions"},
+            },
+            "exceeds the 6 completions of a step",
+        ),
         ({"evaluation": {"samples": 4, "k": [1, 8]}}, "evaluation.samples of at least 8"),
         ({"rewards": {"length": {"type": "number"}}}, "call this reward something else"),
         ({"advantage": {"baseline": "none"}}, "needs advantage.scale=none"),
@@ -31,6 +38,12 @@ def test_a_contradiction_is_one_line_that_names_the_fix(sections: dict[str, Any]
     with pytest.raises(UserError, match=says) as caught:
         parse_config({**MODEL, **sections})
     assert "\n" not in str(caught.value)
+
+
+def test_minibatches_of_completions_may_be_more_than_the_groups() -> None:
+    training = {"minibatches": 6, "minibatch_of": "completions"}
+    config = parse_config({**MODEL, "rollout": {"prompts_per_step": 2, "group_size": 3}, "training": training})
+    assert config.training.minibatches == 6
 
 
 def test_k1_is_allowed_where_it_has_a_gradient() -> None:

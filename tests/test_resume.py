@@ -106,6 +106,13 @@ def resumed_and_whole(make_run: MakeRun, send: Any, **sections: Any) -> list[dic
     return ends
 
 
+def test_shuffled_completions_resume_to_the_same_bits(make_run: MakeRun, send: Any) -> None:
+    training = {"minibatches": 5, "minibatch_of": "completions"}  # more than the four groups
+    whole, cut = resumed_and_whole(make_run, send, training=training)
+    assert all(row["optimizer/updates"] == 10 for row in whole["metrics"] if row["stage"] == "train")
+    assert_same(cut, whole)
+
+
 def test_two_threads_resume_to_the_same_bits(make_run: MakeRun, send: Any) -> None:
     # Large enough that torch gives both threads work, with each prompt's last position repeated for 16 completions.
     whole, cut = resumed_and_whole(

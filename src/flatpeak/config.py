@@ -59,11 +59,7 @@ class RunConfig(StrictConfig):
                 "a group baseline needs at least 2 completions; raise rollout.group_size or set "
                 "advantage.baseline=none and advantage.scale=none"
             )
-        if self.rollout.prompts_per_step < self.training.minibatches:
-            raise ValueError(
-                f"training.minibatches={self.training.minibatches} exceeds rollout.prompts_per_step="
-                f"{self.rollout.prompts_per_step}: each minibatch needs at least one whole group"
-            )
+        self._check_minibatches()
         buffer, limit = self.objective.overlong_buffer, self.rollout.max_new_tokens
         if self.objective.truncated == "soft_penalty" and buffer >= limit:
             raise ValueError(
@@ -78,6 +74,19 @@ class RunConfig(StrictConfig):
                 f"evaluation.k={list(self.evaluation.k)} needs evaluation.samples of at least {max(self.evaluation.k)}"
             )
         return self
+
+    def _check_minibatches(self) -> None:
+        count, groups = self.training.minibatches, self.rollout.prompts_per_step
+        if self.training.minibatch_of == "groups" and count > groups:
+            raise ValueError(
+                f"training.minibatches={count} exceeds rollout.prompts_per_step={groups}: each minibatch needs at "
+                "least one whole group; set fewer, or training.minibatch_of=completions"
+            )
+        if count > groups * self.rollout.group_size:
+            raise ValueError(
+                f"training.minibatches={count} exceeds the {groups * self.rollout.group_size} completions of a step "
+                f"(rollout.prompts_per_step={groups} times rollout.group_size={self.rollout.group_size}): set fewer"
+            )
 
     @model_validator(mode="after")
     def _shadows(self) -> RunConfig:

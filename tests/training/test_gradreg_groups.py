@@ -81,6 +81,19 @@ def test_the_split_is_into_whole_groups_and_leaves_nothing_out(fraction: float, 
     assert len(seen) == {1: 4, 2: 6, 3: 4}[count]
 
 
+def test_over_all_choices_groups_of_uneven_size_have_the_weight_of_the_whole() -> None:
+    _, batch = setting()
+    # Shuffled completions leave a minibatch with three, two or one of a group.
+    uneven = take(batch, torch.tensor([0, 1, 2, 3, 4, 6, 9]))
+    found = torch.zeros(7)
+    for group in range(4):
+        seed = next(seed for seed in range(100) if chosen_groups(uneven, 0.25, seed=seed) == [group])
+        torch.manual_seed(seed)
+        part, _, scale = split_groups(uneven, 0.25)
+        found[uneven.prompt_N == group] += scale * part.weights_N.float() / 4
+    assert found.tolist() == pytest.approx(uneven.weights_N.tolist(), rel=1e-6)
+
+
 def test_all_groups_are_the_batch_itself() -> None:
     _, batch = setting()
     before = torch.get_rng_state()

@@ -10,6 +10,7 @@ import torch
 from training_parts import EOS, completion, make_batch, prompt
 
 from flatpeak.training.batch import collate, micro_batches, minibatches, take
+from flatpeak.training.config import MinibatchOf
 from flatpeak.types import Batch, Group
 
 LIMIT = 6
@@ -78,9 +79,11 @@ def test_take_of_nothing_is_an_empty_batch() -> None:
     assert len(part.lengths_N) == len(part.tokens_T) == 0
 
 
-def cut(batch: Batch, count: int, *, seed: int = 0, all_tokens: bool = True) -> list[Batch]:
+def cut(batch: Batch, count: int, *, of: MinibatchOf = "groups", seed: int = 0, all_tokens: bool = True) -> list[Batch]:
     return list(
-        minibatches(batch, count, normalization="sequence_mean", max_tokens=LIMIT, seed=seed, all_tokens=all_tokens)
+        minibatches(
+            batch, count, of=of, normalization="sequence_mean", max_tokens=LIMIT, seed=seed, all_tokens=all_tokens
+        )
     )
 
 
@@ -102,8 +105,52 @@ def test_minibatches_are_whole_groups_and_cover_every_group_once(count: int, siz
         assert part.lengths_N.tolist() == [1, 2] * len(part.prompts)
 
 
-def test_minibatches_are_reshuffled_by_seed_and_only_by_seed() -> None:
-    orders = [[part.prompts for part in cut(many_groups(), 4, seed=seed)] for seed in (1, 1, 2, 3)]
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(1, [16]), (3, [6, 5, 5]), (12, [2] * 4 + [1] * 8), (16, [1] * 16), (40, [1] * 16)]
+)
+def test_minibatches_of_completions_cover_every_completion_once(count: int, sizes: list[int]) -> None:
+    batch = many_groups()
+    parts = cut(batch, count, of="completions")
+    assert [len(part.lengths_N) for part in parts] == sizes
+    owners = [part.prompts[p] for part in parts for p in part.prompt_N]
+    lengths = [length for part in parts for length in part.lengths_N.tolist()]
+    assert sorted(zip(owners, lengths, strict=True)) == [((p + 3,), length) for p in range(8) for length in (1, 2)]
+    logprobs = torch.cat([part.old_logprobs_T for part in parts])
+    assert sorted(logprobs.tolist()) == sorted(batch.old_logprobs_T.tolist())
+
+
+def test_minibatches_of_completions_split_groups_and_keep_the_order_within() -> None:
+    parts = cut(many_groups(), 2, of="completions")
+    assert all(part.prompt_N.tolist() == sorted(part.prompt_N.tolist()) for part in parts)
+    shared = set(parts[0].prompts) & set(parts[1].prompts)
+    assert shared
+    assert all(len(part.prompts) == len(set(part.prompts)) for part in parts)
+
+
+def test_minibatches_of_completions_weigh_and_drop_as_those_of_groups_do() -> None:
+    batch = many_groups()
+    batch = replace(batch, advantages_N=torch.tensor([1.0, -1.0] * 4 + [0.0] * 8))
+    for part in cut(batch, 3, of="completions"):
+        counted = 6 if len(part.lengths_N) == 6 else 5
+        np.testing.assert_allclose(part.weights_N, 1 / (counted * part.lengths_N), rtol=1e-6)
+    kept = cut(batch, 3, of="completions", all_tokens=False)
+    assert sum(len(part.lengths_N) for part in kept) == 8
+    for everything, signal in zip(cut(batch, 3, of="completions"), kept, strict=True):
+        has_signal = everything.advantages_N != 0
+        # The weights count the completions that were left out.
+        assert signal.weights_N.tolist() == everything.weights_N[has_signal].tolist()
+        assert signal.lengths_N.tolist() == everything.lengths_N[has_signal].tolist()
+
+
+def test_one_minibatch_is_the_same_batch_of_groups_or_completions() -> None:
+    (groups,), (completions,) = cut(many_groups(), 1), cut(many_groups(), 1, of="completions")
+    assert groups.tokens_T.tolist() == completions.tokens_T.tolist()
+    assert groups.weights_N.tolist() == completions.weights_N.tolist()
+
+
+@pytest.mark.parametrize("of", ["groups", "completions"])
+def test_minibatches_are_reshuffled_by_seed_and_only_by_seed(of: MinibatchOf) -> None:
+    orders = [[part.prompts for part in cut(many_groups(), 4, of=of, seed=seed)] for seed in (1, 1, 2, 3)]
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
     assert orders[2] != orders[3]

@@ -50,7 +50,8 @@ class GradientRegularizationConfig(StrictConfig):
     """Run the second pass every so many updates; in between the penalty's component orthogonal to g1 is used again
     (LookSAM, Liu et al. 2022, arXiv 2203.02714)."""
     group_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The share of a minibatch's groups that the second pass repeats; its g1 is that of the same groups."""
+    """The share of a minibatch's groups that the second pass repeats; its g1 is that of the same groups. A minibatch of
+    completions is split by prompt too."""
     depth_scale: tuple[Factor, Factor] = (1.0, 1.0)
     """The strength's factor at the first and the last block, linear in between."""
     delay_updates: Annotated[int, Field(ge=0)] = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.functional.weights import completion_weights
-from flatpeak.training.config import Normalization
+from flatpeak.training.config import MinibatchOf, Normalization
 from flatpeak.types import Batch, Group
 
 
@@ -62,19 +62,27 @@ def take(batch: Batch, completions_M: Tensor) -> Batch:
 
 
 def minibatches(
-    batch: Batch, count: int, *, normalization: Normalization, max_tokens: int, seed: int, all_tokens: bool
+    batch: Batch,
+    count: int,
+    *,
+    of: MinibatchOf = "groups",
+    normalization: Normalization,
+    max_tokens: int,
+    seed: int,
+    all_tokens: bool,
 ) -> Iterator[Batch]:
-    """Cut the batch into `count` minibatches of whole groups, in an order drawn from `seed`.
+    """Cut the batch into `count` minibatches of whole groups or of completions, in an order drawn from `seed`.
 
-    A minibatch's weights are fixed here, over all its completions; those without signal are then left out, unless
-    `all_tokens` (a KL or entropy term needs every token).
+    Fewer where there are fewer of them. A minibatch's weights are fixed here, over all its completions; those without
+    signal are then left out, unless `all_tokens` (a KL or entropy term needs every token).
     """
-    present = torch.unique(batch.prompt_N)
+    unit_N = batch.prompt_N if of == "groups" else torch.arange(len(batch.prompt_N), device=batch.prompt_N.device)
+    present = torch.unique(unit_N)
     if not len(present):
         return
     order = present[torch.randperm(len(present), generator=torch.Generator().manual_seed(seed)).to(present.device)]
-    for prompts in order.tensor_split(min(count, len(order))):
-        completions = torch.isin(batch.prompt_N, prompts).nonzero()[:, 0]
+    for units in order.tensor_split(min(count, len(order))):
+        completions = torch.isin(unit_N, units).nonzero()[:, 0]
         weights = completion_weights(batch.lengths_N[completions], normalization, max_tokens=max_tokens)
         signal = weights > 0 if all_tokens else (weights > 0) & (batch.advantages_N[completions] != 0)
         weighted = replace(batch, weights_N=batch.weights_N.index_copy(0, completions, weights))

@@ -11,6 +11,7 @@ from flatpeak.schema import StrictConfig
 from flatpeak.tasks.config import TaskConfig
 
 Normalization = Literal["sequence_mean", "constant", "token_mean", "longest", "sequence_sum"]
+MinibatchOf = Literal["groups", "completions"]
 
 
 class AdvantageConfig(StrictConfig):
@@ -104,7 +105,10 @@ class TrainingConfig(StrictConfig):
     steps: Annotated[int, Field(ge=0)] = 100
     epochs_per_rollout: Annotated[int, Field(ge=1)] = 1
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimizer updates per epoch: the rollout batch is cut into so many minibatches of whole groups."""
+    """Optimizer updates per epoch: the rollout batch is cut into so many minibatches."""
+    minibatch_of: MinibatchOf = "groups"
+    """What a minibatch is drawn from. groups: whole groups. completions: single ones of all groups, shuffled, as TRL
+    does; nearly every prompt is then read again in each minibatch."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """Token budget of one forward and backward pass: memory only, never the gradient. null: 4096 on a CPU, where more
     is no faster (benchmarks/RESULTS.md), else 16384."""

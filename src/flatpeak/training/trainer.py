@@ -95,6 +95,7 @@ class Trainer:
             for minibatch in minibatches(
                 batch,
                 self.config.training.minibatches,
+                of=self.config.training.minibatch_of,
                 normalization=self.learner.objective.config.normalization,
                 max_tokens=self.config.rollout.max_new_tokens,
                 seed=derive_seed(self.config.seed, "minibatches", step, epoch),
