@@ -15,7 +15,7 @@ from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.experiments.report import write_report
-from flatpeak.policy.loading import cast_weights, check_source, pick_device
+from flatpeak.policy.loading import cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.protocols import Progress
 from flatpeak.rewards.model.classifier import Classifier, load_model, locate, make_wording
@@ -153,11 +153,7 @@ def _classifier(
                 cast_weights(model, dtype)
             else:
                 model, tokenizer, record = _load(config, path, dtype=dtype, own=saved is not None)
-        model.to(pick_device(config.model.device))
-        if saved is not None:
-            # A file's tensors lie wherever the file has them, and small products sum in another order there.
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.data = tensor.data.clone()
+        move_to_own_memory(model.to(pick_device(config.model.device)))
     if model.config.num_labels != 1:
         raise UserError(f"the model has {model.config.num_labels} outputs and a reward model one: set num_labels=1")
     # transformers' own forward needs to know it, and whoever loads the model later may use that.

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
 
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
@@ -134,3 +136,51 @@ def test_a_recipe_names_one_source_of_the_model() -> None:
         ModelConfig.model_validate({"path": "x", "new": {}})
     with pytest.raises(UserError, match="there is no model"):
         load_policy(ModelConfig())
+
+
+def save_tiny(directory: Path, *, tied: bool = False, dtype: str = "float32") -> None:
+    sizes = {**SIZES, "tie_word_embeddings": tied}
+    load_policy(
+        ModelConfig(new=NewModelConfig(config=sizes), device="cpu", dtype=dtype),  # type: ignore[arg-type]
+        texts=TEXTS,
+    ).save(directory)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_read_from_a_file_lie_where_torch_would_have_put_them(dtype: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, dtype=dtype)
+    model = load_policy(ModelConfig(path=str(tmp_path), device="cpu", dtype=dtype)).model  # type: ignore[arg-type]
+    own = {name: tensor.data_ptr() % 64 for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    assert set(own.values()) == {0}, own
+
+
+def test_tied_weights_of_a_file_stay_tied(tmp_path: Path) -> None:
+    save_tiny(tmp_path, tied=True)
+    model = load_policy(ModelConfig(path=str(tmp_path), device="cpu")).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.data_ptr() % 64 == 0
+
+
+def test_a_model_that_lacks_weights_is_refused_by_their_names(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks weights of \w+: model\.layers\.0\.mlp\.up_proj\.weight; name a comp"):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_a_model_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(**sizes, vocab_size=20)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"lacks weights of BertLMHeadModel: cls\.predictions"):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"\x08\x00\x00"])
+def test_damaged_weights_are_one_line(content: bytes, tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"^model\.path=.* does not load: .+$"):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))

@@ -44,7 +44,7 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
     else:
         check_source(config)
         tokenizer = load_tokenizer(config)
-        model = _from_pretrained(AutoModelForCausalLM, str(config.path), config, dtype=dtype)
+        model = _load_model(config, dtype=dtype)
     return Policy(model.to(device), tokenizer, dropout=config.dropout)
 
 
@@ -108,8 +108,38 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
     model.config.dtype = dtype
 
 
+def _load_model(config: ModelConfig, *, dtype: torch.dtype) -> Any:
+    """An existing model, all of whose weights come from its files."""
+    model, found = _from_pretrained(
+        AutoModelForCausalLM, str(config.path), config, dtype=dtype, output_loading_info=True
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        # transformers draws them at random and only logs that it does.
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise UserError(
+            f"model.path={config.path} lacks weights of {type(model).__name__}: {shown}; name a complete checkpoint of "
+            "a causal language model"
+        )
+    move_to_own_memory(model)
+    return model
+
+
+def move_to_own_memory(model: torch.nn.Module) -> None:
+    """Copy every weight and buffer to memory that torch has allocated, which is aligned.
+
+    Those of a file lie wherever the file has them, and small products sum in another order there: a run whose weights
+    were made or trained in memory would differ in its last bits from one that has read them. Tied weights stay tied.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
 def restore_weights(model: Any, directory: Path) -> None:
-    """Put a checkpoint's weights into a model of the same shape: the adapter's alone where the model has one."""
+    """Put a checkpoint's weights into a model of the same shape: the adapter's alone where the model has one.
+
+    The model's own class reads them, so that a class of the model's own (trust_remote_code) needs no leave again.
+    """
     if hasattr(model, "peft_config"):
         from peft import set_peft_model_state_dict  # here, because peft is an extra
         from safetensors.torch import load_file
@@ -118,7 +148,7 @@ def restore_weights(model: Any, directory: Path) -> None:
     else:
         # The most precise type in the model: a file of several types would be read in the one its config names.
         dtype = reduce(torch.promote_types, {p.dtype for p in model.parameters() if p.is_floating_point()})
-        saved = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        saved = type(model).from_pretrained(directory, dtype=dtype)
         model.load_state_dict(saved.state_dict())
 
 
@@ -132,10 +162,15 @@ def _from_pretrained(auto: Any, path: str, config: ModelConfig, **kwargs: Any) -
                 trust_remote_code=config.trust_remote_code,
                 **kwargs,
             )
-        except (OSError, ValueError) as error:
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # damaged files make transformers, safetensors and pickle raise anything
             reason = f"{problem}; name a directory, or check the network" if problem else _first_line(error)
             raise UserError(f"model.path={path} does not load: {reason}") from error
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    """The first line of a message, with the next one where it ends in a colon."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    count = next((index for index, line in enumerate(lines, start=1) if not line.endswith(":")), len(lines))
+    return " ".join(lines[:count]) or type(error).__name__
