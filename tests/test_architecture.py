@@ -36,7 +36,7 @@ ORDER = (
 )
 RANK = {component: rank for rank, components in enumerate(ORDER) for component in components}
 FUNCTIONAL_MAY_IMPORT = {"torch", "numpy"} | set(sys.stdlib_module_names)
-LONGEST_FILE = 300
+LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
 
 

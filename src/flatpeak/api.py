@@ -120,16 +120,14 @@ def _run(
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     saved = _saved(recipe, progress) if resume else Saved()
-    parts = assemble(recipe, given, checkpoint=saved.checkpoint, progress=progress)
-    announce_decoding(parts.policy, parts.test, progress, max_new_tokens=recipe.rollout.max_new_tokens)
     with (
+        closing(assemble(recipe, given, checkpoint=saved.checkpoint, progress=progress)) as parts,
         training_layers(
             parts.policy.causal,
             recompute=recipe.training.activation_checkpointing,
             compiled=recipe.training.compile,
         ),
-        closing(parts),
-        _opened(recipe, parts, resume=resume, overwrite=overwrite, command=command) as run,
+        _opened(recipe, parts, progress, resume=resume, overwrite=overwrite, command=command) as run,
         StopSignals() as stop,
     ):
         journal = _journal(recipe, parts, run, stop, progress, saved)
@@ -151,11 +149,12 @@ def _run(
 
 @contextmanager
 def _opened(
-    config: RunConfig, parts: Parts, *, resume: bool, overwrite: bool, command: Sequence[str] | None
+    config: RunConfig, parts: Parts, progress: Progress, *, resume: bool, overwrite: bool, command: Sequence[str] | None
 ) -> Iterator[RunDirectory]:
     """The run's directory. Rewards check themselves once it is ours, since a judge is paid, and before a signal waits
     for the end of a step."""
     resolved = config.model_dump(mode="json")
+    announce_decoding(parts.policy, parts.test, progress, max_new_tokens=config.rollout.max_new_tokens)
     with RunDirectory.create(config.run, resolved, resume=resume, overwrite=overwrite, command=command) as run:
         try:
             parts.prepare()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flatpeak.checks import check_aside, check_policy, check_regularization
 from flatpeak.config import RunConfig
@@ -27,12 +27,14 @@ from flatpeak.samplers import CheckedSampler, build_sampler
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
+from flatpeak.training.config import CurriculumConfig
 from flatpeak.training.curriculum import Phase
 from flatpeak.training.data import Stream
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
 
 UNBOUNDED_CONTEXT = 2**30
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +79,39 @@ class Parts:
         return list(dict.fromkeys(phase.reward for phase in self.phases if isinstance(phase.reward, RewardSet)))
 
     def close(self) -> None:
-        """End what would outlive the run, and give the model its own attention back."""
-        _end(self.policy, self._reward_sets(), self.workers)
+        """End what would outlive the run, and give the model back. Whatever one of them raises, the others end too."""
+        with ExitStack() as ends:
+            ends.callback(self.policy.release)
+            for reward in self._reward_sets():
+                ends.callback(reward.close)
+            if self.workers is not None:
+                ends.callback(self.workers.close)
 
 
 def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progress: Progress) -> Parts:
-    """Load or build every part; with `checkpoint`, the policy is the one saved there."""
+    """Load or build every part; with `checkpoint`, the policy is the one saved there.
+
+    Where the parts do not fit together, processes end and a caller's model is given back as it was.
+    """
+    with ExitStack() as made:
+        parts = _assemble(config, given, made, checkpoint=checkpoint, progress=progress)
+        made.pop_all()
+    return parts
+
+
+def _assemble(
+    config: RunConfig, given: Given, made: ExitStack, *, checkpoint: Path | None, progress: Progress
+) -> Parts:
+    """`made` is given what undoes each part."""
     if given.model is None:
         check_source(config.model)
     task = check_task(given.task, where="task") if given.task else build_task(config.task)
     first_task = build_task(config.curriculum.task) if config.curriculum else None
-    workers = open_workers(config)
-    reward = main_reward(config, given.reward, workers=workers, progress=progress)
+    workers = _closed(open_workers(config), made)
+    reward = _closed(main_reward(config, given.reward, workers=workers, progress=progress), made)
     examples = [*task.train, *task.test, *(first_task.train if first_task else ())] if config.model.new else []
     policy = _policy(config, given, examples, checkpoint=checkpoint)
+    made.callback(policy.release)
     check_policy(config, policy)
     check_regularization(config, policy)
     for notice in (*getattr(task, "notices", ()), *_notices(config, policy, given)):
@@ -109,15 +130,8 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
     shown = train[aside:]
     if config.curriculum and first_task:
         first_train = _prompts(first_task.train, policy, config, progress, what=f"{first_task.name} train")
-        first = Phase(
-            task=first_task.name,
-            prompts=_stream(first_train, config, "first"),
-            reward=first_reward(config, workers=workers, progress=progress) or reward,
-            accuracy=config.evaluation.accuracy,
-            max_steps=config.curriculum.steps,
-            until_pass_rate=config.curriculum.until_pass_rate,
-        )
-        phases = (first, main)
+        own = _closed(first_reward(config, workers=workers, progress=progress), made)
+        phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         shown = (*shown, *first_train) if config.curriculum.in_sft else shown
     sampler = CheckedSampler(given.sampler, policy.tokenizer) if given.sampler else build_sampler(policy, config)
     return Parts(
@@ -133,35 +147,44 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
     )
 
 
+def _first_phase(
+    config: RunConfig, curriculum: CurriculumConfig, task: str, prompts: tuple[Prompt, ...], reward: Grader
+) -> Phase:
+    return Phase(
+        task=task,
+        prompts=_stream(prompts, config, "first"),
+        reward=reward,
+        accuracy=config.evaluation.accuracy,
+        max_steps=curriculum.steps,
+        until_pass_rate=curriculum.until_pass_rate,
+    )
+
+
 @contextmanager
 def open_evaluation(
     config: RunConfig, given: Given, *, progress: Progress
 ) -> Iterator[tuple[Evaluator, tuple[Prompt, ...]]]:
     """Only what evaluating a model takes: the evaluator and the held-out prompts. Graders' processes end with it."""
     task = given.task or build_task(config.task)
-    workers = open_workers(config)
-    reward = main_reward(config, given.reward, workers=workers, progress=progress)
-    examples: list[Example] = []
-    if config.model.new is not None:  # its tokenizer is made of all that `assemble` has
-        first = build_task(config.curriculum.task).train if config.curriculum else ()
-        examples = [*task.train, *task.test, *first]
-    policy = _policy(config, given, examples, checkpoint=None)
-    prompts = _prompts(task.test, policy, config, progress, what=f"{task.name} test")
-    try:
+    with ExitStack() as made:
+        workers = _closed(open_workers(config), made)
+        reward = _closed(main_reward(config, given.reward, workers=workers, progress=progress), made)
+        examples: list[Example] = []
+        if config.model.new is not None:  # its tokenizer is made of all that `assemble` has
+            first = build_task(config.curriculum.task).train if config.curriculum else ()
+            examples = [*task.train, *task.test, *first]
+        policy = _policy(config, given, examples, checkpoint=None)
+        made.callback(policy.release)
+        prompts = _prompts(task.test, policy, config, progress, what=f"{task.name} test")
         prepare(reward, prompts)
         yield _evaluator(config, policy, build_sampler(policy, config), reward, task.name), prompts
-    finally:
-        _end(policy, [reward] if isinstance(reward, RewardSet) else [], workers)
 
 
-def _end(policy: Policy, rewards: Sequence[RewardSet], workers: WorkerPool | None) -> None:
-    """Whatever one of them raises, the others end too."""
-    with ExitStack() as ends:
-        ends.callback(policy.release)
-        for reward in rewards:
-            ends.callback(reward.close)
-        if workers is not None:
-            ends.callback(workers.close)
+def _closed(part: Part, made: ExitStack) -> Part:
+    """The part, closed with the stack where it is ours to close: a reward of the caller's own is not."""
+    if isinstance(part, RewardSet | WorkerPool):
+        made.callback(part.close)
+    return part
 
 
 def named_reference(config: RunConfig, policy: Policy) -> Policy | None:

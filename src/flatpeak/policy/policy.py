@@ -17,12 +17,12 @@ from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.policy import attention
 from flatpeak.policy.cache import KeyValueCache, round_up
-from flatpeak.policy.dropout import silence_dropout
 from flatpeak.policy.head import read_head
-from flatpeak.policy.linears import make_fast, make_plain, packed_weights
+from flatpeak.policy.linears import make_fast, packed_weights
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts
 from flatpeak.policy.padded import padded_token_logprobs
 from flatpeak.policy.passes import plain_layers
+from flatpeak.policy.settings import ModelSettings
 from flatpeak.policy.support import probe, unsupported
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Batch
@@ -51,21 +51,26 @@ class Policy:
         self.eos_token_ids = _eos_token_ids(self.causal, tokenizer)
         self.context_length: int | None = getattr(self.causal.config, "max_position_embeddings", None)
         self.head = read_head(self.causal)
-        if not dropout:
-            silence_dropout(model)
+        self._before = ModelSettings(model, self.causal)
         self.batch_invariant = True
         """Whether decoding on a CPU pads rows and keys, so that no bit of a completion depends on the others."""
         self._kept_cache: KeyValueCache | None = None
-        self._own_attention = self.causal.config._attn_implementation or "eager"
         self.notice = unsupported(self.causal)
         self.native = self.notice is None
-        if self.native:
-            attention.register()
-            self._hold()
-            self.notice = probe(self)
-            self.native = self.notice is None
-            if not self.native:
-                self.release()
+        try:
+            self._before.give_back_layers()
+            if not dropout:
+                self._before.silence_dropout(model)
+            if self.native:
+                attention.register()
+                self._hold()
+                self.notice = probe(self)
+                self.native = self.notice is None
+                if not self.native:
+                    self._before.give_back_layers()
+        except BaseException:
+            self.release()
+            raise
 
     @property
     def device(self) -> torch.device:
@@ -182,7 +187,7 @@ class Policy:
     def plain_attention(self) -> Iterator[Any]:
         """The transformers model with its own attention, for a forward pass or `generate` outside flatpeak."""
         if self.native:
-            self.release()
+            self._before.give_back_layers()
         try:
             yield self.model
         finally:
@@ -190,9 +195,8 @@ class Policy:
                 self._hold()
 
     def release(self) -> None:
-        """Give the model its own attention and layers back for good."""
-        self.causal.set_attn_implementation(self._own_attention)
-        make_plain(self.causal)
+        """Give the model back as it was, with the weights that it has now."""
+        self._before.restore()
 
     def save(self, directory: Path) -> None:
         """Write model and tokenizer in Hugging Face format."""
