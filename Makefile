@@ -16,17 +16,20 @@ BENCH_PARTS ?= engine training_pass step memory time_to_accuracy
 demo: .venv/installed
 	$(BIN)/flatpeak demo $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
 
-# The models of the tests are tiny: two threads would wait for each other most of the time.
+# The models of the tests are tiny: two threads would wait for each other most of the time, two processes do not. A file
+# stays in one process, which keeps what its tests share. `make test TEST_PROCESSES=0` runs all in one.
 test check: export OMP_NUM_THREADS ?= 1
+TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: .venv/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Less than an hour on two idle cores. `make bench QUICK=1` shows in minutes that everything works, and leaves RESULTS.md
 # alone; `make bench BENCH_PARTS="engine memory"` runs parts. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.

@@ -230,9 +230,9 @@ def test_long_texts_of_anything_take_linear_time():
         *("answer:" + " " * 200_000, "Answer: " * 25_000, "\\text{" * 35_000, "if the " * 30_000, "x" * 200_000),
     ]
     for text in hostile:
-        start = time.perf_counter()
+        start = time.process_time()
         stated(text), official_letter(text), first_letter(text)
-        assert time.perf_counter() - start < 3, repr(text[:20])
+        assert time.process_time() - start < 3, repr(text[:20])
 
 
 def judge(extraction, text, *, gold, prompt, completion, options=CITIES, id="row-1"):

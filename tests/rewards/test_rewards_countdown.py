@@ -58,9 +58,9 @@ def test_everything_else_is_refused_without_a_warning(expression):
     ],
 )
 def test_long_and_deep_input_is_refused_at_once(expression):
-    start = time.perf_counter()
+    start = time.process_time()
     assert evaluate(expression) is None
-    assert time.perf_counter() - start < 0.2
+    assert time.process_time() - start < 0.2
 
 
 @pytest.mark.parametrize(("expression", "value"), [("(" * 127 + "1" + ")" * 127, 1), ("-" * 254 + "1", 1)])
@@ -148,9 +148,9 @@ def test_an_answer_block_that_is_wrong_has_the_format_score(completion, prompt, 
 
 
 def test_a_tower_of_powers_in_the_answer_costs_nothing(completion, prompt):
-    start = time.perf_counter()
+    start = time.process_time()
     assert CountdownReward()(completion("<answer>99**99**99</answer>"), prompt(nums=[99, 99, 99], target=1)) == 0.0
-    assert time.perf_counter() - start < 0.2
+    assert time.process_time() - start < 0.2
 
 
 def test_floor_division_that_would_meet_the_target_is_refused(completion, prompt):

@@ -58,6 +58,6 @@ def test_the_ends_of_the_range_belong_to_it():
 
 @pytest.mark.parametrize("piece", ["<score>", "9", "0.", "-", " out of ", "1 out of ", " "])
 def test_no_verdict_is_slow_to_read(piece):
-    start = time.perf_counter()
+    start = time.process_time()
     parse_judge_score(piece * (200_000 // len(piece)))
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0

@@ -266,10 +266,10 @@ def test_the_boxed_number_is_read_after_the_thinking(text, value):
 )
 def test_no_text_makes_extraction_slow(extraction, piece):
     text = piece * (200_000 // len(piece))
-    start = time.perf_counter()
+    start = time.process_time()
     extract_answer(text, extraction)
     extract_answer(f"<answer>{text}</answer>" + r"\boxed{" + text + "}", extraction)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 def test_the_number_reward_is_one_or_zero(completion, prompt):

@@ -100,7 +100,7 @@ def test_a_tag_names_each_of_several_marks():
 )
 @pytest.mark.parametrize("output", ["json", "tag"])
 def test_no_reply_is_slow_to_read(piece, output):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(NoVerdictError):
         read(piece * (300_000 // len(piece)), output)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
