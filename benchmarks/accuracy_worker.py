@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import flatpeak
 from benchmarks.turns import Link, Meter
 from flatpeak.config import RunConfig
+from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.policy import Policy
 from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.rollout.engine import NativeEngine
@@ -113,7 +114,8 @@ def train_flatpeak(
 ) -> None:
     """The recipe as it is shipped, on one thread and without checkpoints."""
     reward.meter.start()
-    flatpeak.train(config, model=model, tokenizer=tokenizer, task=task, reward=reward)
+    own = config.model_copy(update={"model": ModelConfig()})
+    flatpeak.train(own, model=model, tokenizer=tokenizer, task=task, reward=reward)
 
 
 def train_trl(config: RunConfig, model: Any, tokenizer: Any, task: Any, reward: WatchedReward, scratch: Path) -> None:

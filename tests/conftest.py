@@ -35,13 +35,23 @@ def watch() -> type[Watcher]:
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """flatpeak.train without what takes most of a tiny run's time: plots, the start-up self-test, waiting for disks."""
+    """flatpeak.train without what takes most of a tiny run's time: plots, the start-up self-test, waiting for disks.
+
+    Beside a model of the caller's, the tiny recipe's own is left out: naming both is refused.
+    """
     import flatpeak.api
 
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr("flatpeak.api.write_report", lambda path: path / "report.html")
     monkeypatch.setattr("flatpeak.api.announce_decoding", lambda *args, **settings: None)
-    return flatpeak.api.train
+
+    def run(config: Any, *, model: Any = None, **options: Any) -> Any:
+        if model is not None and isinstance(config, dict):
+            kept = {key: value for key, value in config.get("model", {}).items() if key not in ("new", "device")}
+            config = {**config, "model": kept}
+        return flatpeak.api.train(config, model=model, **options)
+
+    return run
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ ORDER = (
     {"tasks", "rollout", "rewards", "policy", "gradreg", "runs"},
     {"evaluation"},
     {"training"},
+    {"idle_settings"},
     {"config"},
     {"recipe_errors", "recipe_yaml"},
     {"recipe"},

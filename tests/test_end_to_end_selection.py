@@ -72,13 +72,10 @@ def test_training_stops_once_the_goal_is_reached(
     assert [(row.step, row.size) for row in result.summary.evaluations] == [(0, 5), (1, 2), (2, 2), (2, 5)]
 
 
-def test_without_a_baseline_equal_rewards_teach_and_no_group_is_replaced(
+def test_without_a_baseline_equal_rewards_teach(
     recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
 ) -> None:
     seen = watch()
-    config = recipe(
-        advantage={"baseline": "none", "scale": "none"}, training={"dynamic_sampling": {"max_resamples": 2}}
-    )
+    config = recipe(advantage={"baseline": "none", "scale": "none"})
     train(config, reward=lambda completion: 1.0, progress=seen)
     assert min(seen.values("policy/grad_norm")) > 0
-    assert seen.values("groups/drawn") == [4.0, 4.0]

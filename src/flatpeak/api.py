@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flatpeak.assembly import Given, Parts, assemble, own_reference
+from flatpeak.checks import without_source
 from flatpeak.config import RunConfig
 from flatpeak.errors import StoppedError, UserError
 from flatpeak.experiments.report import write_report
@@ -117,6 +118,9 @@ def _run(
 ) -> RunResult:
     recipe = as_config(config)
     progress = progress or Silence()
+    if given.model is not None:
+        named = str(config) if isinstance(config, str | Path) else None
+        recipe = without_source(recipe, named=named, progress=progress)
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     saved = _saved(recipe, progress) if resume else Saved()

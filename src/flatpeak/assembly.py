@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flatpeak.checks import check_aside, check_policy, check_regularization
+from flatpeak.checks import check_aside, check_policy, check_regularization, recipe_notices
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluator, Grader
@@ -114,7 +114,7 @@ def _assemble(
     made.callback(policy.release)
     check_policy(config, policy)
     check_regularization(config, policy)
-    for notice in (*getattr(task, "notices", ()), *_notices(config, policy, given)):
+    for notice in (*getattr(task, "notices", ()), *recipe_notices(config, policy)):
         progress.notice(notice)
 
     train, test = (
@@ -236,24 +236,6 @@ def _policy(config: RunConfig, given: Given, examples: Sequence[Example], *, che
     if model.new is not None:
         texts = [*prompt_texts(examples, config.prompt), *(e.rationale for e in examples if e.rationale)]
     return load_policy(model, texts=texts, seed=derive_seed(config.run.seed, "weights"))
-
-
-def _notices(config: RunConfig, policy: Policy, given: Given) -> list[str]:
-    notices = []
-    if policy.notice:
-        notices.append(f"native engine not used: {policy.notice}; rollouts use generate, training pads")
-    if config.rollout.sampling().filtered:
-        notices.append(
-            "rollout.top_p/top_k draw from a filtered distribution while the ratio is that of the full one: the "
-            "importance ratio is approximate"
-        )
-    if config.rollout.min_new_tokens:
-        notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
-    if config.training.epochs_per_rollout == 1 and config.training.minibatches == 1 and given.sampler is None:
-        notices.append(
-            "one update per rollout: policy/loss reads about 0 on-policy while its gradient does not; watch the reward"
-        )
-    return notices
 
 
 def _prompts(

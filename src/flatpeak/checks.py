@@ -8,7 +8,10 @@ from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
+from flatpeak.idle_settings import written
+from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.policy import Policy
+from flatpeak.protocols import Progress
 from flatpeak.rewards.combine import RewardSet
 from flatpeak.types import Prompt
 
@@ -68,3 +71,45 @@ def check_regularization(config: RunConfig, policy: Policy) -> None:
     if config.gradient_regularization.enabled:
         regularizer = GradientRegularizer(policy.model, config.gradient_regularization, masters=policy.masters())
         regularizer.guard.probe(regularizer.perturbation, regularizer.config)
+
+
+def without_source(config: RunConfig, *, named: str | None, progress: Progress) -> RunConfig:
+    """The recipe for a model that the caller brings: it names no other.
+
+    What the caller's own mapping says of another model is a UserError. A recipe given by its name (`named`) says it for
+    everybody, so there it is left out, with a notice.
+    """
+    said = list(written(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
+    if not said:
+        return config
+    keys = ", ".join(f"model.{name}" for name in said)
+    if named is None:
+        raise UserError(f"{keys} beside train(model=...), which brings the model: leave {keys} out of the recipe")
+    progress.notice(f"{keys} of {named} not used: train(model=...) brings the model")
+    return config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})
+
+
+def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
+    """What a recipe asks for that may be right and is worth knowing."""
+    notices = []
+    if policy.notice:
+        notices.append(f"native engine not used: {policy.notice}; rollouts use generate, training pads")
+    if config.rollout.sampling().filtered:
+        notices.append(
+            "rollout.top_p/top_k draw from a filtered distribution while the ratio is that of the full one: the "
+            "importance ratio is approximate"
+        )
+    if config.rollout.min_new_tokens:
+        notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
+    buffer, limit = config.objective.overlong_buffer, config.rollout.max_new_tokens
+    if config.objective.truncated == "soft_penalty" and buffer > limit / 2:
+        notices.append(
+            f"objective.overlong_buffer={buffer} is over half of rollout.max_new_tokens={limit}: completions of more "
+            f"than {limit - buffer} tokens lose reward; a quarter of the limit is {max(1, limit // 4)}"
+        )
+    if config.curriculum and 0 < config.training.steps <= config.curriculum.steps:
+        notices.append(
+            f"curriculum.steps={config.curriculum.steps} is not below training.steps={config.training.steps}: the main "
+            f"task begins only if curriculum.until_pass_rate={config.curriculum.until_pass_rate} is reached before"
+        )
+    return notices

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.idle_settings import refuse_idle
 from flatpeak.policy.config import ModelConfig, ReferenceConfig
 from flatpeak.rewards.config import NumberConfig, RewardConfig
 from flatpeak.rollout.config import RolloutConfig
@@ -87,6 +88,18 @@ class RunConfig(StrictConfig):
                 f"training.minibatches={count} exceeds the {groups * self.rollout.group_size} completions of a step "
                 f"(rollout.prompts_per_step={groups} times rollout.group_size={self.rollout.group_size}): set fewer"
             )
+
+    @model_validator(mode="after")
+    def _effective(self) -> RunConfig:
+        """What is written has an effect."""
+        refuse_idle(self)
+        curriculum, steps = self.curriculum, self.training.steps
+        if curriculum and curriculum.until_pass_rate is None and 0 < steps <= curriculum.steps:
+            raise ValueError(
+                f"curriculum.steps={curriculum.steps} leaves none of training.steps={steps} to the main task: lower "
+                "curriculum.steps, raise training.steps, or set curriculum=null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shadows(self) -> RunConfig:

@@ -15,6 +15,7 @@ import yaml
 
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
+from flatpeak.idle_settings import without_superseded
 from flatpeak.recipe_errors import describe
 from flatpeak.recipe_yaml import parse_file, parse_value
 
@@ -70,9 +71,11 @@ def apply_overrides(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict
     """
     split = [_split(override) for override in overrides]
     resolved = copy.deepcopy(dict(recipe))
+    written: dict[str, Any] = {}
     for path, value in sorted(split, key=lambda item: item[0][-1] != "type"):
         resolved = _set(resolved, path, value, done=())
-    return resolved
+        written = merge(written, _nested(path, value))
+    return without_superseded(resolved, written)
 
 
 def _changes_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -92,8 +95,13 @@ def _load(name: str, *, directory: Path, trail: tuple[Path, ...]) -> dict[str, A
         raise UserError(f"{path}: extends must be the name of a recipe or a list of names")
     merged: dict[str, Any] = {}
     for base in bases:
-        merged = merge(merged, _load(base, directory=path.parent, trail=(*trail, path)))
-    return merge(merged, content)
+        merged = _layer(merged, _load(base, directory=path.parent, trail=(*trail, path)))
+    return _layer(merged, content)
+
+
+def _layer(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+    """`delta` over what it extends, less the inherited settings that its choices leave without effect."""
+    return without_superseded(merge(base, delta), delta)
 
 
 def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
@@ -132,6 +140,11 @@ def _split(override: str) -> tuple[tuple[str, ...], Any]:
         return path, parse_value(text)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: {text!r} is not a YAML value ({_first_line(error)})") from None
+
+
+def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
+    """The sections around a value; indices of lists stay keys."""
+    return {path[0]: _nested(path[1:], value) if path[1:] else value}
 
 
 def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flatpeak.schema import StrictConfig
 from flatpeak.types import SamplingParams
@@ -28,6 +28,15 @@ class RolloutConfig(StrictConfig):
     batch_invariant: bool = True
     """On a CPU, pad rows and keys so that no bit of a completion depends on what else is decoded. What it costs
     is within the spread of measurements (benchmarks/RESULTS.md)."""
+
+    @model_validator(mode="after")
+    def _room_to_end(self) -> RolloutConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"rollout.min_new_tokens={self.min_new_tokens} exceeds rollout.max_new_tokens={self.max_new_tokens}, "
+                "so that every completion would be cut off: lower one or raise the other"
+            )
+        return self
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of training rollouts."""

@@ -14,6 +14,9 @@ Normalization = Literal["sequence_mean", "constant", "token_mean", "longest", "s
 MinibatchOf = Literal["groups", "completions"]
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdvantageConfig(StrictConfig):
     """From rewards to advantages; see functional.group_advantages."""
 
@@ -75,8 +78,8 @@ class OptimizerConfig(StrictConfig):
     name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
     """adamw_8bit keeps the moments in 2 bytes per parameter instead of 8, and needs bitsandbytes."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are clipped to this norm; null: not clipped."""

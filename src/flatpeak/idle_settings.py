@@ -1,0 +1,179 @@
+"""Settings that another choice of the recipe leaves without effect: refused where written, dropped where inherited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatpeak.schema import StrictConfig
+
+Get = Callable[[str], Any]
+"""The value of a dotted key; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """`settings` do nothing where `applies`, which is decided by the value of `choice`."""
+
+    choice: str
+    """Dotted key of the choice."""
+    applies: Callable[[Any], bool]
+    settings: tuple[str, ...]
+    """Dotted keys of what it leaves without effect."""
+    instead: str
+    """The choice under which they would count."""
+    unless: Callable[[Get], bool] = lambda get: False
+    """What gives them an effect all the same."""
+
+    def idle(self, get: Get) -> bool:
+        """Whether the settings have no effect in this recipe."""
+        return self.applies(get(self.choice)) and not self.unless(get)
+
+
+def _optimizer(section: str) -> Rule:
+    return Rule(
+        choice=f"{section}.name",
+        applies=lambda name: name == "sgd",
+        settings=(f"{section}.betas", f"{section}.eps"),
+        instead=f"{section}.name=adamw",
+    )
+
+
+def _task(section: str) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            choice=f"{section}.split",
+            applies=lambda split: split == "official",
+            settings=(f"{section}.math500_path",),
+            instead=f"{section}.split=math500",
+        ),
+        Rule(
+            choice=f"{section}.source",
+            applies=lambda source: source == "published",
+            settings=tuple(
+                f"{section}.{name}" for name in ("counts", "min_number", "max_number", "min_target", "max_target")
+            ),
+            instead=f"{section}.source=generated",
+        ),
+        Rule(
+            choice=f"{section}.path",
+            applies=lambda path: path is not None,
+            settings=tuple(f"{section}.{name}" for name in ("hub", "hub_file", "hub_config", "split", "test_split")),
+            instead=f"{section}.path=null",
+            # Other tasks have a `split` beside a path, and read it.
+            unless=lambda get: get(f"{section}.type") != "preferences",
+        ),
+    )
+
+
+RULES = (
+    Rule(
+        choice="objective.loss",
+        applies=lambda loss: loss != "clipped_surrogate",
+        settings=("objective.clip_low", "objective.clip_high", "objective.dual_clip"),
+        instead="objective.loss=clipped_surrogate",
+    ),
+    Rule(
+        choice="objective.loss",
+        applies=lambda loss: loss != "truncated_policy_gradient",
+        settings=("objective.cap",),
+        instead="objective.loss=truncated_policy_gradient",
+    ),
+    Rule(
+        choice="objective.loss",
+        applies=lambda loss: loss == "policy_gradient",
+        settings=("objective.ratio",),
+        instead="a loss with an importance ratio",
+        unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") != "reward",
+    ),
+    Rule(
+        choice="kl.placement",
+        applies=lambda placement: placement == "reward",
+        settings=("kl.ratio_weighted",),
+        instead="kl.placement=loss",
+    ),
+    Rule(
+        choice="advantage.baseline",
+        applies=lambda baseline: baseline == "none",
+        settings=("training.dynamic_sampling.max_resamples",),
+        instead="advantage.baseline=mean",
+    ),
+    *(_optimizer(section) for section in ("optimizer", "sft.optimizer", "reward_model.optimizer")),
+    *_task("task"),
+    *_task("curriculum.task"),
+)
+
+
+def refuse_idle(config: StrictConfig) -> None:
+    """ValueError for a setting that was written and has no effect."""
+    for rule in RULES:
+        if not rule.idle(lambda key: _value(config, key)):
+            continue
+        for setting in rule.settings:
+            if _written(config, setting):
+                value, chosen = _value(config, setting), _value(config, rule.choice)
+                raise ValueError(
+                    f"{setting}={value} has no effect with {rule.choice}={chosen}: remove it, or set {rule.instead}"
+                )
+
+
+def without_superseded(merged: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+    """`merged` less the inherited settings that a choice made in `delta` leaves without effect.
+
+    `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip, and is no contradiction.
+    """
+    kept = dict(merged)
+    for rule in RULES:
+        if _find(delta, rule.choice) is None or not rule.idle(lambda key: (_find(merged, key) or (None,))[0]):
+            continue
+        for setting in rule.settings:
+            if _find(delta, setting) is None:
+                kept = _without(kept, setting.split("."))
+    return kept
+
+
+def written(section: StrictConfig, *names: str) -> Iterator[str]:
+    """Those of the settings that somebody wrote.
+
+    A resolved recipe, as a run keeps it, names all settings of a section; a default there is nobody's choice.
+    """
+    fields = type(section).model_fields
+    resolved = section.model_fields_set == fields.keys()
+    for name in names:
+        default = fields[name].get_default(call_default_factory=True)
+        if name in section.model_fields_set and not (resolved and getattr(section, name) == default):
+            yield name
+
+
+def _written(config: StrictConfig, key: str) -> bool:
+    *sections, name = key.split(".")
+    section: Any = config
+    for step in sections:
+        section = getattr(section, step, None)
+    return name in getattr(type(section), "model_fields", {}) and any(written(section, name))
+
+
+def _value(config: Any, key: str) -> Any:
+    for step in key.split("."):
+        config = getattr(config, step, None)
+    return config
+
+
+def _find(recipe: Mapping[str, Any], key: str) -> tuple[Any] | None:
+    """The value of a dotted key of an unchecked recipe, in a tuple; None where nothing is written."""
+    value: Any = recipe
+    for step in key.split("."):
+        if not isinstance(value, Mapping) or step not in value:
+            return None
+        value = value[step]
+    return (value,)
+
+
+def _without(recipe: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """The recipe without what stands at the path; sections stay, empty where that was all."""
+    first, *rest = path
+    inner = recipe.get(first)
+    if not rest:
+        return {key: value for key, value in recipe.items() if key != first}
+    return {**recipe, first: _without(inner, rest)} if isinstance(inner, Mapping) else dict(recipe)

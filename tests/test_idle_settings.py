@@ -1,0 +1,219 @@
+"""What another choice leaves without effect is refused where it was written, and dropped where it was inherited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatpeak.errors import UserError
+from flatpeak.idle_settings import written
+from flatpeak.recipe import load_recipe, parse_config, shipped_recipes
+from flatpeak.training.config import ObjectiveConfig
+
+MODEL = {"model": {"path": "x"}}
+SMALL_SUMS = {"type": "arithmetic", "max_value": 5}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (
+            {"objective": {"loss": "unclipped_surrogate", "dual_clip": 3.0}},
+            "objective.dual_clip=3.0 has no effect with objective.loss=unclipped_surrogate: remove it, or set "
+            "objective.loss=clipped_surrogate",
+        ),
+        (
+            {"objective": {"loss": "truncated_policy_gradient", "clip_high": 0.28}},
+            "objective.clip_high=0.28 has no effect with objective.loss=truncated_policy_gradient",
+        ),
+        (  # the default, but written
+            {"objective": {"loss": "policy_gradient", "clip_low": 0.2}},
+            "objective.clip_low=0.2 has no effect with objective.loss=policy_gradient",
+        ),
+        (
+            {"objective": {"cap": 9.0}},
+            "objective.cap=9.0 has no effect with objective.loss=clipped_surrogate: remove it, or set "
+            "objective.loss=truncated_policy_gradient",
+        ),
+        (
+            {"objective": {"loss": "policy_gradient", "ratio": "sequence"}},
+            "objective.ratio=sequence has no effect with objective.loss=policy_gradient",
+        ),
+        (
+            {"kl": {"coefficient": 0.1, "placement": "reward", "ratio_weighted": True}},
+            "kl.ratio_weighted=True has no effect with kl.placement=reward: remove it, or set kl.placement=loss",
+        ),
+        (
+            {
+                "advantage": {"baseline": "none", "scale": "none"},
+                "training": {"dynamic_sampling": {"max_resamples": 3}},
+            },
+            "training.dynamic_sampling.max_resamples=3 has no effect with advantage.baseline=none",
+        ),
+        (
+            {"optimizer": {"name": "sgd", "betas": [0.1, 0.2]}},
+            "optimizer.betas=(0.1, 0.2) has no effect with optimizer.name=sgd: remove it, or set optimizer.name=adamw",
+        ),
+        ({"sft": {"optimizer": {"name": "sgd", "eps": 1e-6}}}, "sft.optimizer.eps=1e-06 has no effect"),
+        ({"reward_model": {"optimizer": {"name": "sgd", "eps": 1e-6}}}, "reward_model.optimizer.eps=1e-06 has no"),
+        ({"task": {"type": "math", "math500_path": "x"}}, "task.math500_path=x has no effect with task.split=official"),
+        (
+            {"curriculum": {"task": {"type": "math", "math500_path": "x"}, "steps": 1}},
+            "curriculum.task.math500_path=x has no effect with curriculum.task.split=official",
+        ),
+        (
+            {"task": {"type": "countdown", "source": "published", "max_number": 50}},
+            "task.max_number=50 has no effect with task.source=published: remove it, or set task.source=generated",
+        ),
+        (
+            {"task": {"type": "preferences", "path": "a.jsonl", "test_split": "test"}},
+            "task.test_split=test has no effect with task.path=a.jsonl: remove it, or set task.path=null",
+        ),
+        ({"task": {"type": "preferences", "path": "a.jsonl", "hub": "a/b"}}, "task.hub=a/b has no effect"),
+        (
+            {"rollout": {"min_new_tokens": 10, "max_new_tokens": 4}},
+            "rollout.min_new_tokens=10 exceeds rollout.max_new_tokens=4",
+        ),
+        (
+            {"curriculum": {"task": SMALL_SUMS, "steps": 50}, "training": {"steps": 50}},
+            "curriculum.steps=50 leaves none of training.steps=50 to the main task: lower curriculum.steps, raise",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_refused_with_the_fix(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config(MODEL | sections)
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"objective": {"loss": "policy_gradient"}},
+        {"objective": {"loss": "clipped_surrogate", "clip_low": 0.1, "dual_clip": 2.0}},
+        # The KL term is weighted by that ratio even where the policy loss has none.
+        {
+            "objective": {"loss": "policy_gradient", "ratio": "sequence"},
+            "kl": {"coefficient": 0.1, "ratio_weighted": True},
+        },
+        {"task": {"type": "math", "split": "math500", "math500_path": "x"}},
+        {"task": {"type": "preferences", "hub": "a/b", "hub_file": None, "test_split": "test"}},
+        {"task": {"type": "countdown", "counts": [3]}},
+        {"optimizer": {"name": "sgd"}},
+        {"rollout": {"min_new_tokens": 4, "max_new_tokens": 4}},
+        {"curriculum": {"task": SMALL_SUMS, "steps": 50, "until_pass_rate": 0.9}, "training": {"steps": 50}},
+        {"curriculum": {"task": SMALL_SUMS, "steps": 50}, "training": {"steps": 0}},
+    ],
+)
+def test_what_has_an_effect_or_is_left_at_its_default_is_accepted(sections: dict[str, Any]) -> None:
+    parse_config(MODEL | sections)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "section", "values"),
+    [
+        (
+            "gspo",
+            ["objective.loss=policy_gradient"],
+            "objective",
+            {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2},
+        ),
+        ("cispo", ["objective.loss=clipped_surrogate"], "objective", {"cap": 5.0}),
+        (
+            "dapo",
+            ["advantage.scale=none", "advantage.baseline=none"],
+            "training",
+            {"dynamic_sampling": {"max_resamples": 0}},
+        ),
+        ("gspo", ["objective.loss=unclipped_surrogate"], "objective", {"ratio": "sequence", "clip_low": 0.2}),
+        ("reinforce", ["objective.loss=clipped_surrogate", "objective.clip_low=0.1"], "objective", {"clip_low": 0.1}),
+    ],
+)
+def test_an_override_drops_what_it_leaves_without_effect_of_a_preset(
+    name: str, overrides: list[str], section: str, values: dict[str, Any]
+) -> None:
+    config = parse_config(load_recipe(f"flatpeak:algorithms/{name}", ["model.path=x", *overrides]))
+    found = getattr(config, section).model_dump()
+    assert {key: found[key] for key in values} == values
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_overrides_that_contradict_each_other_are_refused_in_any_order(order: int) -> None:
+    overrides = ["objective.loss=policy_gradient", "objective.clip_low=0.1"][::order]
+    with pytest.raises(UserError, match=r"objective.clip_low=0.1 has no effect"):
+        parse_config(load_recipe("flatpeak:algorithms/grpo", ["model.path=x", *overrides]))
+
+
+def test_a_clip_written_over_a_preset_without_one_is_refused() -> None:
+    with pytest.raises(UserError, match=r"objective.clip_low=0.1 has no effect with objective.loss=policy_gradient"):
+        parse_config(load_recipe("flatpeak:algorithms/rloo", ["model.path=x", "objective.clip_low=0.1"]))
+
+
+def test_a_file_of_preferences_replaces_the_data_set_of_the_recipe() -> None:
+    config = parse_config(load_recipe("flatpeak:tasks/preferences", ["model.path=x", "task.path=pairs.jsonl"]))
+    assert (config.task.path, config.task.test_fraction) == ("pairs.jsonl", 0.1)  # type: ignore[union-attr]
+
+
+def test_what_extends_a_recipe_drops_the_same(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "extends: [flatpeak:algorithms/dapo, flatpeak:algorithms/reinforce]\nmodel: {path: x}\n", encoding="utf-8"
+    )
+    config = parse_config(load_recipe(tmp_path / "mine.yaml"))
+    assert config.objective.loss == "policy_gradient"
+    assert config.training.dynamic_sampling.max_resamples == 0
+    assert config.objective.truncated == "soft_penalty"  # which REINFORCE reads as well
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_resolved_recipe_is_accepted_again(name: str) -> None:
+    config = parse_config(MODEL | load_recipe(name))
+    assert parse_config(config.model_dump(mode="json")) == config
+
+
+def test_the_defaults_of_a_resolved_section_are_nobodys_choice() -> None:
+    assert list(written(ObjectiveConfig(cap=5.0), "cap", "clip_low")) == ["cap"]
+    everything = ObjectiveConfig.model_validate(ObjectiveConfig(dual_clip=2.0).model_dump())
+    assert list(written(everything, "cap", "clip_low", "dual_clip")) == ["dual_clip"]
+
+
+@pytest.mark.parametrize("section", ["optimizer", "sft.optimizer", "reward_model.optimizer"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("betas", [1.0, 0.95]), ("betas", [0.9, -0.1]), ("betas", [0.9]), ("eps", 0.0), ("eps", -1e-8), ("eps", ".inf")],
+)
+def test_moments_that_no_optimizer_takes_are_refused_by_their_key(section: str, key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^{section}\.{key}"):
+        parse_config(load_recipe("flatpeak:demo", [f"{section}.{key}={value}"]))
+
+
+def test_a_model_of_the_callers_beside_one_of_the_recipe_is_refused(
+    recipe: Callable[..., Any], make_tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    import flatpeak
+
+    model, tokenizer = make_tiny_model()
+    with pytest.raises(UserError, match=r"model.new, model.device beside train\(model=...\), which brings the model"):
+        flatpeak.train(recipe(), model=model, tokenizer=tokenizer)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_by_name_gives_way_to_a_model_of_the_callers(
+    recipe: Callable[..., Any], make_tiny_model: Callable[..., Any], train: Any, watch: Any, tmp_path: Path
+) -> None:
+    import yaml
+
+    path, seen = tmp_path / "tiny.yaml", watch()
+    path.write_text(yaml.safe_dump(recipe(training={"steps": 1})), encoding="utf-8")
+    model, tokenizer = make_tiny_model()
+    assert train(path, model=model, tokenizer=tokenizer, progress=seen).exit_code == 0
+    assert f"model.new, model.device of {path} not used: train(model=...) brings the model" in seen.notices
+
+
+def test_a_curriculum_that_may_take_all_steps_is_announced(recipe: Callable[..., Any], train: Any, watch: Any) -> None:
+    seen = watch()
+    curriculum = {"task": {**SMALL_SUMS, "train_size": 5, "test_size": 2}, "steps": 9, "until_pass_rate": 1.0}
+    train(recipe(curriculum=curriculum, training={"steps": 1}), progress=seen)
+    assert any(notice.startswith("curriculum.steps=9 is not below training.steps=1") for notice in seen.notices)
