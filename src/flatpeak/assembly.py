@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flatpeak.checks import check_aside, check_policy, check_regularization, recipe_notices
+from flatpeak.checks import check_aside, check_policy, check_regularization, overlong_demonstrations, recipe_notices
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluator, Grader
@@ -140,7 +140,7 @@ def _assemble(
         phases=phases,
         test=test,
         check=train[:aside],
-        demonstrations=_demonstrations(config, shown, policy),
+        demonstrations=_demonstrations(config, shown, policy, progress),
         reference=named_reference(config, policy),
         evaluate=_evaluator(config, policy, sampler, reward, task.name),
         workers=workers,
@@ -258,10 +258,18 @@ def _stream(prompts: tuple[Prompt, ...], config: RunConfig, name: str) -> Stream
     return Stream(items=prompts, seed=derive_seed(config.run.seed, "prompts", name))
 
 
-def _demonstrations(config: RunConfig, prompts: Sequence[Prompt], policy: Policy) -> Stream[Demonstration]:
-    found = demonstrations(prompts, policy, max_tokens=policy.context_length) if config.sft.steps else []
-    if config.sft.steps and not found:
-        raise UserError("sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0")
+def _demonstrations(
+    config: RunConfig, prompts: Sequence[Prompt], policy: Policy, progress: Progress
+) -> Stream[Demonstration]:
+    found: list[Demonstration] = []
+    if config.sft.steps:
+        found, dropped = demonstrations(prompts, policy, max_tokens=policy.context_length)
+        if dropped:
+            progress.notice(overlong_demonstrations(dropped, left=len(found), context=policy.context_length))
+        elif not found:
+            raise UserError(
+                "sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0"
+            )
     return Stream(items=found, seed=derive_seed(config.run.seed, "demonstrations"))
 
 

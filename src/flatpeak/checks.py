@@ -89,6 +89,20 @@ def without_source(config: RunConfig, *, named: str | None, progress: Progress) 
     return config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})
 
 
+def overlong_demonstrations(dropped: int, *, left: int, context: int | None) -> str:
+    """The notice of demonstrations that do not fit; UserError where none does."""
+    total = dropped + left
+    if not left:
+        raise UserError(
+            f"none of the {total} demonstrations fits into the model's context of {context} tokens: shorten questions "
+            "or rationales, take a model with a longer context, or set sft.steps=0"
+        )
+    return (
+        f"sft: {dropped} of {total} demonstrations dropped: question and rationale exceed the model's context of "
+        f"{context} tokens"
+    )
+
+
 def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
     """What a recipe asks for that may be right and is worth knowing."""
     notices = []

@@ -76,3 +76,8 @@ def test_what_is_calibrated_has_no_error_and_certainty_has_a_bin() -> None:
 def test_no_bins_are_refused() -> None:
     with pytest.raises(ValueError, match="bins=0"):
         calibration_error(torch.zeros(1), torch.zeros(1), bins=0)
+
+
+def test_calibration_is_measured_on_the_values_own_device() -> None:
+    values = torch.zeros(3, device="meta")
+    assert calibration_error(values, values).device.type == "meta"

@@ -39,5 +39,6 @@ def calibration_error(probabilities_N: Tensor, outcomes_N: Tensor, *, bins: int 
     if bins < 1:
         raise ValueError(f"bins={bins}: give at least 1")
     index_N = (probabilities_N * bins).long().clamp(0, bins - 1)
-    gaps_B = torch.zeros(bins, dtype=torch.float64).index_add(0, index_N, (probabilities_N - outcomes_N).double())
+    gaps_N = (probabilities_N - outcomes_N).double()
+    gaps_B = torch.zeros(bins, dtype=torch.float64, device=gaps_N.device).index_add(0, index_N, gaps_N)
     return gaps_B.abs().sum() / probabilities_N.numel()

@@ -148,6 +148,7 @@ class SFTConfig(StrictConfig):
     batch_size: Annotated[int, Field(ge=1)] = 64
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     normalization: Normalization = "token_mean"
+    """As `objective.normalization`; constant divides by the tokens of the longest demonstration of all."""
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once greedy accuracy on training problems set aside for it reaches this; checked every `check_every`."""
     check_every: Annotated[int, Field(ge=1)] = 50

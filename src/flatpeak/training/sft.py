@@ -33,8 +33,10 @@ class Demonstration:
     """The rationale's tokens and an end-of-sequence token."""
 
 
-def demonstrations(prompts: Sequence[Prompt], policy: Policy, *, max_tokens: int | None) -> list[Demonstration]:
-    """Those of the prompts that have a rationale and fit into the context."""
+def demonstrations(
+    prompts: Sequence[Prompt], policy: Policy, *, max_tokens: int | None
+) -> tuple[list[Demonstration], int]:
+    """Those of the prompts that have a rationale and fit into the context, and how many do not fit."""
     eos = policy.tokenizer.eos_token_id
     end = min(policy.eos_token_ids) if eos is None else eos
     found = [
@@ -45,7 +47,8 @@ def demonstrations(prompts: Sequence[Prompt], policy: Policy, *, max_tokens: int
         for prompt in prompts
         if prompt.example.rationale
     ]
-    return [d for d in found if max_tokens is None or len(d.prompt_ids) + len(d.target_ids) <= max_tokens]
+    fitting = [d for d in found if max_tokens is None or len(d.prompt_ids) + len(d.target_ids) <= max_tokens]
+    return fitting, len(found) - len(fitting)
 
 
 class SFTTrainer:
@@ -67,6 +70,8 @@ class SFTTrainer:
             policy, LIKELIHOOD, config.optimizer, temperature=1.0, micro_batch_tokens=micro_batch_tokens
         )
         self.stream = stream
+        self.longest = max(len(demonstration.target_ids) for demonstration in stream.items)
+        """Of all demonstrations: what `normalization: constant` divides by in every step."""
         self.config = config
         self.check = check
         self.journal = journal
@@ -92,7 +97,7 @@ class SFTTrainer:
         clock = Clock()
         size = self.config.batch_size
         drawn = [item for _, item in self.stream.take((step - 1) * size, size)]
-        batch = demonstration_batch(drawn, self.config, device=self.learner.policy.device)
+        batch = demonstration_batch(drawn, self.config, longest=self.longest, device=self.learner.policy.device)
         rate = learning_rate(self.learner.config, step=step, total_steps=self.config.steps)
         update = self.learner.update(batch, rate=rate)
         policy = policy_metrics([update])
@@ -118,10 +123,15 @@ class SFTTrainer:
         return self.learner.tensors()
 
 
-def demonstration_batch(drawn: Sequence[Demonstration], config: SFTConfig, *, device: torch.device) -> Batch:
-    """Pack demonstrations, each with a prompt of its own."""
+def demonstration_batch(
+    drawn: Sequence[Demonstration], config: SFTConfig, *, device: torch.device, longest: int | None = None
+) -> Batch:
+    """Pack demonstrations, each with a prompt of its own.
+
+    `longest` is the token count that `normalization: constant` divides by, which no batch may decide; the other
+    normalizations need none.
+    """
     lengths_N = torch.tensor([len(d.target_ids) for d in drawn], device=device)
-    max_tokens = int(lengths_N.max())
     tokens_T = torch.tensor([token for d in drawn for token in d.target_ids], device=device)
     return Batch(
         prompts=tuple(d.prompt_ids for d in drawn),
@@ -130,6 +140,6 @@ def demonstration_batch(drawn: Sequence[Demonstration], config: SFTConfig, *, de
         tokens_T=tokens_T,
         sequence_T=torch.arange(len(drawn), device=device).repeat_interleave(lengths_N),
         advantages_N=torch.ones(len(drawn), device=device),
-        weights_N=completion_weights(lengths_N, config.normalization, max_tokens=max_tokens),
+        weights_N=completion_weights(lengths_N, config.normalization, max_tokens=longest),
         old_logprobs_T=torch.zeros(len(tokens_T), device=device),
     )
