@@ -28,6 +28,7 @@ from flatpeak.training.journal import History, Journal
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
+from flatpeak.training.silence import SilentSteps
 from flatpeak.training.trainer import Trainer, TrainerConfig
 
 
@@ -262,6 +263,12 @@ def _journal(
         stop=stop,
         progress=progress,
         history=History(**newest.state["history"]) if newest else History(),
+        silent_steps=SilentSteps(
+            progress.notice,
+            limit=config.rollout.max_new_tokens,
+            other_terms=Objective(config=config.objective, kl=config.kl).needs_all_tokens,
+            unanswered=parts.unanswered(config.evaluation.accuracy),
+        ),
     )
     if newest is not None:
         journal.point_at(newest.path)

@@ -31,6 +31,7 @@ from flatpeak.training.config import CurriculumConfig
 from flatpeak.training.curriculum import Phase
 from flatpeak.training.data import Stream
 from flatpeak.training.sft import Demonstration, demonstrations
+from flatpeak.training.silence import Unanswered
 from flatpeak.types import Example, Prompt
 
 UNBOUNDED_CONTEXT = 2**30
@@ -74,6 +75,13 @@ class Parts:
         """Let rewards check themselves before anything is spent on the run: UserError where one is unfit."""
         for reward in self._reward_sets():
             prepare(reward, next(phase.prompts.items for phase in self.phases if phase.reward is reward))
+
+    def unanswered(self, part: str | None) -> Unanswered | None:
+        """How to see whether that part of the main task's reward finds an answer; None where nothing reads answers."""
+        reward = self.phases[-1].reward
+        if part is None or not isinstance(reward, RewardSet):
+            return None
+        return lambda group: [reward.answer(part, one, group.prompt) is None for one in group.completions]
 
     def _reward_sets(self) -> list[RewardSet]:
         return list(dict.fromkeys(phase.reward for phase in self.phases if isinstance(phase.reward, RewardSet)))

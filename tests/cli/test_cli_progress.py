@@ -18,7 +18,9 @@ class Terminal(io.StringIO):
 
 STEP = {
     "reward/mean": 0.5,
+    "groups/informative_fraction": 0.84375,
     "rollout/length_mean": 12.34,
+    "rollout/truncated_fraction": 0.93,
     "throughput/response_tokens_per_second": 4567.8,
     "policy/loss": 0.0,
 }
@@ -30,7 +32,7 @@ def test_plain_lines_are_ten_seconds_apart_and_the_last_step_is_always_shown():
     for step in range(1, 101):
         progress.update("train", step=step, total=100, metrics=STEP)
         clock.now += 0.25
-    figures = "reward 0.500, length 12.3, tokens/s 4568"
+    figures = "reward 0.500, informative groups 84%, length 12.3, cut off 93%, tokens/s 4568"
     assert stream.getvalue().splitlines() == [
         f"train 1/100 (0 s): {figures}",
         f"train 41/100 (10 s, 15 s left): {figures}",
@@ -75,7 +77,7 @@ def test_a_terminal_gets_a_live_display_and_anything_else_lines():
     text = terminal.getvalue()
     assert "mind [bold]this[/bold]" in text
     assert " 4/10" in text
-    assert "accuracy 0.750, reward 0.500, length" in text
+    assert "accuracy 0.750, reward 0.500," in text
     with open_progress(io.StringIO()) as plain:
         assert isinstance(plain, PlainProgress)
 

@@ -21,7 +21,9 @@ _SHOWN = (
     ("sft/loss", "loss", "{:.3f}"),
     ("reward_model/loss", "loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
+    ("groups/informative_fraction", "informative groups", "{:.0%}"),
     ("rollout/length_mean", "length", "{:.1f}"),
+    ("rollout/truncated_fraction", "cut off", "{:.0%}"),
     ("throughput/response_tokens_per_second", "tokens/s", "{:.0f}"),
 )
 

@@ -97,6 +97,11 @@ CHARTS = (
     ),
     Chart(title="Entropy", metrics="policy/entropy", unit="nats per token"),
     Chart(title="KL to the reference", metrics="policy/kl_reference", unit="nats per token"),
+    Chart(
+        title="Policy loss",
+        metrics="policy/loss",
+        note="About 0 with one update per rollout, while its gradient is not: watch the reward.",
+    ),
     Chart(title="Gradient norm", metrics="policy/grad_norm", note="Before clipping."),
     Chart(title="Truncated completions", metrics="rollout/truncated_fraction", unit="share of completions"),
     Chart(title="Clipped tokens", metrics="policy/clip_fraction", unit="share of tokens", unless_zero=True),

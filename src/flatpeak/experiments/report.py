@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flatpeak.errors import UserError
 from flatpeak.experiments.charts import charts
 from flatpeak.experiments.held_out import (
@@ -26,6 +28,7 @@ from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
+from flatpeak.runs.silence import silence
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
 Row = dict[str, Any]
@@ -59,6 +62,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "name": summary.name if summary else run.path.name,
         "summary": summary,
         "headline": headline(summary, shown, rows),
+        "silence": silent_steps(rows, evaluations, config),
         "charts": charts(rows, evaluations, weights=reward_weights(config), metric=metric),
         "asked": "pairs" if ranked else "questions",
         "metric_table": metric_table(shown),
@@ -98,6 +102,24 @@ def headline(summary: RunSummary | None, shown: Sequence[Shown], rows: Sequence[
     if summary is not None:
         pairs.append(("Wall time" if ranked else "Wall time of SFT and RL", f"{summary.wall_seconds:.0f} s"))
     return pairs
+
+
+def silent_steps(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], config: str | None) -> str | None:
+    """The sentence about RL steps without an informative group, where they are at least three, and half of all."""
+    trained = [row for row in rows if row.get("stage") == "train" and "groups/informative_fraction" in row]
+    silent = [row for row in trained if row["groups/informative_fraction"] == 0 and not row.get("policy/grad_norm")]
+    if len(silent) < 3 or 2 * len(silent) < len(trained):
+        return None
+    recipe = yaml.safe_load(config) if config else None
+    failed = [found.metrics.get("extraction_failed") for found in evaluations]
+    rewards = [row["reward/mean"] for row in silent if row.get("reward/mean") is not None]
+    return silence(
+        f"{len(silent)} of {len(trained)} RL steps",
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        truncated=sum(row["rollout/truncated_fraction"] for row in silent) / len(silent),
+        unanswered=failed[-1] if failed else None,
+        limit=recipe["rollout"]["max_new_tokens"] if recipe else None,
+    )
 
 
 def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:

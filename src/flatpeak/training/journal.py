@@ -27,6 +27,7 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import BlankSteps, Rollouts
 from flatpeak.training.learner import Learner
+from flatpeak.training.silence import SilentSteps
 
 Evaluator = Callable[[int | None, bool], Evaluation]
 """Evaluates the policy as it is now on the first so many held-out questions (None: all), and perturbed ones if so."""
@@ -72,6 +73,7 @@ class Journal:
         stop: StopSignals,
         progress: Progress,
         history: History,
+        silent_steps: SilentSteps | None = None,
     ) -> None:
         self.run = run
         self.config = config
@@ -83,6 +85,7 @@ class Journal:
         self.metrics = MetricsWriter(run.metrics, notice=progress.notice)
         self.rollout_log = RolloutLog(run.rollouts, notice=progress.notice)
         self.blank_steps = BlankSteps(progress.notice)
+        self.silent_steps = silent_steps
         self._since = time.perf_counter()
 
     @property
@@ -96,8 +99,11 @@ class Journal:
         self.progress.update(stage, step=step, total=total, metrics=metrics)
 
     def rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
-        """Log every completion of a step, where `run.log_rollouts_every` asks for it, and tell if none has a reward."""
+        """Log every completion of a step, where `run.log_rollouts_every` asks for it, and announce steps that teach
+        nothing."""
         self.blank_steps.see(rollouts)
+        if self.silent_steps is not None:
+            self.silent_steps.see(rollouts, advantages_PG)
         if self.config.log_rollouts_every and step % self.config.log_rollouts_every == 0:
             self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
 
