@@ -14,7 +14,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -56,10 +55,6 @@ class NoJournal:
 
     def rollouts(self, *_: Any) -> None:
         """Nowhere."""
-
-    def saving_if_abandoned(self, *_: Any) -> AbstractContextManager[None]:
-        """Nothing is saved."""
-        return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,9 @@ class Run:
     def start(self, *, stop: Stops | None = None, judge: Judge | None = None, **options: Any) -> Any:
         """Start it; `stop[stage, step]` is called when that step is recorded."""
         judge = judge or Judge()
+        last = self.path / "checkpoints" / "last"
+        if options.get("resume") and last.exists():
+            judge.step = int(last.readlink().name.removeprefix("step_"))
         actions = {("train", step): judge.at(step) for step in range(1, RL_STEPS + 1)}
         for (stage, step), action in (stop or {}).items():
             actions[stage, step] = judge.at(step, action) if stage == "train" else action

@@ -30,6 +30,7 @@ ORDER = (
     {"checks", "samplers"},
     {"graders"},
     {"assembly"},
+    {"saved"},
     {"api"},
     {"comparison", "reward_model"},
     {"integrations"},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,25 @@ import torch
 from flatpeak.assembly import Given, Parts, assemble, own_reference
 from flatpeak.checks import without_source
 from flatpeak.config import RunConfig
-from flatpeak.errors import StoppedError, UserError
+from flatpeak.errors import UserError
 from flatpeak.experiments.report import write_report
 from flatpeak.policy.passes import training_layers
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.runs.checkpoints import CheckpointState, checkpoint_name, newest_valid, read_checkpoint
+from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
 from flatpeak.samplers import announce_decoding
-from flatpeak.training.journal import History, Journal
+from flatpeak.saved import Saved, read_saved
+from flatpeak.training.journal import Journal
 from flatpeak.training.objective import Objective
+from flatpeak.training.outcome import conduct
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.silence import SilentSteps
+from flatpeak.training.stage import History
 from flatpeak.training.trainer import Trainer, TrainerConfig
 
 
@@ -100,7 +103,10 @@ def sft(
     overwrite: bool = False,
     command: Sequence[str] | None = None,
 ) -> RunResult:
-    """Only the SFT stage of a recipe; the arguments of `train`."""
+    """Only the SFT stage of a recipe; the arguments of `train`. Raises UserError where the recipe has no SFT steps."""
+    config = as_config(config)
+    if not config.sft.steps:
+        raise UserError("sft.steps=0: there is nothing to train; set sft.steps to how many steps SFT should take")
     given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
     return _run(
         config, given, progress=progress, resume=resume, overwrite=overwrite, command=command, with_training=False
@@ -124,71 +130,67 @@ def _run(
         recipe = without_source(recipe, named=named, progress=progress)
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
-    saved = _saved(recipe, progress) if resume else Saved()
-    with (
-        closing(assemble(recipe, given, checkpoint=saved.checkpoint, progress=progress)) as parts,
-        training_layers(
-            parts.policy.causal,
-            recompute=recipe.training.activation_checkpointing,
-            compiled=recipe.training.compile,
-        ),
-        _opened(recipe, parts, progress, resume=resume, overwrite=overwrite, command=command) as run,
-        StopSignals() as stop,
-    ):
-        journal = _journal(recipe, parts, run, stop, progress, saved)
-        parts.attach(run.path, stop)
-        try:
-            journal.summarize("running")
-            with suppress(StoppedError):
-                _stages(recipe, parts, journal, saved, with_training=with_training)
-            summary = journal.summarize("stopped" if journal.stopped else "done")
-            report = write_report(run.path)
-        except UserError:
-            if not run.discard_if_empty():
-                journal.summarize("failed")
-            raise
-        finally:
-            journal.close()
-        return RunResult(path=run.path, summary=summary, report=report, exit_code=stop.exit_code)
+    saved = read_saved(recipe, progress) if resume else Saved()
+    with closing(assemble(recipe, given, checkpoint=saved.checkpoint, progress=progress)) as parts:
+        announce_decoding(parts.policy, parts.test, progress, max_new_tokens=recipe.rollout.max_new_tokens)
+        saved.announce(parts.policy, progress)
+        with (
+            training_layers(
+                parts.policy.causal,
+                recompute=recipe.training.activation_checkpointing,
+                compiled=recipe.training.compile,
+            ),
+            # Rewards check themselves once the run's name is ours, since a judge is paid.
+            RunDirectory.create(
+                recipe.run,
+                recipe.model_dump(mode="json"),
+                resume=resume,
+                overwrite=overwrite,
+                command=command,
+                before=parts.prepare,
+            ) as run,
+            StopSignals() as stop,
+        ):
+            journal = _journal(recipe, parts, run, stop, progress, saved)
+            parts.attach(run.path, stop)
+            summary = conduct(journal, lambda: _stages(recipe, parts, journal, saved, with_training=with_training))
+    return RunResult(path=run.path, summary=summary, report=report_on(run, progress), exit_code=stop.exit_code)
 
 
-@contextmanager
-def _opened(
-    config: RunConfig, parts: Parts, progress: Progress, *, resume: bool, overwrite: bool, command: Sequence[str] | None
-) -> Iterator[RunDirectory]:
-    """The run's directory. Rewards check themselves once it is ours, since a judge is paid, and before a signal waits
-    for the end of a step."""
-    resolved = config.model_dump(mode="json")
-    announce_decoding(parts.policy, parts.test, progress, max_new_tokens=config.rollout.max_new_tokens)
-    with RunDirectory.create(config.run, resolved, resume=resume, overwrite=overwrite, command=command) as run:
-        try:
-            parts.prepare()
-        except BaseException:
-            run.discard_if_empty()
-            raise
-        yield run
+def report_on(run: RunPaths, progress: Progress) -> Path:
+    """Write the report page; where that fails, the run is done all the same."""
+    try:
+        return write_report(run.path)
+    except Exception as error:  # a full disk, or a plot that fails
+        progress.notice(f"{run.report} not written ({error}): write it with flatpeak report {run.path}")
+        return run.report
 
 
 def _stages(config: RunConfig, parts: Parts, journal: Journal, saved: Saved, *, with_training: bool) -> None:
-    """SFT, then RL, each from where it was left."""
+    """SFT, then RL, each from where it was left. What a stage needed is freed at its end."""
     if config.sft.steps and saved.train is None and not saved.sft_finished:
-        trainer = SFTTrainer(
-            parts.policy,
-            parts.demonstrations,
-            config=config.sft,
-            micro_batch_tokens=config.training.micro_batch_tokens,
-            check=lambda: parts.evaluate(parts.check).pass_rate,
-            journal=journal,
-        )
-        if saved.sft is not None:
-            trainer.learner.load(saved.sft.state["learner"], saved.sft.tensors)
-        trainer.train(first_step=saved.sft.step + 1 if saved.sft else 1)
+        _imitate(config, parts, journal, saved.sft)
     if with_training and not journal.stopped:
-        _reinforce(config, parts, journal, saved.train)
+        _reinforce(config, parts, journal, saved)
 
 
-def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: CheckpointState | None) -> None:
-    start = journal.run.checkpoints / checkpoint_name(0) if saved else None
+def _imitate(config: RunConfig, parts: Parts, journal: Journal, saved: CheckpointState | None) -> None:
+    trainer = SFTTrainer(
+        parts.policy,
+        parts.demonstrations,
+        config=config.sft,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        max_skipped_updates=config.training.max_skipped_updates,
+        check=lambda: parts.evaluate(parts.check).pass_rate,
+        journal=journal,
+    )
+    if saved is not None:
+        trainer.load(saved.state, saved.tensors)
+        saved.forget_tensors()
+    trainer.train(first_step=saved.step + 1 if saved else 1)
+
+
+def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Saved) -> None:
     learner = build_learner(
         parts.policy,
         Objective(config=config.objective, kl=config.kl),
@@ -202,7 +204,7 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpo
         learner,
         sampler=parts.sampler,
         phases=parts.phases,
-        reference=parts.reference or own_reference(config, parts.policy, start=start),
+        reference=parts.take_reference() or own_reference(config, parts.policy, start=saved.start),
         config=TrainerConfig(
             seed=derive_seed(config.run.seed, "train"),
             rollout=config.rollout,
@@ -212,40 +214,10 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpo
         ),
         journal=journal,
     )
-    if saved is not None:
-        trainer.load(saved.state, saved.tensors)
-    trainer.train(first_step=saved.step + 1 if saved else 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """The checkpoints a resumed run goes on from; empty for a new one."""
-
-    train: CheckpointState | None = None
-    sft: CheckpointState | None = None
-
-    @property
-    def newest(self) -> CheckpointState | None:
-        """The one to go on from."""
-        return self.train or self.sft
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """Where its model is."""
-        return self.newest.path if self.newest else None
-
-    @property
-    def sft_finished(self) -> bool:
-        """Whether SFT is behind it."""
-        return self.sft is not None and bool(self.sft.state["stage"]["finished"])
-
-
-def _saved(config: RunConfig, progress: Progress) -> Saved:
-    checkpoints = RunPaths(Path(config.run.directory) / config.run.name).checkpoints
-    train, sft = (newest_valid(parent, notice=progress.notice) for parent in (checkpoints, checkpoints / "sft"))
-    return Saved(
-        train=read_checkpoint(train) if train else None, sft=read_checkpoint(sft) if sft and not train else None
-    )
+    if saved.train is not None:
+        trainer.load(saved.train.state, saved.train.tensors)
+        saved.train.forget_tensors()
+    trainer.train(first_step=saved.train.step + 1 if saved.train else 1)
 
 
 def _journal(
@@ -254,7 +226,7 @@ def _journal(
     newest = saved.newest
     if run.resumed:
         stage = "train" if saved.train else "sft"
-        run.rewind(newest.step if newest else None, stage=stage)
+        run.rewind(newest.step if newest else None, stage=stage, evaluated=saved.evaluated)
     journal = Journal(
         run,
         config=config.run,
@@ -269,6 +241,7 @@ def _journal(
             other_terms=Objective(config=config.objective, kl=config.kl).needs_all_tokens,
             unanswered=parts.unanswered(config.evaluation.accuracy),
         ),
+        evaluated=saved.evaluated,
     )
     if newest is not None:
         journal.point_at(newest.path)

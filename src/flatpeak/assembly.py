@@ -49,7 +49,7 @@ class Given:
     sampler: Sampler | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Parts:
     """What a run is made of."""
 
@@ -70,6 +70,11 @@ class Parts:
         """Let rewards write into the run's directory, and stop waiting when a signal asks for it."""
         for reward in self._reward_sets():
             reward.attach(directory, stopping=lambda: stop.signal is not None)
+
+    def take_reference(self) -> Policy | None:
+        """The named reference, once: a reset replaces it, and nothing may keep it in memory then."""
+        reference, self.reference = self.reference, None
+        return reference
 
     def prepare(self) -> None:
         """Let rewards check themselves before anything is spent on the run: UserError where one is unfit."""
@@ -216,12 +221,18 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
     return reference
 
 
-def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> Policy | None:
-    """The policy as RL began, if anything asks for a reference.
+def keeps_own_reference(config: RunConfig) -> bool:
+    """Whether something asks for a reference, and it is the policy as RL began."""
+    wanted = config.kl.coefficient > 0 or config.reference.keep or config.reference.resets
+    return bool(wanted) and config.reference.model is None
 
-    `start` is the checkpoint RL began from when a run is resumed; None means that it begins now.
+
+def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> Policy | None:
+    """The policy as RL began, if anything asks for it.
+
+    `start` is the checkpoint RL began from when a run is resumed; None takes the policy as it is now.
     """
-    if config.kl.coefficient == 0 and not (config.reference.keep or config.reference.resets):
+    if not keeps_own_reference(config):
         return None
     reference = snapshot(policy)
     if start is not None:

@@ -11,3 +11,29 @@ class RunError(UserError):
 
 class StoppedError(Exception):
     """A signal asked to stop while something was waited for; nothing of what was waited for is kept."""
+
+
+DIVERGED = (
+    "fork the run from an earlier checkpoint with a lower optimizer.learning_rate: flatpeak fork RUN STEP --name NEW "
+    "optimizer.learning_rate=..."
+)
+"""What to do about weights that have diverged."""
+
+
+class DivergedError(RunError):
+    """The weights have diverged: they are no checkpoint to go on from."""
+
+
+_EXPLAINED = "flatpeak: "
+"""Before the notes that `explain` adds."""
+
+
+def explain(error: Exception, text: str) -> None:
+    """Say in one line what an unexpected error means, where its traceback is kept elsewhere."""
+    error.add_note(_EXPLAINED + text)
+
+
+def explanation(error: Exception) -> str | None:
+    """That line, if there is one."""
+    notes = getattr(error, "__notes__", [])
+    return next((note.removeprefix(_EXPLAINED) for note in notes if note.startswith(_EXPLAINED)), None)

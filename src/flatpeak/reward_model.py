@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from flatpeak.api import RunResult, Silence, as_config
+from flatpeak.api import RunResult, Silence, as_config, report_on
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.experiments.report import write_report
 from flatpeak.policy.loading import cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.protocols import Progress
@@ -27,9 +26,12 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.tasks.config_science import PreferencesConfig
 from flatpeak.tasks.preferences import Preferences, load_preferences
 from flatpeak.training.data import Stream
-from flatpeak.training.journal import History, Journal
+from flatpeak.training.journal import Journal
+from flatpeak.training.outcome import conduct
 from flatpeak.training.reward_model import PreferenceLearner, RewardModelTrainer, SavedClassifier
 from flatpeak.training.reward_model_data import EncodedPair, EncodedPairs, encode_pairs, evaluate_pairs
+from flatpeak.training.skipped import SkippedUpdates
+from flatpeak.training.stage import History
 
 REFERENCE_PAIRS = 256
 """How many held-out pairs give the mean and the standard deviation that are recorded with the model."""
@@ -64,18 +66,15 @@ def train_reward_model(
         StopSignals() as stop,
     ):
         journal = _journal(recipe, parts, run, stop, progress, saved)
-        try:
-            journal.summarize("running")
-            parts.trainer(recipe, journal, saved).train(first_step=saved.step + 1 if saved else 1)
-            summary = journal.summarize("stopped" if journal.stopped else "done")
-            report = write_report(run.path)
-        except UserError:
-            if not run.discard_if_empty():
-                journal.summarize("failed")
-            raise
-        finally:
-            journal.close()
-        return RunResult(path=run.path, summary=summary, report=report, exit_code=stop.exit_code)
+        summary = conduct(journal, lambda: _train(recipe, parts, journal, saved))
+    return RunResult(path=run.path, summary=summary, report=report_on(run, progress), exit_code=stop.exit_code)
+
+
+def _train(config: RunConfig, parts: _Parts, journal: Journal, saved: CheckpointState | None) -> None:
+    trainer = parts.trainer(config, journal, saved)
+    if saved is not None:
+        saved.forget_tensors()
+    trainer.train(first_step=saved.step + 1 if saved else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,16 @@ class _Parts:
             learner.load(saved.tensors)
         seed = derive_seed(config.run.seed, "pairs", config.reward_model.seed)
         stream = Stream(items=self.train, seed=seed)
-        return RewardModelTrainer(learner, stream, config=config.reward_model, journal=journal)
+        trainer = RewardModelTrainer(
+            learner,
+            stream,
+            config=config.reward_model,
+            max_skipped_updates=config.training.max_skipped_updates,
+            journal=journal,
+        )
+        if saved is not None:
+            trainer.skipped = SkippedUpdates.of(saved.state["stage"])
+        return trainer
 
 
 def _assemble(
@@ -221,8 +229,9 @@ def _journal(
     progress: Progress,
     saved: CheckpointState | None,
 ) -> Journal:
+    evaluated = saved is None or bool(saved.state.get("evaluated", True))
     if run.resumed:
-        run.rewind(saved.step if saved else None)
+        run.rewind(saved.step if saved else None, evaluated=evaluated)
     section = config.reward_model
     journal = Journal(
         run,
@@ -234,6 +243,7 @@ def _journal(
         stop=stop,
         progress=progress,
         history=History(**saved.state["history"]) if saved else History(),
+        evaluated=evaluated,
     )
     if saved is not None:
         journal.point_at(saved.path)

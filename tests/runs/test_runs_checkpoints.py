@@ -114,9 +114,19 @@ def test_a_missing_file_is_found(tmp_path, write, name):
 
 
 def test_a_broken_newest_checkpoint_is_told_by_a_warning_by_default(tmp_path, write):
-    (write(tmp_path, 1) / "trainer.json").unlink()
-    with pytest.warns(UserWarning, match=r"step_000001/trainer\.json: missing"):
-        assert newest_valid(tmp_path) is None
+    older = write(tmp_path, 1)
+    (write(tmp_path, 2) / "trainer.json").unlink()
+    with pytest.warns(UserWarning, match=r"step_000002/trainer\.json: missing; an older checkpoint is used"):
+        assert newest_valid(tmp_path) == older
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_rather_than_begun_anew(tmp_path, write):
+    for step in (1, 2):
+        (write(tmp_path, step) / "trainer.json").unlink()
+    told: list[str] = []
+    with pytest.raises(UserError, match=r"step_000002/trainer.json: missing; .*step_000001/.*--overwrite"):
+        newest_valid(tmp_path, notice=told.append)
+    assert not told
 
 
 def test_newest_is_by_step_not_by_name_or_time(tmp_path, write):

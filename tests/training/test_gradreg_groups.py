@@ -203,8 +203,15 @@ class QuietJournal(NoJournal):
     """Records, evaluates and saves nothing."""
 
     stopped = False
+    evaluated = True
 
-    def record(self, *step: Any) -> None:
+    def evaluation_due(self, *step: Any, **settings: Any) -> bool:
+        return False
+
+    def complete(self, *step: Any, **settings: Any) -> None:
+        """Nothing."""
+
+    def check_skipped(self, *step: Any, **settings: Any) -> None:
         """Nothing."""
 
     def evaluate_if_due(self, *step: Any, **settings: Any) -> bool:

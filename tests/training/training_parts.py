@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -159,9 +158,6 @@ class FixedReward:
 
 class NoJournal:
     """Writes nothing; keeps the advantages of the last step."""
-
-    def saving_if_abandoned(self, stage: object, step: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def rollouts(self, step: int, rollouts: Any, advantages_PG: Tensor) -> None:
         self.advantages = {

@@ -9,7 +9,7 @@ import traceback
 import typer
 
 from flatpeak.cli import chat, demo, evaluate, explain, grade, report, reward_model, sft, train
-from flatpeak.errors import RunError, UserError
+from flatpeak.errors import RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; what the user has set stays.
 ENVIRONMENT = {
@@ -62,8 +62,9 @@ def main() -> None:
         _fail(f"error: {' '.join(str(error).split())}", code=1 if isinstance(error, RunError) else 2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception:
-        _fail(traceback.format_exc().rstrip(), code=1)
+    except Exception as error:
+        line = explanation(error)
+        _fail(traceback.format_exc().rstrip() if line is None else f"error: {' '.join(line.split())}", code=1)
 
 
 def _fail(text: str, *, code: int) -> None:

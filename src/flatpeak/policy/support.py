@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flatpeak.errors import DIVERGED, DivergedError
 from flatpeak.policy.attention import PackedContext, UnservedAttentionError
 from flatpeak.policy.cache import KeyValueCache
 from flatpeak.policy.head import Head
@@ -122,6 +123,8 @@ def probe(policy: Probed) -> str | None:
         with policy.plain_attention() as model:
             ids = torch.tensor([tokens], device=policy.device)
             plain = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+        if bool(plain.isnan().any()):
+            raise DivergedError(f"the model's logits are NaN: its weights have diverged or are damaged; {DIVERGED}")
         ours = torch.cat([packed[start : start + len(tokens) - 1], decoded[index : index + 1]])
         start += len(tokens) - 1
         gap = (ours - plain).abs().max().item()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flatpeak.errors import UserError
+from flatpeak.errors import DIVERGED, DivergedError
 from flatpeak.rollout.randomness import uniforms
 from flatpeak.rollout.sampling import draw
 from flatpeak.rollout.stopping import StopStrings, is_end_of_sequence
@@ -128,9 +128,8 @@ class Rows:
         used = max(lengths)
         logprobs_KT = self._logprobs_NT.index_select(0, index)[:, :used]
         if not bool(torch.isfinite(logprobs_KT).all()):
-            raise UserError(
-                "the model's logits are NaN or infinite: its weights have diverged or are damaged; "
-                "go back to an earlier checkpoint, with a lower optimizer.learning_rate"
+            raise DivergedError(
+                f"the model's logits are NaN or infinite: its weights have diverged or are damaged; {DIVERGED}"
             )
         tokens = _cut(self._tokens_NT.index_select(0, index)[:, :used], lengths)
         logprobs = _cut(logprobs_KT, lengths)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatpeak.errors import UserError
+from flatpeak.errors import RunError, UserError
 from flatpeak.runs.files import fsync_path
 from flatpeak.runs.notices import warn
 from flatpeak.runs.seal import broken_file, read_manifest, seal
@@ -42,7 +42,7 @@ _TEMPORARY = ".tmp-"
 _REPLACED = ".replaced-"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be written; those already there are untouched."""
 
 
@@ -57,6 +57,10 @@ class CheckpointState:
     step: int
     path: Path
     """The checkpoint's directory, which `from_pretrained` loads."""
+
+    def forget_tensors(self) -> None:
+        """Free the memory of the tensors, once they are loaded."""
+        self.tensors.clear()
 
 
 def write_checkpoint(
@@ -124,13 +128,25 @@ def read_checkpoint(path: Path) -> CheckpointState:
 
 
 def newest_valid(parent: Path, *, notice: Callable[[str], None] = warn) -> Path | None:
-    """The checkpoint of the latest step whose checksums all hold, or None; `notice` is told of each that is skipped."""
+    """The checkpoint of the latest step whose checksums all hold; None where there are no checkpoints.
+
+    A notice is given of each that is skipped. Raises UserError where none is whole: to start anew would delete what
+    there is.
+    """
+    skipped: list[str] = []
     for step in reversed(checkpoint_steps(parent)):
         path = parent / checkpoint_name(step)
         broken = broken_file(path)
         if broken is None:
+            for problem in skipped:
+                notice(f"{problem}; an older checkpoint is used")
             return path
-        notice(f"{path / broken.name}: {broken.problem}; an older checkpoint is used")
+        skipped.append(f"{path / broken.name}: {broken.problem}")
+    if skipped:
+        raise UserError(
+            f"no checkpoint of the run is whole ({'; '.join(skipped)}): put one back from a copy, or start anew with "
+            "--overwrite"
+        )
     return None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.lock import RunLock
 from flatpeak.runs.manifest import describe_start
-from flatpeak.runs.metrics import truncate_metrics
+from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
 from flatpeak.runs.redact import redact
 from flatpeak.runs.resume import check_resumable
 from flatpeak.runs.rollout_log import truncate_rollouts
@@ -32,6 +33,7 @@ _WRITTEN = (
     "checkpoints",
     "summary.json",
     "report.html",
+    "errors.log",
     "manifest.json",
 )
 
@@ -50,6 +52,7 @@ class RunPaths:
         self.sft_checkpoints = self.checkpoints / "sft"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
+        self.errors = path / "errors.log"
 
     def is_run(self) -> bool:
         """Whether a run was started here: its manifest is the first file written and the last deleted."""
@@ -57,6 +60,15 @@ class RunPaths:
             return "flatpeak" in json.loads(self.manifest.read_text(encoding="utf-8"))["versions"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
+
+    def is_stillborn(self) -> bool:
+        """Whether the run failed before its first step was done: there is nothing in it to lose or to go on from."""
+        try:
+            failed = json.loads(self.summary.read_text(encoding="utf-8"))["status"] == "failed"
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        steps = (*checkpoint_steps(self.checkpoints), *checkpoint_steps(self.sft_checkpoints))
+        return failed and not any(steps) and not any(row["stage"] in STAGES for row in read_metrics(self.metrics))
 
 
 class RunDirectory(RunPaths):
@@ -77,11 +89,14 @@ class RunDirectory(RunPaths):
         resume: bool = False,
         overwrite: bool = False,
         command: Sequence[str] | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> RunDirectory:
         """Take `config.directory/config.name` and write config.yaml and manifest.json.
 
         `resolved` is the whole recipe as plain data. A name that was used is refused without `resume` or `overwrite`;
         with `resume`, a run that does not exist yet is started, so that one command can be repeated until it is done.
+        A run that failed before its first step was done gives its name away. `before` is called once the name is ours
+        and before anything is deleted or written: what it raises leaves an earlier run as it was.
         Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
         """
         if resume and overwrite:
@@ -89,16 +104,23 @@ class RunDirectory(RunPaths):
         path = _run_path(config)
         if _written(path) and not RunPaths(path).is_run():
             raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")
-        path.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(path / _LOCK)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(path / _LOCK)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}): choose another run.directory or run.name"
+            ) from error
         try:
             run = cls(path, lock, resumed=resume and RunPaths(path).config.exists())
-            if overwrite:
-                run._clear()
-            elif _written(path) and not resume:
+            replaced = overwrite or (not resume and run.is_stillborn())
+            if _written(path) and not replaced and not resume:
                 raise UserError(
                     f"{path} exists: continue it with --resume, delete it with --overwrite, or choose another run.name"
                 )
+            before()
+            if replaced:
+                run._clear()
             run._start(redact(json.loads(json.dumps(resolved))), command)
         except BaseException:
             lock.release()
@@ -128,13 +150,13 @@ class RunDirectory(RunPaths):
         self.rollouts.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
 
-    def rewind(self, step: int | None, *, stage: str = "train") -> None:
+    def rewind(self, step: int | None, *, stage: str = "train", evaluated: bool = True) -> None:
         """Forget what was logged after `step` of `stage`, so that the files equal those of a run never interrupted.
 
-        None forgets everything: the run starts anew. Asks of the trainer that all of a step, its evaluation included,
-        is logged before the step's checkpoint is written.
+        None forgets everything: the run starts anew. All of a step, its evaluation included, is logged before the
+        step's checkpoint is written; with `evaluated` false all but its evaluation, which is forgotten too.
         """
-        truncate_metrics(self.metrics, step=step, stage=stage)
+        truncate_metrics(self.metrics, step=step, stage=stage, evaluated=evaluated)
         truncate_rollouts(self.rollouts, step=step if step is not None and stage == "train" else -1)
 
     def discard_if_empty(self) -> bool:
@@ -146,6 +168,15 @@ class RunDirectory(RunPaths):
         if not kept:
             self._clear()
         return not kept
+
+    def log_error(self, text: str) -> bool:
+        """Add a traceback to errors.log, without its secrets; whether it could be written."""
+        try:
+            with self.errors.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{redact(text).rstrip()}\n\n")
+        except OSError:
+            return False
+        return True
 
     def require_space(self, needed: int) -> None:
         """Raise UserError where fewer than `needed` bytes are free: better now than at the first checkpoint."""

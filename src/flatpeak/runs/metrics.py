@@ -89,19 +89,23 @@ def read_metrics(path: Path) -> list[Row]:
     return [row for _, row in _lines(path)]
 
 
-def truncate_metrics(path: Path, *, step: int | None, stage: str) -> None:
+def truncate_metrics(path: Path, *, step: int | None, stage: str, evaluated: bool = True) -> None:
     """Cut the file before the first row of a later step of `stage`, or of a later stage, and drop a torn last line.
 
     What stands before that row was written by the time `step` of `stage` ended: rows of earlier stages, and the
-    evaluations up to and including this step's. `step` None empties the file.
+    evaluations up to and including this step's; without this step's where `evaluated` is false. `step` None empties
+    the file.
     """
     later = STAGES[STAGES.index(stage) + 1 :]
     if not path.exists():
         return
-    end = 0
+    end, reached = 0, False
     for line_end, row in _lines(path):
         if step is None or row["stage"] in later or (row["stage"] == stage and row["step"] > step):
             break
+        if not evaluated and reached and row["stage"] == "eval":
+            break
+        reached = reached or (row["stage"] == stage and row["step"] == step)
         end = line_end
     os.truncate(path, end)
 

@@ -121,6 +121,9 @@ class TrainingConfig(StrictConfig):
     compile: bool = False
     """Run the layers of passes with gradients through torch.compile. Needs a C++ compiler, and the first pass takes
     some tens of seconds more."""
+    max_skipped_updates: Annotated[int, Field(ge=1)] = 10
+    """An update whose gradient is NaN or infinite is skipped; after so many in a row a run (SFT and reward models
+    included) ends as failed."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once the evaluation metric reaches this."""

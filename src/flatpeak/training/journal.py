@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from flatpeak.errors import StoppedError, UserError
+from flatpeak.errors import DIVERGED, DivergedError
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.protocols import Progress
@@ -26,38 +26,12 @@ from flatpeak.runs.rollout_log import RolloutLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import BlankSteps, Rollouts
-from flatpeak.training.learner import Learner
 from flatpeak.training.silence import SilentSteps
+from flatpeak.training.skipped import SkippedUpdates
+from flatpeak.training.stage import CompletedStep, History, Stage
 
 Evaluator = Callable[[int | None, bool], Evaluation]
 """Evaluates the policy as it is now on the first so many held-out questions (None: all), and perturbed ones if so."""
-
-
-class Stage(Protocol):
-    """A part of a run that takes steps and can be saved."""
-
-    name: str
-    learner: Learner
-
-    def state(self) -> dict[str, Any]:
-        """Everything but weights and learner that the next step depends on, as JSON."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that it depends on and is in tensors, but the policy's weights."""
-        ...
-
-
-@dataclass(kw_only=True, slots=True)
-class History:
-    """What has happened in a run so far; saved in every checkpoint, so that a resumed run tells the whole story."""
-
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    best_step: int | None = None
-    best_value: float | None = None
-    last_step: int = 0
-    seconds: float = 0.0
-    """Wall time of SFT and RL, their evaluations and checkpoints included."""
 
 
 class Journal:
@@ -74,6 +48,7 @@ class Journal:
         progress: Progress,
         history: History,
         silent_steps: SilentSteps | None = None,
+        evaluated: bool = True,
     ) -> None:
         self.run = run
         self.config = config
@@ -86,6 +61,10 @@ class Journal:
         self.rollout_log = RolloutLog(run.rollouts, notice=progress.notice)
         self.blank_steps = BlankSteps(progress.notice)
         self.silent_steps = silent_steps
+        self.evaluated = evaluated
+        """Whether the evaluation that was due after the last step, if one was, has been made."""
+        self._completed: CompletedStep | None = None
+        """The last step, as long as no checkpoint has it."""
         self._since = time.perf_counter()
 
     @property
@@ -98,6 +77,22 @@ class Journal:
         self.metrics.write(step, stage, metrics)
         self.progress.update(stage, step=step, total=total, metrics=metrics)
 
+    def complete(
+        self, stage: Stage, step: int, total: int, metrics: Mapping[str, float], *, evaluation_due: bool
+    ) -> None:
+        """Log and show a step that is done. From here on it can be saved, whatever happens before the next update."""
+        self.metrics.write(step, stage.name, metrics)
+        self.evaluated = not evaluation_due
+        self._completed = self._now(stage, step)
+        self.progress.update(stage.name, step=step, total=total, metrics=metrics)
+
+    def _now(self, stage: Stage, step: int) -> CompletedStep:
+        return CompletedStep.now(stage, step, evaluated=self.evaluated, history=self.history)
+
+    def check_skipped(self, stage: str, step: int, skipped: SkippedUpdates, *, limit: int, at_end: bool) -> None:
+        """Give a notice of skipped updates, or RunError where they are too many."""
+        skipped.check(stage, step, limit=limit, at_end=at_end, notice=self.progress.notice)
+
     def rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
         """Log every completion of a step, where `run.log_rollouts_every` asks for it, and announce steps that teach
         nothing."""
@@ -107,11 +102,22 @@ class Journal:
         if self.config.log_rollouts_every and step % self.config.log_rollouts_every == 0:
             self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
 
-    def begin(self, stage: Stage) -> None:
-        """Before the first step of RL: the model as it starts is evaluated, saved, and is the first candidate."""
+    def begin(self, stage: Stage, *, goal: float | None = None) -> bool:
+        """Before the first step of RL: the model as it starts is evaluated, saved, and is the first candidate.
+
+        Whether it reaches the goal already.
+        """
         self.evaluate_start(size=self._large_size)
-        self._consider(0, self.history.evaluations[-1]["choice"])
+        value = float(self.history.evaluations[-1]["choice"])
+        self._consider(0, value)
         self.checkpoint(stage, 0)
+        reached = goal is not None and value >= goal
+        if reached:
+            self.progress.notice(
+                f"no step is taken: training.stop_at={goal:g} is reached by the model that RL would begin with "
+                f"({self.evaluation.metric} {value:g})"
+            )
+        return reached
 
     def evaluate_start(self, *, size: int | None) -> None:
         """Evaluate the model before any training, once: the first row of every table."""
@@ -127,12 +133,12 @@ class Journal:
         started = time.perf_counter()
         evaluation = self.evaluator(size, robustness)
         seconds = time.perf_counter() - started
-        choice = evaluation.first(self.evaluation.size).mean(self.evaluation.metric)
+        choice = evaluation.first(self._compared_size).mean(self.evaluation.metric)
         figures = evaluation.as_dict()
-        for earlier in self.history.evaluations:
+        for index, earlier in enumerate(self.history.evaluations):
             # Tables of every checkpoint would drown the summary; the rows they are made of stay.
             if stage == "train" == earlier["stage"] and earlier["step"] != self.history.best_step:
-                earlier["subsets"] = {}
+                self.history.evaluations[index] = {**earlier, "subsets": {}}
         self.history.evaluations.append({"stage": stage, "step": step, **figures, "choice": choice})
         self._write_rows(f"{stage}_{step:06d}", evaluation.rows)
         perturbed = [row for one in evaluation.robustness.values() for row in one.rows]
@@ -145,26 +151,44 @@ class Journal:
         return choice
 
     def _write_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        directory = self.run.path / "evaluations"
-        directory.mkdir(exist_ok=True)
+        path = self.run.evaluations / f"{name}.jsonl"
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        write_atomic(directory / f"{name}.jsonl", "".join(lines))
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, "".join(lines))
+        except OSError as error:  # answers are worth less than the run
+            self.progress.notice(f"{path}: {error.strerror}; the answers of this evaluation are not kept")
+
+    def evaluation_due(self, step: int, *, total: int) -> bool:
+        """Every `evaluation.every` steps and at the end."""
+        every = self.evaluation.every
+        return step == total or bool(every and step % every == 0)
 
     def evaluate_if_due(self, stage: EvaluationStage, step: int, *, total: int, goal: float | None) -> bool:
-        """Evaluate every `evaluation.every` steps and at the end; whether the goal is reached."""
+        """Evaluate where it is due, and no signal asks to stop; whether the goal is reached.
+
+        A signal leaves little time, which the checkpoint needs: a resumed run makes up for the evaluation.
+        """
         at_end = step == total
-        if not at_end and not (self.evaluation.every and step % self.evaluation.every == 0):
+        if self.stopped or not self.evaluation_due(step, total=total):
             return False
         size = self._large_size if at_end else self.evaluation.size
         value = self.evaluate(stage, step, size=size, robustness=at_end)
         reached = goal is not None and value >= goal
         if reached and not at_end and (size != self._large_size or self.evaluation.robustness):
             self.evaluate(stage, step, size=self._large_size, robustness=True)
+        self.evaluated = True
         return reached
 
     @property
     def _large_size(self) -> int | None:
         return self.evaluation.final_size or self.evaluation.size
+
+    @property
+    def _compared_size(self) -> int | None:
+        """Of so many questions every evaluation has the answers: the first ones, by which checkpoints are compared."""
+        sizes = [size for size in (self.evaluation.size, self.evaluation.final_size) if size is not None]
+        return min(sizes, default=None)
 
     def _consider(self, step: int, value: float) -> None:
         best = self.history.best_value
@@ -177,40 +201,47 @@ class Journal:
         due = bool(every) and step % every == 0
         if due or last or self.stopped or self.history.best_step == step:
             self.checkpoint(stage, step)
+        else:
+            self._completed = self._now(stage, step)
 
-    def checkpoint(self, stage: Stage, step: int, *, state: Mapping[str, Any] | None = None) -> None:
+    def checkpoint(self, stage: Stage, step: int) -> None:
         """Save the policy and everything the next step depends on; RL's checkpoints carry `best` and `last`.
 
-        `state` is the stage's, where it is not the present one.
+        Raises DivergedError, and saves nothing, where a weight is NaN or infinite.
         """
-        self.history.last_step = step
+        self._save(self._now(stage, step))
+
+    def save_completed(self, *, interrupted: bool = False) -> None:
+        """Save the last completed step, unless it is saved, or an update has changed what it left."""
+        done = self._completed
+        if done is not None and done.step and done.intact(interrupted=interrupted):
+            self._save(done)
+
+    def _save(self, done: CompletedStep) -> None:
+        stage, step = done.stage, done.step
+        check_finite(stage.learner.optimizer, step=step)
         self._count_time()
+        self.history = replace(done.history.copy(), last_step=step, seconds=self.history.seconds)
         parent = self.run.checkpoints if stage.name == "train" else self.run.checkpoints / stage.name
         path = write_checkpoint(
             parent,
             step,
             save_model=stage.learner.policy.save,
             tensors=stage.tensors(),
-            state={"stage": state or stage.state(), "learner": stage.learner.state(), "history": asdict(self.history)},
+            state={
+                "stage": done.state,
+                "learner": done.learner_state,
+                "history": asdict(self.history),
+                "evaluated": done.evaluated,
+                # A probe decides anew in a resumed run.
+                "native": getattr(stage.learner.policy, "native", None),
+            },
         )
         point(parent, LAST, path)
         if stage.name == "train" and self.history.best_step == step:
             point(parent, BEST, path)
         prune(parent, keep=self.config.keep_checkpoints)
-
-    @contextmanager
-    def saving_if_abandoned(self, stage: Stage, step: int) -> Iterator[None]:
-        """Where a step's rollouts cannot be had or scored, save what the step before left: nothing has changed since.
-
-        The state is taken before, because sampling moves what decides the order of work.
-        """
-        state = stage.state()
-        try:
-            yield
-        except (UserError, StoppedError):
-            if self.history.last_step != step - 1:
-                self.checkpoint(stage, step - 1, state=state)
-            raise
+        self._completed = None
 
     def point_at(self, newest: Path) -> None:
         """Set the links of a resumed run again: a kill may have come between a checkpoint and its links."""
@@ -237,7 +268,10 @@ class Journal:
             wall_seconds=self.history.seconds,
             signal=self.stop.signal,
         )
-        write_summary(self.run.summary, summary)
+        try:
+            write_summary(self.run.summary, summary)
+        except OSError as error:
+            self.progress.notice(f"{self.run.summary}: {error.strerror}; it is not up to date")
         return summary
 
     def close(self) -> None:
@@ -248,3 +282,10 @@ class Journal:
         now = time.perf_counter()
         self.history.seconds += now - self._since
         self._since = now
+
+
+def check_finite(optimizer: torch.optim.Optimizer, *, step: int) -> None:
+    """DivergedError where a trained weight is NaN or infinite: such a checkpoint could not be trained on."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    if not all(bool(torch.isfinite(weight).all()) for weight in weights):
+        raise DivergedError(f"the weights are NaN or infinite after step {step} and are not saved: {DIVERGED}")

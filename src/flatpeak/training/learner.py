@@ -57,9 +57,14 @@ class Learner:
         self.optimizer = build_optimizer(self.masters.stepped, optimizer)
         self.temperature = temperature
         self.micro_batch_tokens = token_budget(micro_batch_tokens, policy.device)
+        self.updates = 0
+        """How often weights and optimizer were changed, or begun to be."""
+        self.updating = False
+        """Whether an update is under way, or was left by an error."""
 
     def update(self, minibatch: Batch, *, rate: float) -> UpdateStatistics:
         """One step of the optimizer. A gradient that is not finite changes nothing and is reported as skipped."""
+        self.updating = True
         set_learning_rate(self.optimizer, rate)
         self.zero_grad()
         statistics = self.accumulate_gradients(minibatch)
@@ -68,8 +73,10 @@ class Learner:
         statistics.grad_norm = float(grad_norm)
         statistics.skipped = not bool(torch.isfinite(grad_norm))
         if not statistics.skipped:
+            self.updates += 1
             self.optimizer.step()
             self.masters.write()
+        self.updating = False
         return statistics
 
     def zero_grad(self) -> None:

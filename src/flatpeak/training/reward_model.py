@@ -22,7 +22,7 @@ from flatpeak.rewards.model.classifier import Classifier, length_batches
 from flatpeak.rewards.model.template import Spread
 from flatpeak.training.config import RewardModelConfig
 from flatpeak.training.data import Stream
-from flatpeak.training.journal import Journal, Stage
+from flatpeak.training.journal import Journal
 from flatpeak.training.learner import token_budget
 from flatpeak.training.masters import MasterWeights, split_masters
 from flatpeak.training.metrics import Clock
@@ -34,6 +34,8 @@ from flatpeak.training.optimizer import (
     set_learning_rate,
 )
 from flatpeak.training.reward_model_data import EncodedPair
+from flatpeak.training.skipped import SkippedUpdates
+from flatpeak.training.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,12 @@ class PreferenceLearner:
         self.masters = MasterWeights({w: w if w.dtype == torch.float32 else w.detach().float() for w in weights})
         self.optimizer = build_optimizer(self.masters.stepped, config.optimizer)
         self.micro_batch_tokens = token_budget(micro_batch_tokens, self.classifier.device)
+        self.updates = 0
+        self.updating = False
 
     def update(self, pairs: Sequence[EncodedPair], *, rate: float) -> PairStatistics:
         """One step of the optimizer. A gradient that is not finite changes nothing and is reported as skipped."""
+        self.updating = True
         set_learning_rate(self.optimizer, rate)
         self.optimizer.zero_grad()
         self.masters.zero_grad()
@@ -91,8 +96,10 @@ class PreferenceLearner:
         statistics.grad_norm = float(grad_norm)
         statistics.skipped = not bool(torch.isfinite(grad_norm))
         if not statistics.skipped:
+            self.updates += 1
             self.optimizer.step()
             self.masters.write()
+        self.updating = False
         return statistics
 
     def accumulate_gradients(self, pairs: Sequence[EncodedPair]) -> PairStatistics:
@@ -140,12 +147,20 @@ class RewardModelTrainer:
     name = "train"
 
     def __init__(
-        self, learner: PreferenceLearner, stream: Stream[EncodedPair], *, config: RewardModelConfig, journal: Journal
+        self,
+        learner: PreferenceLearner,
+        stream: Stream[EncodedPair],
+        *,
+        config: RewardModelConfig,
+        max_skipped_updates: int,
+        journal: Journal,
     ) -> None:
         self.learner = learner
         self.stream = stream
         self.config = config
+        self.max_skipped_updates = max_skipped_updates
         self.journal = journal
+        self.skipped = SkippedUpdates()
 
     @property
     def stage(self) -> Stage:
@@ -157,12 +172,22 @@ class RewardModelTrainer:
         total = self.config.steps
         if first_step == 1:
             self.journal.begin(self.stage)
+        elif not self.journal.evaluated:
+            self.finish_step(first_step - 1)
         for step in range(first_step, total + 1):
             if self.journal.stopped:
                 break
-            self.journal.record(self.name, step, total, self.train_step(step))
-            self.journal.evaluate_if_due("train", step, total=total, goal=None)
-            self.journal.checkpoint_if_due(self.stage, step, last=step == total)
+            metrics = self.train_step(step)
+            due = self.journal.evaluation_due(step, total=total)
+            self.journal.complete(self.stage, step, total, metrics, evaluation_due=due)
+            self.finish_step(step)
+
+    def finish_step(self, step: int) -> None:
+        """Evaluate and save where it is due."""
+        last, limit = step == self.config.steps, self.max_skipped_updates
+        self.journal.check_skipped("reward_model", step, self.skipped, limit=limit, at_end=last)
+        self.journal.evaluate_if_due("train", step, total=self.config.steps, goal=None)
+        self.journal.checkpoint_if_due(self.stage, step, last=last)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Draw a batch of pairs and raise the chosen answers' scores over the rejected ones'."""
@@ -171,6 +196,7 @@ class RewardModelTrainer:
         pairs = [pair for _, pair in self.stream.take((step - 1) * size, size)]
         rate = learning_rate(self.config.optimizer, step=step, total_steps=self.config.steps)
         update = self.learner.update(pairs, rate=rate)
+        self.skipped.see([update.skipped])
         return {
             "reward_model/loss": update.loss,
             "reward_model/accuracy": update.accuracy,
@@ -183,8 +209,8 @@ class RewardModelTrainer:
         }
 
     def state(self) -> dict[str, Any]:
-        """Nothing: all that the next step depends on is in weights, optimizer and step."""
-        return {}
+        """Only counts: all that the next step depends on is in weights, optimizer and step."""
+        return {"skipped_updates": self.skipped.state()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The learner's."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.metrics import Clock, policy_metrics
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
+from flatpeak.training.skipped import SkippedUpdates
 from flatpeak.types import Batch, Prompt
 
 LIKELIHOOD = Objective(config=ObjectiveConfig(loss="policy_gradient"), kl=KLConfig())
@@ -63,6 +65,7 @@ class SFTTrainer:
         *,
         config: SFTConfig,
         micro_batch_tokens: int | None,
+        max_skipped_updates: int,
         check: Callable[[], float],
         journal: Journal,
     ) -> None:
@@ -75,22 +78,36 @@ class SFTTrainer:
         self.config = config
         self.check = check
         self.journal = journal
+        self.max_skipped_updates = max_skipped_updates
+        self.skipped = SkippedUpdates()
         self.finished = False
 
     def train(self, *, first_step: int = 1) -> None:
         """Step until the steps are done, the check passes, or a signal asks to stop."""
         if first_step == 1:
             self.journal.evaluate_start(size=self.journal.evaluation.size)
+        elif not self.journal.evaluated:
+            self.finish_step(first_step - 1)
         for step in range(first_step, self.config.steps + 1):
-            with seeded(derive_seed(self.stream.seed, "dropout", step)):
-                metrics = self.train_step(step)
-            self.journal.record(self.name, step, self.config.steps, metrics)
-            self.finished = step == self.config.steps or self.good_enough(step)
-            if self.finished:
-                self.journal.evaluate_after_sft(step)
-            self.journal.checkpoint_if_due(self, step, last=self.finished)
             if self.finished or self.journal.stopped:
                 break
+            with seeded(derive_seed(self.stream.seed, "dropout", step)):
+                metrics = self.train_step(step)
+            self.learner.zero_grad()
+            due = step == self.config.steps or self.check_due(step)
+            self.journal.complete(self, step, self.config.steps, metrics, evaluation_due=due)
+            self.finish_step(step)
+
+    def finish_step(self, step: int) -> None:
+        """Check and evaluate where it is due, and save. RunError where too many updates were skipped."""
+        last, limit = step == self.config.steps, self.max_skipped_updates
+        self.journal.check_skipped(self.name, step, self.skipped, limit=limit, at_end=last)
+        if not self.journal.stopped:  # else there is time for the checkpoint alone
+            self.finished = last or self.good_enough(step)
+            if self.finished:
+                self.journal.evaluate_after_sft(step)
+            self.journal.evaluated = True
+        self.journal.checkpoint_if_due(self, step, last=self.finished)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Raise the likelihood of one batch of demonstrations."""
@@ -100,23 +117,34 @@ class SFTTrainer:
         batch = demonstration_batch(drawn, self.config, longest=self.longest, device=self.learner.policy.device)
         rate = learning_rate(self.learner.config, step=step, total_steps=self.config.steps)
         update = self.learner.update(batch, rate=rate)
+        self.skipped.see([update.skipped])
         policy = policy_metrics([update])
         return {
             "sft/loss": policy["policy/loss"],
             "sft/entropy": policy["policy/entropy"],
             "sft/grad_norm": policy["policy/grad_norm"],
             "optimizer/learning_rate": rate,
+            "optimizer/skipped": policy["optimizer/skipped"],
             "time/step": clock.seconds(),
         }
 
-    def good_enough(self, step: int) -> bool:
-        """Whether `sft.stop_at` is set, a check is due, and it passes."""
-        goal = self.config.stop_at
-        return goal is not None and step % self.config.check_every == 0 and self.check() >= goal
+    def check_due(self, step: int) -> bool:
+        """Every `sft.check_every` steps where `sft.stop_at` is set."""
+        return self.config.stop_at is not None and step % self.config.check_every == 0
 
-    def state(self) -> dict[str, bool]:
-        """Whether SFT is over; the data's order follows from the step."""
-        return {"finished": self.finished}
+    def good_enough(self, step: int) -> bool:
+        """Whether a check is due and passes."""
+        goal = self.config.stop_at
+        return goal is not None and self.check_due(step) and self.check() >= goal
+
+    def state(self) -> dict[str, Any]:
+        """Whether SFT is over, and counts; the data's order follows from the step."""
+        return {"finished": self.finished, "skipped_updates": self.skipped.state()}
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint; the policy is the one saved there already."""
+        self.learner.load(state["learner"], tensors)
+        self.skipped = SkippedUpdates.of(state["stage"])
 
     def tensors(self) -> dict[str, Tensor]:
         """The learner's."""

@@ -25,6 +25,7 @@ from flatpeak.training.metrics import Clock, step_metrics
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.resets import ReferenceResets, split_reference
 from flatpeak.training.shaping import ShapedRewards, kl_penalty_N, shape_rewards
+from flatpeak.training.skipped import SkippedUpdates
 from flatpeak.types import Batch
 
 
@@ -64,21 +65,32 @@ class Trainer:
         self.resets = ReferenceResets(config.reference)
         self.reached = False
         """Whether `training.stop_at` is reached."""
+        self.skipped = SkippedUpdates()
 
     def train(self, *, first_step: int = 1) -> None:
         """Step, record, evaluate, save: until the steps are done, the goal is reached, or a signal asks to stop."""
-        total = self.config.training.steps
+        config = self.config.training
         if first_step == 1:
-            self.journal.begin(self)
-        for step in range(first_step, total + 1):
+            self.reached = self.journal.begin(self, goal=config.stop_at)
+        elif not self.journal.evaluated:
+            self.finish_step(first_step - 1)
+        for step in range(first_step, config.steps + 1):
             if self.reached or self.journal.stopped:
                 break
             with seeded(derive_seed(self.config.seed, "dropout", step)):
                 metrics = self.train_step(step)
             self.learner.zero_grad()  # evaluation and the next rollouts can have the memory
-            self.journal.record(self.name, step, total, metrics)
-            self.reached = self.journal.evaluate_if_due("train", step, total=total, goal=self.config.training.stop_at)
-            self.journal.checkpoint_if_due(self, step, last=self.reached or step == total)
+            due = self.journal.evaluation_due(step, total=config.steps)
+            self.journal.complete(self, step, config.steps, metrics, evaluation_due=due)
+            self.finish_step(step)
+
+    def finish_step(self, step: int) -> None:
+        """Evaluate and save where it is due. RunError where too many updates were skipped."""
+        config = self.config.training
+        last = step == config.steps
+        self.journal.check_skipped(self.name, step, self.skipped, limit=config.max_skipped_updates, at_end=last)
+        self.reached = self.journal.evaluate_if_due("train", step, total=config.steps, goal=config.stop_at)
+        self.journal.checkpoint_if_due(self, step, last=self.reached or last)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Sample groups, score them, improve the policy."""
@@ -102,6 +114,7 @@ class Trainer:
                 all_tokens=self.learner.objective.needs_all_tokens,
             ):
                 updates.append(self.learner.update(minibatch, rate=rate))
+        self.skipped.see(update.skipped for update in updates)
 
         phase = self.phases[self.progression.phase]
         metrics = step_metrics(rollouts, shaped, updates, clock=clock, learning_rate=rate)
@@ -114,16 +127,15 @@ class Trainer:
         """Sample and score the step's groups, and move on in the data."""
         place = self.progression
         resamples = self.config.training.dynamic_sampling.max_resamples
-        with self.journal.saving_if_abandoned(self, step):
-            rollouts = collect(
-                self.sampler,
-                self.phases[place.phase],
-                self.config.rollout,
-                cursor=place.cursors[place.phase],
-                seed=derive_seed(self.config.seed, "step", step),
-                # Without a baseline a group of equal rewards has a gradient like any other.
-                max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
-            )
+        rollouts = collect(
+            self.sampler,
+            self.phases[place.phase],
+            self.config.rollout,
+            cursor=place.cursors[place.phase],
+            seed=derive_seed(self.config.seed, "step", step),
+            # Without a baseline a group of equal rewards has a gradient like any other.
+            max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
+        )
         place.cursors[place.phase] = rollouts.cursor
         return rollouts
 
@@ -165,6 +177,7 @@ class Trainer:
         return asdict(self.progression) | {
             "reached": self.reached,
             "resets": self.resets.count,
+            "skipped_updates": self.skipped.state(),
             # Where results depend on the batch in their last bits, a resumed run has to schedule as it did before.
             "expected_lengths": dict(getattr(self.sampler, "expected_lengths", {})),
         }
@@ -179,6 +192,8 @@ class Trainer:
         self.learner.load(state["learner"], others)
         place = dict(state["stage"])
         self.reached = place.pop("reached")
+        self.skipped = SkippedUpdates.of(place)
+        place.pop("skipped_updates", None)
         expected_lengths = place.pop("expected_lengths", {})
         if hasattr(self.sampler, "expected_lengths"):
             self.sampler.expected_lengths = expected_lengths
