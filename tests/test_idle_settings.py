@@ -217,3 +217,17 @@ def test_a_curriculum_that_may_take_all_steps_is_announced(recipe: Callable[...,
     curriculum = {"task": {**SMALL_SUMS, "train_size": 5, "test_size": 2}, "steps": 9, "until_pass_rate": 1.0}
     train(recipe(curriculum=curriculum, training={"steps": 1}), progress=seen)
     assert any(notice.startswith("curriculum.steps=9 is not below training.steps=1") for notice in seen.notices)
+
+
+@pytest.mark.parametrize(("buffer", "announced"), [(3, True), (2, False)])
+def test_a_buffer_over_half_the_limit_is_announced(
+    recipe: Callable[..., Any], train: Any, watch: Any, buffer: int, announced: bool
+) -> None:
+    seen = watch()
+    objective = {"truncated": "soft_penalty", "overlong_buffer": buffer}
+    train(recipe(objective=objective, training={"steps": 0}), progress=seen)
+    notice = (
+        "objective.overlong_buffer=3 is over half of rollout.max_new_tokens=4: completions of more than 1 tokens lose "
+        "reward; a quarter of the limit is 1"
+    )
+    assert (notice in seen.notices) == announced
