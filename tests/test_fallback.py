@@ -9,6 +9,8 @@ import pytest
 
 from flatpeak.api import train
 from flatpeak.errors import UserError
+from flatpeak.policy import padded, policy
+from flatpeak.types import Batch
 from run_parts import Watcher, tiny_recipe
 
 GPT_NEO = {
@@ -41,6 +43,26 @@ def test_a_fallback_run_says_so_and_scores_what_it_sampled(tmp_path: Path) -> No
     assert first["policy/entropy"] > 1.0
     assert result.summary.status == "done"
     assert result.exit_code == 0
+
+
+def test_no_pass_of_a_fallback_run_reads_more_padded_tokens_than_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, int]] = []
+    scored = padded.padded_token_logprobs
+
+    def spy(model: Any, batch: Batch, **settings: Any) -> Any:
+        rows = [
+            len(batch.prompts[p]) + n for p, n in zip(batch.prompt_N.tolist(), batch.lengths_N.tolist(), strict=True)
+        ]
+        read.append((len(rows), max(rows)))
+        return scored(model, batch, **settings)
+
+    monkeypatch.setattr(policy, "padded_token_logprobs", spy)
+    sections = {"gradient_regularization": {"strength": 0.1}, "kl": {"coefficient": 0.1}}
+    train(recipe(tmp_path, training={"steps": 2, "micro_batch_tokens": 40}, **sections), progress=Watcher())
+    assert max(count for count, _ in read) > 1
+    assert all(count * longest <= 40 for count, longest in read if count > 1)
 
 
 def test_the_native_engine_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:

@@ -231,5 +231,25 @@ def test_micro_batches_are_filled_as_far_as_the_budget_goes() -> None:
         assert [piece.lengths_N.tolist() for piece in micro_batches(three_groups(), budget)] == expected
 
 
+@pytest.mark.parametrize("budget", [1, 12, 20, 45, 1000])
+def test_micro_batches_of_a_pass_that_pads_keep_the_budget_in_padded_tokens(budget: int) -> None:
+    def padded_tokens(batch: Batch, count: int) -> int:
+        rows = [len(batch.prompts[p]) + length for p, length in zip(batch.prompt_N, batch.lengths_N, strict=True)]
+        return count * int(max(rows[:count]))
+
+    for batch in random_layouts():
+        pieces = list(micro_batches(batch, budget, padded=True))
+        assert torch.equal(torch.cat([piece.tokens_T for piece in pieces]), batch.tokens_T)
+        assert torch.equal(torch.cat([piece.weights_N for piece in pieces]), batch.weights_N)
+        left = batch
+        for piece in pieces:
+            count = len(piece.lengths_N)
+            assert padded_tokens(piece, count) <= budget or count == 1
+            if len(left.lengths_N) > count:  # one more would not fit
+                assert padded_tokens(left, count + 1) > budget
+                left = take(left, torch.arange(count, len(left.lengths_N)))
+
+
 def test_a_batch_without_completions_has_no_micro_batches() -> None:
+    assert list(micro_batches(take(three_groups(), torch.tensor([], dtype=torch.int64)), 5, padded=True)) == []
     assert list(micro_batches(take(three_groups(), torch.tensor([], dtype=torch.int64)), 5)) == []

@@ -89,11 +89,21 @@ def minibatches(
         yield take(weighted, completions[signal])
 
 
-def micro_batches(batch: Batch, token_budget: int) -> Iterator[Batch]:
+def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False) -> Iterator[Batch]:
     """Cut a batch into pieces of at most `token_budget` tokens, prompts included, between completions.
 
-    A group that fits into one piece is not split; a completion longer than the budget is a piece of its own.
+    A group that fits into one piece is not split; a completion longer than the budget is a piece of its own. `padded`:
+    for a pass that reads each completion with a prompt of its own, padded to the longest, so that is what is counted.
     """
+    cuts = _padded_cuts(batch, token_budget) if padded else _packed_cuts(batch, token_budget)
+    count = len(batch.lengths_N)
+    for start, stop in pairwise([*cuts, count]):
+        if start < stop:
+            yield batch if stop - start == count else take(batch, torch.arange(start, stop))
+
+
+def _packed_cuts(batch: Batch, token_budget: int) -> list[int]:
+    """Where pieces begin, each prompt counted once in a piece."""
     prompts, lengths = batch.prompt_N.tolist(), batch.lengths_N.tolist()
     group_tokens = [len(prompt) for prompt in batch.prompts]
     for prompt, length in zip(prompts, lengths, strict=True):
@@ -108,9 +118,19 @@ def micro_batches(batch: Batch, token_budget: int) -> Iterator[Batch]:
             cuts.append(index)
             used, cost = 0, length + prompt_tokens
         used += cost
-    for start, stop in pairwise([*cuts, len(lengths)]):
-        if start < stop:
-            yield batch if stop - start == len(lengths) else take(batch, torch.arange(start, stop))
+    return cuts
+
+
+def _padded_cuts(batch: Batch, token_budget: int) -> list[int]:
+    """Where pieces begin, of which each takes its completions times its longest row."""
+    cuts, longest = [0], 0
+    for index, (prompt, length) in enumerate(zip(batch.prompt_N.tolist(), batch.lengths_N.tolist(), strict=True)):
+        row = len(batch.prompts[prompt]) + length
+        longest = max(longest, row)
+        if index > cuts[-1] and (index + 1 - cuts[-1]) * longest > token_budget:
+            cuts.append(index)
+            longest = row
+    return cuts
 
 
 def _flat(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, device: torch.device) -> Tensor:

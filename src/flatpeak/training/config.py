@@ -113,7 +113,8 @@ class TrainingConfig(StrictConfig):
     """What a minibatch is drawn from. groups: whole groups. completions: single ones of all groups, shuffled, as TRL
     does; nearly every prompt is then read again in each minibatch."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Token budget of one forward and backward pass: memory only, never the gradient. null: 4096 on a CPU, where more
+    """Token budget of one forward and backward pass: memory only, never the gradient. A prompt counts once for its
+    group; where the model trains by padding, once per completion, and padding counts. null: 4096 on a CPU, where more
     is no faster (benchmarks/RESULTS.md), else 16384."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass: the same gradient from less

@@ -93,7 +93,7 @@ class Learner:
 
     def losses(self, minibatch: Batch, statistics: UpdateStatistics) -> Iterator[Tensor]:
         """The weighted loss of each micro-batch, to be backpropagated before the next is drawn."""
-        for micro in micro_batches(minibatch, self.micro_batch_tokens):
+        for micro in micro_batches(minibatch, self.micro_batch_tokens, padded=not self.policy.native):
             logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
             loss_T, tokens = self.objective(logprobs_T, entropy_T, micro)
             loss = weighted_sum(loss_T, micro)
@@ -138,6 +138,7 @@ def seeded(seed: int) -> Iterator[None]:
 def score(policy: Policy, batch: Batch, *, temperature: float, micro_batch_tokens: int) -> Tensor:
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and without gradients."""
     pieces = [
-        policy.token_logprobs(micro, temperature=temperature)[0] for micro in micro_batches(batch, micro_batch_tokens)
+        policy.token_logprobs(micro, temperature=temperature)[0]
+        for micro in micro_batches(batch, micro_batch_tokens, padded=not policy.native)
     ]
     return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.old_logprobs_T.device)

@@ -62,7 +62,7 @@ class RegularizedLearner(Learner):
 
     def first_pass(self, batch: Batch, statistics: UpdateStatistics, frozen: list[Frozen]) -> Iterator[Tensor]:
         """The losses of the plain update; leaves in `frozen` what the second pass needs of each micro-batch."""
-        for micro in micro_batches(batch, self.micro_batch_tokens):
+        for micro in self.micro_batches(batch):
             logprobs_T, entropy_T = self.token_logprobs(micro)
             loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro)
             frozen.append(freeze(self.penalized, logprobs_T, micro))
@@ -75,10 +75,15 @@ class RegularizedLearner(Learner):
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
         with without_gradients(self.outside if config.outside == "g1" else ()):
-            for micro, first in zip(micro_batches(batch, self.micro_batch_tokens), frozen, strict=True):
+            for micro, first in zip(self.micro_batches(batch), frozen, strict=True):
                 logprobs_T, entropy_T = self.token_logprobs(micro)
                 loss_T = second_pass_loss(self.penalized, first, logprobs_T, entropy_T, micro, mode=config.ratio_mode)
                 yield weighted_sum(loss_T, micro)
+
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        """For either pass. Exact curvature goes through the plain model, which pads."""
+        padded = not self.policy.native or self.regularizer.config.difference == "exact"
+        return micro_batches(batch, self.micro_batch_tokens, padded=padded)
 
     def token_logprobs(self, micro: Batch) -> tuple[Tensor, Tensor]:
         """The policy's, the same way in both passes: dropout draws its masks by the shapes it meets."""
@@ -90,7 +95,7 @@ class RegularizedLearner(Learner):
 
     def other_losses(self, batch: Batch, statistics: UpdateStatistics) -> Iterator[Tensor]:
         """The KL and entropy terms by themselves, where the penalty is to leave them out."""
-        for micro in micro_batches(batch, self.micro_batch_tokens):
+        for micro in self.micro_batches(batch):
             logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
             others_T = self.objective.other_terms(logprobs_T, entropy_T, micro)
             if others_T is None:
