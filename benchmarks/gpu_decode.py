@@ -154,10 +154,12 @@ def attention_row(bench: Bench, batch: int, context: int) -> Row:
         "keys_SHTD": normal(batch, shape.kv_heads, half, shape.head_dim),
         "values_SHTD": normal(batch, shape.kv_heads, half, shape.head_dim),
         "lengths_S": torch.full((batch,), half, device=bench.device),
-        "prompt_keys_AHLD": normal(prompts, shape.kv_heads, half, shape.head_dim),
-        "prompt_values_AHLD": normal(prompts, shape.kv_heads, half, shape.head_dim),
+        "prompt_keys_CD": normal(prompts * shape.kv_heads * half, shape.head_dim),
+        "prompt_values_CD": normal(prompts * shape.kv_heads * half, shape.head_dim),
         "prompt_S": prompt_R,
         "prompt_lengths_A": torch.full((prompts,), half, device=bench.device),
+        "starts_A": torch.arange(prompts, device=bench.device) * half,
+        "columns_A": torch.full((prompts,), half, device=bench.device),
     }
     scale = shape.head_dim**-0.5
     tiles = PromptTiles.build(prompt_R, arena_rows=prompts, repeats=shape.heads // shape.kv_heads)
@@ -165,11 +167,11 @@ def attention_row(bench: Bench, batch: int, context: int) -> Row:
 
     def chosen() -> None:
         for _ in range(repeats):
-            decode_attention(**tensors, scale=scale, tiles=tiles)  # type: ignore[arg-type]
+            decode_attention(**tensors, prompt_columns=half, scale=scale, tiles=tiles)  # type: ignore[arg-type]
 
     def reference() -> None:
         for _ in range(repeats):
-            reference_attention(**tensors, scale=scale)  # type: ignore[arg-type]
+            reference_attention(**tensors, prompt_columns=half, scale=scale)  # type: ignore[arg-type]
 
     read = shape.kv_numbers / shape.layers * (batch + prompts) * half * bench.dtype.itemsize
     times = {"chosen": bench.typical(chosen, times=5), "reference": bench.typical(reference, times=5)}

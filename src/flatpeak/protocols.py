@@ -114,8 +114,8 @@ class Decoder(Protocol):
         """The numbers of slots that a step may decode, ascending; the last is the first that holds `slots`."""
         ...
 
-    def open(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> Any:
-        """Memory (a DecodeState) for so many slots and prompts of at most so many tokens."""
+    def open(self, *, slots: int, places: int, prompt_lengths: Sequence[int], new_tokens: int) -> Any:
+        """Memory (a DecodeState) for a request, given all its prompts' lengths; at most `places` of them at a time."""
         ...
 
     def prefill(self, state: Any, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:

@@ -28,6 +28,8 @@ class Case:
     lengths: tuple[int, ...] = (1, 128, 65)
     prompts: tuple[int, ...] = (0, 1, 0)
     prompt_lengths: tuple[int, ...] = (64, 5)
+    rooms: tuple[int, ...] | None = None
+    """The columns of each prompt's room; `prompt_columns` of all where None."""
     rows: int | None = None
     window: int | None = None
     softcap: float | None = None
@@ -39,7 +41,7 @@ class Case:
         return {"scale": 1.3 * self.dim**-0.5, "window": self.window, "softcap": self.softcap}
 
 
-def problem(case: Case) -> dict[str, Tensor]:
+def problem(case: Case) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(len(case.lengths) + case.dim)
 
     def normal(*shape: int) -> Tensor:
@@ -47,30 +49,38 @@ def problem(case: Case) -> dict[str, Tensor]:
 
     slots, arena = len(case.lengths), len(case.prompt_lengths)
     own = (slots, case.kv_heads, case.columns, case.dim)
-    shared = (arena, case.kv_heads, case.prompt_columns, case.dim)
+    rooms = case.rooms or (case.prompt_columns,) * arena
+    order = range(arena)[::-1]  # the last prompt's room comes first
+    starts = [sum(rooms[other] for other in order if other > place) for place in range(arena)]
+    shared = (sum(rooms) * case.kv_heads, case.dim)
     return {
         "query_RHD": normal(case.rows or slots, case.kv_heads * case.repeats, case.dim),
         "keys_SHTD": normal(*own),
         "values_SHTD": normal(*own),
         "lengths_S": torch.tensor(case.lengths),
-        "prompt_keys_AHLD": normal(*shared),
-        "prompt_values_AHLD": normal(*shared),
+        "prompt_keys_CD": normal(*shared),
+        "prompt_values_CD": normal(*shared),
         "prompt_S": torch.tensor(case.prompts),
         "prompt_lengths_A": torch.tensor(case.prompt_lengths),
+        "starts_A": torch.tensor(starts),
+        "columns_A": torch.tensor(rooms),
+        "prompt_columns": max(rooms),
     }
 
 
-def naive(case: Case, tensors: dict[str, Tensor]) -> Tensor:
+def naive(case: Case, tensors: dict[str, Any]) -> Tensor:
     """One slot and head at a time, in float64."""
-    exact = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+    exact = {name: t.double() for name, t in tensors.items() if isinstance(t, Tensor) and t.is_floating_point()}
     query, output = exact["query_RHD"], torch.zeros_like(exact["query_RHD"])
     for slot in range(len(query)):
         prompt, length = case.prompts[slot], case.lengths[slot]
         prompt_length = case.prompt_lengths[prompt]
         for head in range(query.shape[1]):
             kv = head // case.repeats
-            rows = [exact["prompt_keys_AHLD"][prompt, kv, :prompt_length], exact["keys_SHTD"][slot, kv, :length]]
-            values = [exact["prompt_values_AHLD"][prompt, kv, :prompt_length], exact["values_SHTD"][slot, kv, :length]]
+            start = int(tensors["starts_A"][prompt]) * case.kv_heads + kv * int(tensors["columns_A"][prompt])
+            room = slice(start, start + prompt_length)
+            rows = [exact["prompt_keys_CD"][room], exact["keys_SHTD"][slot, kv, :length]]
+            values = [exact["prompt_values_CD"][room], exact["values_SHTD"][slot, kv, :length]]
             scores = torch.cat(rows) @ query[slot, head] * case.settings["scale"]
             if case.softcap is not None:
                 scores = case.softcap * torch.tanh(scores / case.softcap)

@@ -51,6 +51,9 @@ CASES = [
     Case(columns=320, lengths=(320, 200), prompts=(1, 1), chunk=256),
     Case(columns=320, lengths=(320, 200), prompts=(1, 1), window=130),
     Case(columns=320, lengths=(320, 129), prompts=(0, 1), chunk=None),
+    # Rooms of several sizes, one of them not used.
+    Case(prompts=(2, 0, 1), prompt_lengths=(200, 7, 64, 1), rooms=(256, 64, 64, 128)),
+    Case(prompts=(1, 0, 1), prompt_lengths=(40, 300), rooms=(64, 320), window=150, softcap=1.5, dtype="bfloat16"),
     # More chunks than are merged at once.
     Case(columns=1152, kv_heads=1, repeats=16, lengths=(1152,), prompts=(0,)),
 ]
@@ -93,7 +96,7 @@ from triton.compiler import ASTSource, compile
 from flatpeak.policy import decode_kernel as K
 
 pointers = {"lengths": "*i64", "prompt_lengths": "*i64", "prompts": "*i64", "order": "*i64", "tile_starts": "*i64",
-            "tile_counts": "*i64", "partial": "*fp32", "logsum": "*fp32"}
+            "tile_counts": "*i64", "room_starts": "*i64", "room_columns": "*i64", "partial": "*fp32", "logsum": "*fp32"}
 pointers |= dict.fromkeys(("query", "keys", "values", "prompt_keys", "prompt_values", "output"), "*bf16")
 
 def build(kernel, num_stages=3, num_warps=4, **constants):
@@ -116,6 +119,23 @@ print(len(attend.asm["cubin"]), len(build(K._merge_chunks, BLOCK_D=128, BLOCK_C=
 def test_the_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     sizes = run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").split()
     assert all(int(size) > 1000 for size in sizes)
+
+
+def test_the_reference_takes_a_few_slots_at_a_time_where_their_keys_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[0]
+    monkeypatch.setattr(module, "MOST_COLUMNS", 2 * (case.columns + case.prompt_columns))
+    widest: list[int] = []
+    attend = module._attend_side_by_side
+
+    def spy(query: torch.Tensor, keys: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+        widest.append(keys.shape[0] * keys.shape[2])
+        return attend(query, keys, *others, **settings)
+
+    monkeypatch.setattr(module, "_attend_side_by_side", spy)
+    tensors = problem(case)
+    found = decode_attention(**tensors, **case.settings)
+    assert float((found.double() - naive(case, tensors)).abs().max()) < GAPS[case.dtype]
+    assert widest == [module.MOST_COLUMNS, module.MOST_COLUMNS // 2]
 
 
 def test_slots_that_are_not_decoded_do_not_matter() -> None:
@@ -248,7 +268,7 @@ def test_on_a_gpu_the_kernel_is_used_and_right(case: Case, dtype: str) -> None:
 
     case = replace(case, dtype=dtype)
     tensors = problem(case)
-    moved = {name: tensor.cuda() for name, tensor in tensors.items()}
+    moved = {name: given.cuda() if isinstance(given, torch.Tensor) else given for name, given in tensors.items()}
     assert uses_kernel(moved["query_RHD"], moved["keys_SHTD"], window=case.window, softcap=case.softcap)
     found = decode_attention(**moved, **case.settings).cpu().double()
     assert float((found - naive(case, tensors)).abs().max()) < module.TOLERANCES[getattr(torch, dtype)]

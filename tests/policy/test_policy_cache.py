@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flatpeak.policy.attention import AttentionRule, PackedContext
-from flatpeak.policy.cache import KeyValueCache, round_up
+from flatpeak.policy.cache import KeyValueCache
 from flatpeak.policy.decoding import GpuAttention
 from flatpeak.policy.packing import pack_prompts
+from flatpeak.policy.prompt_memory import fitting_rooms, round_up
 from flatpeak.rollout.schedule import Schedule
 
 TOLERANCE = 5e-6
@@ -59,9 +60,14 @@ class Run:
         key_multiple: int = 4,
         dim: int = DIM,
         seed: int = 0,
+        prompts: int,
+        prompt_tokens: int | tuple[int, ...],
         **request: int,
     ) -> None:
-        self.cache = KeyValueCache(**request, key_multiple=key_multiple, device=torch.device("cpu"))
+        widths = [prompt_tokens] if isinstance(prompt_tokens, int) else prompt_tokens
+        rooms = {round_up(width, key_multiple): prompts for width in widths}
+        device = torch.device("cpu")
+        self.cache = KeyValueCache(**request, places=prompts, rooms=rooms, key_multiple=key_multiple, device=device)
         if kind == "the kernel's tables":  # what a GPU runs, by the reference that stands in for its kernel
             self.cache._attention = GpuAttention()
             self.cache._on_gpu = True
@@ -82,10 +88,11 @@ class Run:
         context = PackedContext(row, keep_keys=True)
         assert context.kept is not None
         for layer, (kv_heads, _) in HEADS.items():
-            states = [self.normal(len(lengths_at), kv_heads, row.prompts.longest, self.dim) for _ in range(2)]
-            context.kept[layer] = (states[0], states[1])
-            for p, (place, length) in enumerate(lengths_at.items()):
-                self.at_place.setdefault(place, {})[layer] = [each[p, :, :length] for each in states]
+            prompts = [[self.normal(kv_heads, length, self.dim) for _ in range(2)] for length in lengths_at.values()]
+            for place, states in zip(lengths_at, prompts, strict=True):
+                self.at_place.setdefault(place, {})[layer] = states
+            in_row = [torch.cat([prompts[p][side] for p in row.order_P], 1).transpose(0, 1) for side in (0, 1)]
+            context.kept[layer] = (in_row[0], in_row[1])
         self.cache.store(list(lengths_at), context)
 
     def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
@@ -123,7 +130,8 @@ class Run:
                 torch.testing.assert_close(output[slot, 0].double(), exact, atol=TOLERANCE, rtol=0)
         assert self.cache.calls == list(HEADS)
         self.cache.end_token(num_rows)
-        positions = {slot: states[0][0].shape[1] for slot, states in self.held.items()}
+        limits = self.cache.limits_S.tolist()  # a completion's last token is fed here too; no token comes after it
+        positions = {slot: min(states[0][0].shape[1], limits[slot]) for slot, states in self.held.items()}
         assert {slot: int(self.cache.positions_S[slot]) for slot in positions} == positions
         return {slot: first[slot] for slot in self.held}
 
@@ -164,7 +172,7 @@ def test_each_slot_attends_to_its_prompt_and_its_own_tokens_through_a_whole_sche
         seed=seed,
         slots=buckets[-1],
         prompts=num_prompts,
-        prompt_tokens=max(lengths),
+        prompt_tokens=max(lengths) if seed < 2 else (6, 20, 30),
         new_tokens=new_tokens,
     )
     left = {row: rng.choice([1, 5, 12, new_tokens]) for row in range(num_prompts * group_size)}
@@ -265,9 +273,10 @@ def test_prompts_shared_by_very_different_numbers_of_slots(kind: str, monkeypatc
 def test_one_cache_serves_requests_one_after_the_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(kind, monkeypatch, slots=4, prompts=2, prompt_tokens=9, new_tokens=20)
     for lengths in ({0: 9, 1: 2}, {0: 1, 1: 4}):
-        run.cache.restart()
+        run.cache.restart(new_tokens=20)
         run.leave(range(4))
-        assert all(not tensor.any() for tensor in (*run.cache.marks, run.cache.prompt_S, run.cache.prompt_lengths_A))
+        tables = (*run.cache.marks, run.cache.limits_S, run.cache.prompt_S, *run.cache.prompts.tables)
+        assert all(not tensor.any() for tensor in tables)
         run.read(lengths)
         run.admit(range(4), [1, 0, 0, 1])
         for _ in range(20):
@@ -276,11 +285,10 @@ def test_one_cache_serves_requests_one_after_the_other(kind: str, monkeypatch: p
 
 def opened(prompt_tokens: int, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> KeyValueCache:
     """A cache that has read a first, short prompt."""
-    cache = KeyValueCache(
-        slots=4, prompts=3, prompt_tokens=prompt_tokens, new_tokens=20, key_multiple=16, device=torch.device("cpu")
-    )
+    rooms = fitting_rooms([prompt_tokens] * 3, 3, multiple=16)
+    cache = KeyValueCache(slots=4, places=3, rooms=rooms, new_tokens=20, key_multiple=16, device=torch.device("cpu"))
     context = PackedContext(pack_prompts([[2]], device=torch.device("cpu"), multiple=16), keep_keys=True)
-    keys = torch.ones(1, heads, 16, DIM, dtype=dtype)
+    keys = torch.ones(1, heads, DIM, dtype=dtype)
     context.kept = {0: (keys, keys)}
     cache.store([1], context)
     return cache
@@ -288,25 +296,28 @@ def opened(prompt_tokens: int, *, heads: int = 1, dtype: torch.dtype = torch.flo
 
 def test_a_slot_has_room_for_its_own_tokens_and_a_place_for_its_prompt() -> None:
     cache = opened(10)
-    assert (cache.prompt_columns, cache.columns) == (16, 32)
+    assert cache.columns == 32
     assert cache.layers[0][0].shape == (4, 1, 32, DIM)
-    assert cache.prompts[0][1].shape == (3, 1, 16, DIM)
+    assert cache.prompts.room(0, 16)[1].shape == (3, 1, 16, DIM)
 
 
 def test_a_cache_serves_what_it_has_room_for() -> None:
-    room = {"slots": 4, "prompts": 3, "prompt_tokens": 16, "new_tokens": 32}  # multiples of 16
+    room: dict[str, Any] = {"slots": 4, "places": 3, "rooms": {16: 3, 64: 1}, "new_tokens": 32}  # multiples of 16
     cache = KeyValueCache(**room, key_multiple=16, device=torch.device("cpu"))
     assert cache.serves(**room)
-    assert cache.serves(slots=1, prompts=1, prompt_tokens=1, new_tokens=1)
-    for name in room:
+    assert cache.serves(slots=1, places=1, rooms={16: 1}, new_tokens=1)
+    assert cache.serves(slots=1, places=1, rooms={64: 1}, new_tokens=1)
+    for name in ("slots", "places", "new_tokens"):
         assert not cache.serves(**room | {name: room[name] + 1})
+    for rooms in ({16: 4}, {64: 2}, {32: 1}):
+        assert not cache.serves(**room | {"rooms": rooms})
 
 
 def test_memory_stays_where_it_is_and_all_of_it_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(kind, monkeypatch, slots=4, prompts=3, prompt_tokens=6, new_tokens=20)
     run.read({0: 4, 1: 6, 2: 1})
     before = [tensor.data_ptr() for tensor in run.cache.tensors]
-    assert len(before) == 4 + 2 * 2 * len(HEADS)
+    assert len(before) == 7 + 2 * 2 * len(HEADS)
     run.admit(range(4), [0, 1, 1, 2])
     for _ in range(9):
         run.check_step(4)
@@ -314,7 +325,7 @@ def test_memory_stays_where_it_is_and_all_of_it_is_named(kind: str, monkeypatch:
     run.compact(([3], [0]), ([2], [0]), [2, 3])
     run.leave([2])
     run.check_step(2)
-    run.cache.restart()
+    run.cache.restart(new_tokens=20)
     assert [tensor.data_ptr() for tensor in run.cache.tensors] == before
 
 
@@ -325,7 +336,7 @@ def test_a_slots_bits_do_not_depend_on_its_neighbours_or_their_number(
     """With keys in multiples of 16 and rows in multiples of four, as the policy asks for."""
 
     def outputs(num_rows: int, *, early: int, longest: int) -> list[Tensor]:
-        request = {"slots": num_rows, "prompts": 2, "prompt_tokens": longest, "new_tokens": 60}
+        request: Any = {"slots": num_rows, "prompts": 2, "prompt_tokens": (11, longest), "new_tokens": 60}
         run = Run(kind, monkeypatch, key_multiple=16, dim=32, **request)
         run.read({1: longest, 0: 11})
         run.admit(range(1, num_rows), [0, 0, *[1] * (num_rows - 3)])

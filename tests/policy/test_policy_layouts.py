@@ -53,7 +53,7 @@ def test_decoding_equals_the_plain_forward_pass_through_compaction(policy: Polic
     count = len(prompts)
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode(), policy.decoding():
-        state = policy.open(slots=2 * count + 2, prompts=count, prompt_tokens=max(map(len, prompts)), new_tokens=30)
+        state = policy.open(slots=2 * count + 2, places=count, prompt_lengths=list(map(len, prompts)), new_tokens=30)
         places = list(range(count))[::-1]
         assert_equal_to_plain(policy, [list(prompt) for prompt in prompts], policy.prefill(state, prompts, places))
         state.admit(range(2 * count), [places[n // 2] for n in range(2 * count)])

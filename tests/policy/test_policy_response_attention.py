@@ -154,6 +154,17 @@ def test_the_fused_and_the_generic_path_agree(name: str) -> None:
         torch.testing.assert_close(found, wanted[..., :8], atol=3e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["heads that share keys", "a window over blocks and into the prompts"])
+def test_a_few_responses_at_a_time_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    given = states(case).tensors
+    together = with_gradients(attend, case, given)
+    monkeypatch.setattr(response_attention, "MOST_KEYS", 2 * (70 + BLOCK))
+    few = with_gradients(attend, case, given)
+    assert torch.equal(few[0], together[0])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(few[1], together[1], strict=True))
+
+
 def pad_last(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 1))
 
@@ -255,26 +266,31 @@ def all_tokens(case: Case) -> Iterator[tuple[int, int]]:
     yield from ((n, j) for n, length in enumerate(case.lengths) for j in range(length))
 
 
+@pytest.mark.parametrize("most", [{}, {"MOST_KEYS": 40}, {"MOST_SCORES": 40}])
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
 @pytest.mark.parametrize("size", [1, 3, 4, 1000])
 def test_blocks_hold_every_token_once_and_see_what_a_causal_window_shows(
-    window: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None, size: int, most: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_attention, "BLOCK", size)
+    for name, value in most.items():
+        monkeypatch.setattr(response_attention, name, value)
     case = Case(lengths=(9, 8, 4, 1), prompt_N=(0, 1, 1, 2), prompt_lengths=(12, 1, 5))
     before_N = torch.tensor(case.prompt_lengths)[list(case.prompt_N)]
     seen: set[tuple[int, int]] = set()
     for block in blocks(torch.tensor(case.lengths), before_N, 12, window):
         assert block.end - block.start <= size
         assert block.mask.shape == (block.count, 1, block.end - block.start, 12 + block.end)
-        for n in range(block.count):
+        assert block.count == 1 or block.count * (12 + block.end) <= most.get("MOST_KEYS", 10**9)
+        assert block.count == 1 or block.mask.numel() <= most.get("MOST_SCORES", 10**9)
+        for n in range(block.first, block.first + block.count):
             for j in range(block.start, min(block.end, case.lengths[n])):
                 assert (n, j) not in seen
                 seen.add((n, j))
                 position = int(before_N[n]) + j
                 visible = range(max(0, position + 1 - (window or 10**9)), position + 1)
                 columns = [p if p < before_N[n] else 12 + p - int(before_N[n]) for p in visible]
-                assert block.mask[n, 0, j - block.start].nonzero()[:, 0].tolist() == columns
+                assert block.mask[n - block.first, 0, j - block.start].nonzero()[:, 0].tolist() == columns
     assert seen == set(all_tokens(case))
 
 

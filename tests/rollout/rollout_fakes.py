@@ -101,7 +101,7 @@ class HistoryDecoder:
         self.prefilled: list[tuple[int, ...]] = []  # prompt lengths of each prefill
         self.decoded: list[int] = []  # rows of each decode step
         self.kept: list[int] = []  # slots in use after each compaction
-        self.opened: list[tuple[int, int, int, int]] = []  # slots, prompts, prompt tokens, new tokens
+        self.opened: list[tuple[int, int, int, int]] = []  # slots, places, longest prompt, new tokens
 
     def logits_after(self, token_ids: Sequence[int]) -> Tensor:
         return self.table[self.hash_of(token_ids)]
@@ -116,9 +116,9 @@ class HistoryDecoder:
     def batch_sizes(self, slots: int) -> list[int]:
         return list(range(1, slots + 1))
 
-    def open(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> HistoryState:
-        self.opened.append((slots, prompts, prompt_tokens, new_tokens))
-        return self.state_class(slots=slots, prompts=prompts, sizes=self.kept)
+    def open(self, *, slots: int, places: int, prompt_lengths: Sequence[int], new_tokens: int) -> HistoryState:
+        self.opened.append((slots, places, max(prompt_lengths), new_tokens))
+        return self.state_class(slots=slots, prompts=places, sizes=self.kept)
 
     def prefill(self, state: HistoryState, prompts, places: Sequence[int]) -> Tensor:
         self.prefilled.append(tuple(map(len, prompts)))

@@ -241,7 +241,8 @@ class Decoding:
             self.model = Qwen2ForCausalLM._from_config(config, attn_implementation=attention.NAME).to(device).eval()
         torch.nn.init.normal_(self.model.lm_head.weight, generator=torch.Generator(device).manual_seed(1))
         self.own = torch.zeros(2, 2, SLOTS, 1, 64, 32, device=device)  # layers, keys and values, slots, heads, columns
-        self.arena = torch.randn(2, 2, 2, 1, 64, 32, generator=torch.Generator().manual_seed(0)).to(device)
+        self.arena = torch.randn(2, 2, 2 * 64, 32, generator=torch.Generator().manual_seed(0)).to(device)
+        self.rooms = [torch.tensor(table, device=device) for table in ([0, 64], [64, 64])]  # where, and how wide
         self.prompt_S = torch.tensor([1, 0, 1, 1], device=device)
         self.prompt_lengths_A = torch.tensor([5, 9], device=device)
         self.lengths_S = torch.zeros(SLOTS, dtype=torch.int64, device=device)
@@ -271,9 +272,9 @@ class Decoding:
         place = torch.arange(self.rows, device=query.device) * 64 + self.lengths_S[: self.rows] - 1
         for memory, new in zip(self.own[layer], (key, value), strict=True):
             memory.view(-1, 32).index_copy_(0, place, new.flatten(0, 2))
-        lengths = (self.lengths_S, *self.arena[layer], self.prompt_S, self.prompt_lengths_A)
-        attended = decode_attention(query[:, :, 0], *self.own[layer], *lengths, scale=rule.scale, window=rule.window)
-        return attended[:, None]
+        prompts = (*self.arena[layer], self.prompt_S, self.prompt_lengths_A, *self.rooms)
+        states = (query[:, :, 0], *self.own[layer], self.lengths_S)
+        return decode_attention(*states, *prompts, prompt_columns=64, scale=rule.scale, window=rule.window)[:, None]
 
     def state(self) -> list[Tensor]:
         return [self.lengths_S, self.tokens_S]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from rollout_fakes import NumberTokenizer, make_prompt
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.policy.policy import Policy
 from flatpeak.rollout.engine import NativeEngine
@@ -69,3 +69,25 @@ def test_rollouts_leave_the_policy_trainable(policy: Policy) -> None:
         model(input_ids=torch.tensor([[3, 4, 5]])).logits.logsumexp(-1).sum().backward()
     assert all(parameter.grad is not None for parameter in policy.parameters())
     policy.model.zero_grad()
+
+
+@pytest.mark.parametrize("read_every", [1, 8])
+def test_slots_decoded_past_their_end_stay_within_learned_positions(read_every: int) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=None, eos_token_id=0
+    )
+    made = Policy(GPT2LMHeadModel(config), NumberTokenizer(special=(0,)))
+    assert made.native, made.notice
+    made.eos_token_ids = frozenset()  # all run to the cap, which is the end of the context
+    prompts = [make_prompt(f"p{n}", [3 + n % 5] * 4) for n in range(79)]
+    found = NativeEngine(made, max_rows=40, read_every=read_every).generate(
+        prompts, group_size=1, sampling=SamplingParams(max_new_tokens=12), seed=0
+    )
+    for group in found[::13]:
+        (completion,) = group.completions
+        ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids]])
+        with torch.no_grad(), made.plain_attention() as model:
+            logprobs_TV = torch.log_softmax(model(input_ids=ids).logits[0, 3:-1], -1)
+        exact_T = logprobs_TV[torch.arange(12), list(completion.token_ids)]
+        np.testing.assert_allclose(completion.logprobs, exact_T, atol=1e-5)

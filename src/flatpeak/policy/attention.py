@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from flatpeak.policy.packing import PackedRow, Segments
+from flatpeak.policy.packing import PackedRow
 from flatpeak.policy.response_attention import BLOCK, SUMMED, Block, attend_in_blocks, blocks
 
 NAME = "flatpeak"
@@ -79,57 +79,60 @@ class PackedContext:
         self.row = row
         self.calls: list[int] = []
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_keys else None
-        self._prompt_masks: dict[int, Tensor] = {}
-        self._cuts: dict[int | None, list[Block]] = {}
+        """Per layer the prompts' keys and values, [tokens, Hkv, D] as they stand in the row."""
+        self._prompt_masks: dict[tuple[int, int], Tensor] = {}
+        self._cuts: dict[tuple[int, int | None], list[Block]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """See AttentionContext; B is 1 and L the row's length."""
         self.calls.append(layer)
-        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [S, H, D]
-        prompts, responses = self.row.prompts, self.row.responses
-        num_prompt_tokens = len(prompts.slots)
-        prompt_k, prompt_v = prompts.pad(k[:num_prompt_tokens]), prompts.pad(v[:num_prompt_tokens])
+        states = [each[0].transpose(0, 1) for each in (query, key, value)]  # [S, H, D]
+        outputs: list[Tensor] = []
+        on_prompts: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for segments in self.row.prompts:
+            end = start + len(segments.slots)
+            q, k, v = (segments.pad(each[start:end]) for each in states)
+            outputs.append(segments.unpad(self._on_prompts(rule, q, k, v)))
+            on_prompts.append((k, v))
+            start = end
         if self.kept is not None:
-            self.kept[layer] = (prompt_k, prompt_v)
-        prompt_q = prompts.pad(q[:num_prompt_tokens])
-        if self.kept is None or q.device.type != "cpu":
-            on_prompts = rule(prompt_q, prompt_k, prompt_v, self._prompt_mask(rule.window))
-        else:
-            on_prompts = _attend_to_prefixes(rule, prompt_q, prompt_k, prompt_v)
-        outputs = [prompts.unpad(on_prompts)]
-        if responses is not None:
-            span = slice(num_prompt_tokens, num_prompt_tokens + len(responses.slots))
-            attended = attend_in_blocks(
-                rule,
-                responses.pad(q[span]),
-                (prompt_k, prompt_v),
-                (responses.pad(k[span]), responses.pad(v[span])),
-                self.row.prompt_N,
-                self._blocks(responses, rule.window),
-            )
-            outputs.append(responses.unpad(attended))
-        num_filler = len(q) - sum(map(len, outputs))
+            self.kept[layer] = (states[1][:start], states[2][:start])
+        for index, bundle in enumerate(self.row.responses):
+            end = start + len(bundle.segments.slots)
+            q, k, v = (bundle.segments.pad(each[start:end]) for each in states)
+            cut = self._blocks(index, rule.window)
+            attended = attend_in_blocks(rule, q, on_prompts[bundle.group], (k, v), bundle.prompt_N, cut)
+            outputs.append(bundle.segments.unpad(attended))
+            start = end
+        num_filler = query.shape[2] - start
         if num_filler:
-            outputs.append(q.new_zeros(num_filler, q.shape[1], v.shape[2]))
+            outputs.append(query.new_zeros(num_filler, query.shape[1], value.shape[3]))
         return torch.cat(outputs)[None]
 
-    def _prompt_mask(self, window: int | None) -> Tensor | None:
+    def _on_prompts(self, rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One group's."""
+        if self.kept is not None and query.device.type == "cpu":
+            return _attend_to_prefixes(rule, query, key, value)
+        return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))
+
+    def _prompt_mask(self, longest: int, window: int | None) -> Tensor | None:
         """None (plain causal: padding stands right of every token) unless a window is shorter than the prompts."""
-        longest = self.row.prompts.longest
         if window is None or window >= longest:
             return None
-        if window not in self._prompt_masks:
+        if (longest, window) not in self._prompt_masks:
             place = torch.arange(longest, device=self.row.token_ids_S.device)
             distance = place[:, None] - place[None, :]
-            self._prompt_masks[window] = (distance >= 0) & (distance < window)
-        return self._prompt_masks[window]
+            self._prompt_masks[longest, window] = (distance >= 0) & (distance < window)
+        return self._prompt_masks[longest, window]
 
-    def _blocks(self, responses: Segments, window: int | None) -> list[Block]:
-        if window not in self._cuts:
-            prompts = self.row.prompts
-            prompt_lengths_N = prompts.lengths.index_select(0, self.row.prompt_N)
-            self._cuts[window] = blocks(responses.lengths, prompt_lengths_N, prompts.longest, window)
-        return self._cuts[window]
+    def _blocks(self, index: int, window: int | None) -> list[Block]:
+        if (index, window) not in self._cuts:
+            bundle = self.row.responses[index]
+            prompts = self.row.prompts[bundle.group]
+            prompt_lengths_N = prompts.lengths.index_select(0, bundle.prompt_N)
+            self._cuts[index, window] = blocks(bundle.segments.lengths, prompt_lengths_N, prompts.longest, window)
+        return self._cuts[index, window]
 
 
 def _attend_to_prefixes(rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Keys and values of the completions being decoded: contiguous slots per layer, and each prompt's once.
 
-S slots, of which a step decodes the first R; A places for prompts; D the head dimension. A slot's token j stands at
-column j of its own memory; its prompt's stand at the prompt's place, shared by all of its group. Memory is allocated
-once and written in place, so that graphs captured on it stay valid.
+S slots, of which a step decodes the first R; D the head dimension. A slot's token j stands at column j of its own
+memory; its prompt's stand at the prompt's place, shared by all of its group. Memory is allocated once and written in
+place, so that graphs captured on it stay valid.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from torch import Tensor
 
 from flatpeak.policy.attention import AttentionRule, PackedContext
 from flatpeak.policy.decoding import CpuAttention, GpuAttention
+from flatpeak.policy.prompt_memory import PromptMemory, Rooms, round_up
 
 
 class KeyValueCache:
     """Implements protocols.DecodeState."""
 
     def __init__(
-        self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int, key_multiple: int, device: torch.device
+        self, *, slots: int, places: int, rooms: Rooms, new_tokens: int, key_multiple: int, device: torch.device
     ) -> None:
         self.num_slots = slots
-        self.num_prompts = prompts
         self.key_multiple = key_multiple
-        self.prompt_columns = round_up(prompt_tokens, key_multiple)
         self.columns = round_up(new_tokens, key_multiple)
+        self.new_tokens = new_tokens
+        """At most so many per completion in this request."""
         self.lengths_S = torch.zeros(slots, dtype=torch.int64, device=device)
         """Own columns filled."""
         self.positions_S = torch.zeros_like(self.lengths_S)
         """The position of the token that comes next."""
+        self.limits_S = torch.zeros_like(self.lengths_S)
+        """The position of a completion's last token: learned positions end there."""
         self.prompt_S = torch.zeros_like(self.lengths_S)
         """The place of each slot's prompt."""
-        self.prompt_lengths_A = torch.zeros(prompts, dtype=torch.int64, device=device)
-        self.prompts: dict[int, tuple[Tensor, Tensor]] = {}
-        """Per layer keys and values [A, Hkv, prompt_columns, D]."""
+        self.prompts = PromptMemory(places, rooms, device)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         """Per layer keys and values [S, Hkv, columns, D]."""
         self.calls: list[int] = []
@@ -54,19 +55,23 @@ class KeyValueCache:
     @property
     def tensors(self) -> list[Tensor]:
         """All that a step reads or writes."""
-        memories = [m for pairs in (self.prompts, self.layers) for pair in pairs.values() for m in pair]
-        return [*self.marks, self.prompt_S, self.prompt_lengths_A, *memories]
+        memories = [m for pairs in (self.prompts.layers, self.layers) for pair in pairs.values() for m in pair]
+        return [*self._of_slots, *self.prompts.tables, *memories]
 
-    def serves(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> bool:
+    @property
+    def _of_slots(self) -> list[Tensor]:
+        return [*self.marks, self.limits_S, self.prompt_S]
+
+    def serves(self, *, slots: int, places: int, rooms: Rooms, new_tokens: int) -> bool:
         """Whether there is room for such a request."""
-        wanted = (slots, prompts, prompt_tokens, new_tokens)
-        room = (self.num_slots, self.num_prompts, self.prompt_columns, self.columns)
-        return all(needed <= there for needed, there in zip(wanted, room, strict=True))
+        return slots <= self.num_slots and new_tokens <= self.columns and self.prompts.serves(places, rooms)
 
-    def restart(self) -> None:
+    def restart(self, *, new_tokens: int) -> None:
         """Serve another request in the same memory."""
-        for tensor in (*self.marks, self.prompt_S, self.prompt_lengths_A):
+        for tensor in self._of_slots:
             tensor.zero_()
+        self.prompts.restart()
+        self.new_tokens = new_tokens
         self._starts = [0] * self.num_slots
         self._decoded = 0
         self._cleared = self.columns if self._on_gpu else 0
@@ -75,19 +80,18 @@ class KeyValueCache:
     def store(self, places: Sequence[int], prefill: PackedContext) -> None:
         """Keep the prompts of this prefill at these places."""
         assert prefill.kept is not None
-        index = self._index(places)
+        self.prompts.store(places, prefill.row, prefill.kept)
         for layer, states in prefill.kept.items():
-            if layer not in self.prompts:
+            if layer not in self.layers:
                 self._allocate(layer, states)
-            for memory, new in zip(self.prompts[layer], states, strict=True):
-                memory[:, :, : new.shape[2]].index_copy_(0, index, new)
-        self.prompt_lengths_A.index_copy_(0, index, prefill.row.prompts.lengths)
 
     def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
         """Begin completions in these slots, of the prompts at these places."""
         slots_K, places_K = self._index(slots), self._index(places)
+        prompt_lengths_K = self.prompts.lengths_A.index_select(0, places_K)
         self.prompt_S.index_copy_(0, slots_K, places_K)
-        self.positions_S.index_copy_(0, slots_K, self.prompt_lengths_A.index_select(0, places_K))
+        self.positions_S.index_copy_(0, slots_K, prompt_lengths_K)
+        self.limits_S.index_copy_(0, slots_K, prompt_lengths_K + self.new_tokens - 1)
         self.lengths_S.index_fill_(0, slots_K, 0)
         for slot in slots:
             self._starts[slot] = -self._decoded
@@ -105,7 +109,7 @@ class KeyValueCache:
         if places[0]:
             self._move_prompts(*places)
         if idle:
-            for tensor in (self.lengths_S, self.positions_S, self.prompt_S):
+            for tensor in self._of_slots:
                 tensor.index_fill_(0, self._index(idle), 0)
             for slot in idle:
                 self._starts[slot] = -self._decoded
@@ -123,7 +127,8 @@ class KeyValueCache:
     def end_token(self, num_rows: int) -> None:
         """The token is in. A slot whose completion has ended is decoded until others take its place: it stays put."""
         self.lengths_S[:num_rows].add_(1).clamp_(max=self.columns - 1)
-        self.positions_S[:num_rows].add_(1)
+        positions_R = self.positions_S[:num_rows].add_(1)
+        torch.minimum(positions_R, self.limits_S[:num_rows], out=positions_R)
         self._decoded += 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -142,17 +147,14 @@ class KeyValueCache:
         for memories in self.layers.values():
             for memory in memories:
                 self._move(memory[:, :, :used], sources, targets)
-        for tensor in (self.lengths_S, self.positions_S, self.prompt_S):
+        for tensor in self._of_slots:
             self._move(tensor, sources, targets)
         for source, target in zip(sources, targets, strict=True):
             self._starts[target] = self._starts[source]
 
     def _move_prompts(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        for memories in self.prompts.values():
-            for memory in memories:
-                self._move(memory, sources, targets)
-        self._move(self.prompt_lengths_A, sources, targets)
-        now_at_A = torch.arange(self.num_prompts, device=self.prompt_S.device)
+        self.prompts.move(sources, targets)
+        now_at_A = torch.arange(self.prompts.places, device=self.prompt_S.device)
         now_at_A.index_copy_(0, self._index(sources), self._index(targets))
         self.prompt_S.copy_(now_at_A.index_select(0, self.prompt_S))
 
@@ -160,16 +162,10 @@ class KeyValueCache:
         memory.index_copy_(0, self._index(targets), memory.index_select(0, self._index(sources)))
 
     def _allocate(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
-        def memories(count: int, columns: int) -> tuple[Tensor, Tensor]:
-            keys, values = (new.new_empty(count, new.shape[1], columns, new.shape[3]) for new in states)
-            return keys, values
-
-        self.prompts[layer] = memories(self.num_prompts, self.prompt_columns)
-        self.layers[layer] = memories(self.num_slots, self.columns)
-        for memory in self.prompts[layer]:
-            memory.zero_()
-        for memory in self.layers[layer]:
+        keys, values = (new.new_empty(self.num_slots, new.shape[1], self.columns, new.shape[2]) for new in states)
+        for memory in (keys, values):
             memory[:, :, : self._cleared].zero_()
+        self.layers[layer] = (keys, values)
 
     def _clear(self, num_rows: int, width: int) -> None:
         """Zeros where nobody has written: a hidden column is read too, with weight 0, and must be finite for that.
@@ -180,8 +176,3 @@ class KeyValueCache:
             for memory in memories:
                 memory[:num_rows, :, self._cleared : width].zero_()
         self._cleared = width
-
-
-def round_up(length: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-length // multiple) * multiple

@@ -1,7 +1,9 @@
 """Attention of one new token per slot over its prompt and its own keys: exact in torch, and the choice of a kernel.
 
-Shape letters: R slots being decoded (the first R of S), H heads, D head dimension, T own columns, A rows of the prompt
-arena with L columns each, W tiles. No function here reads a value back to the host, and no shape depends on one.
+Shape letters: R slots being decoded (the first R of S), H heads, D head dimension, T own columns, A places of prompts,
+C columns of all prompts' key heads, W tiles. A place's prompt stands in a room of columns_A columns, those of its first
+key head from line starts_A * Hkv of the prompts' keys and values on, and the other heads' behind each other. No
+function here reads a value back to the host, and no shape depends on one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ TILE_ROWS = 64
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Largest difference from the float64 result, of values drawn from N(0, 1), at which the kernel is used."""
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+MOST_COLUMNS = 2**18
+"""Keys of all slots together that plain torch lays side by side at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +78,14 @@ def decode_attention(
     keys_SHTD: Tensor,
     values_SHTD: Tensor,
     lengths_S: Tensor,
-    prompt_keys_AHLD: Tensor,
-    prompt_values_AHLD: Tensor,
+    prompt_keys_CD: Tensor,
+    prompt_values_CD: Tensor,
     prompt_S: Tensor,
     prompt_lengths_A: Tensor,
+    starts_A: Tensor,
+    columns_A: Tensor,
     *,
+    prompt_columns: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -87,20 +94,21 @@ def decode_attention(
     """softmax(softcap * tanh(scale * q k / softcap)) v over the prompt's keys and then the slot's own: [R, Hq, D].
 
     Slot s sees the first lengths_S[s] of its own columns, the newest being the query's own token, and the first
-    prompt_lengths_A[prompt_S[s]] columns of its prompt; with a window, of these the last `window` positions. `tiles`
-    spares the kernel sorting the slots by prompt in every layer.
+    prompt_lengths_A[prompt_S[s]] columns of its prompt; with a window, of these the last `window` positions. No room
+    has more than `prompt_columns` columns. `tiles` spares the kernel sorting the slots by prompt in every layer.
     """
     tensors = (query_RHD, keys_SHTD, values_SHTD, lengths_S)
-    prompts = (prompt_keys_AHLD, prompt_values_AHLD, prompt_S, prompt_lengths_A)
+    prompts = (prompt_keys_CD, prompt_values_CD, prompt_S, prompt_lengths_A, starts_A, columns_A)
+    settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if not uses_kernel(query_RHD, keys_SHTD, window=window, softcap=softcap):
-        return reference_attention(*tensors, *prompts, scale=scale, window=window, softcap=softcap)
+        return reference_attention(*tensors, *prompts, prompt_columns=prompt_columns, **settings)
     from flatpeak.policy.decode_kernel import kernel_attention
 
     if tiles is None:
         rows, heads = query_RHD.shape[:2]
         repeats = heads // keys_SHTD.shape[1]
-        tiles = PromptTiles.build(prompt_S[:rows], arena_rows=len(prompt_keys_AHLD), repeats=repeats)
-    return kernel_attention(*tensors, *prompts, scale=scale, window=window, softcap=softcap, tiles=tiles)
+        tiles = PromptTiles.build(prompt_S[:rows], arena_rows=len(prompt_lengths_A), repeats=repeats)
+    return kernel_attention(*tensors, *prompts, prompt_columns=prompt_columns, **settings, tiles=tiles)
 
 
 def reference_attention(
@@ -108,38 +116,59 @@ def reference_attention(
     keys_SHTD: Tensor,
     values_SHTD: Tensor,
     lengths_S: Tensor,
-    prompt_keys_AHLD: Tensor,
-    prompt_values_AHLD: Tensor,
+    prompt_keys_CD: Tensor,
+    prompt_values_CD: Tensor,
     prompt_S: Tensor,
     prompt_lengths_A: Tensor,
+    starts_A: Tensor,
+    columns_A: Tensor,
     *,
+    prompt_columns: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same, in torch: every slot's keys laid side by side, and a mask. Unseen columns must be finite."""
+    """The same, in torch: slots' keys laid side by side, some slots at a time. Unseen columns must be finite."""
     rows, heads, dim = query_RHD.shape
-    kv_heads = keys_SHTD.shape[1]
-    prompt_R = prompt_S[:rows]
-    visible = visible_keys(
-        lengths_S[:rows],
-        prompt_lengths_A.index_select(0, prompt_R),
-        prompt_columns=prompt_keys_AHLD.shape[2],
-        columns=keys_SHTD.shape[2],
-        window=window,
-    )[:, None, None, :]
-    keys = torch.cat([prompt_keys_AHLD.index_select(0, prompt_R), keys_SHTD[:rows]], dim=2)
-    values = torch.cat([prompt_values_AHLD.index_select(0, prompt_R), values_SHTD[:rows]], dim=2)
+    kv_heads, columns = keys_SHTD.shape[1:3]
     # Query heads that share a key head become query rows of it: no repeated keys.
-    folded = query_RHD.reshape(rows, kv_heads, heads // kv_heads, dim)
+    folded_RHQD = query_RHD.reshape(rows, kv_heads, heads // kv_heads, dim)
+    head_H1 = torch.arange(kv_heads, device=query_RHD.device)[:, None]
+    place = torch.arange(prompt_columns, device=query_RHD.device)
+    at_once = max(1, MOST_COLUMNS // (prompt_columns + columns))
+    attended = []
+    for first in range(0, rows, at_once):
+        span = slice(first, min(first + at_once, rows))
+        prompt_R = prompt_S[span]
+        prompt_lengths_R = prompt_lengths_A.index_select(0, prompt_R)
+        room_R, start_R = (table.index_select(0, prompt_R)[:, None, None] for table in (columns_A, starts_A))
+        inside = torch.where(place < prompt_lengths_R[:, None, None], place, 0)
+        line_RHL = start_R * kv_heads + head_H1 * room_R + inside
+        visible = visible_keys(
+            lengths_S[span], prompt_lengths_R, prompt_columns=prompt_columns, columns=columns, window=window
+        )
+        keys = torch.cat([prompt_keys_CD[line_RHL], keys_SHTD[span]], dim=2)
+        values = torch.cat([prompt_values_CD[line_RHL], values_SHTD[span]], dim=2)
+        attended.append(_attend_side_by_side(folded_RHQD[span], keys, values, visible, scale=scale, softcap=softcap))
+    return torch.cat(attended).reshape(rows, heads, values_SHTD.shape[-1])
+
+
+def _attend_side_by_side(
+    query_RHQD: Tensor,
+    keys_RHKD: Tensor,
+    values_RHKD: Tensor,
+    visible_RK: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    visible = visible_RK[:, None, None, :]
     if softcap is None:
-        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=visible, scale=scale)
-    else:
-        exact = torch.promote_types(folded.dtype, torch.float32)
-        scores = folded.to(exact) @ keys.to(exact).transpose(-1, -2) * scale
-        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~visible, float("-inf"))
-        attended = (torch.softmax(scores, dim=-1) @ values.to(exact)).to(folded.dtype)
-    return attended.reshape(rows, heads, values.shape[-1])
+        return F.scaled_dot_product_attention(query_RHQD, keys_RHKD, values_RHKD, attn_mask=visible, scale=scale)
+    exact = torch.promote_types(query_RHQD.dtype, torch.float32)
+    scores = query_RHQD.to(exact) @ keys_RHKD.to(exact).transpose(-1, -2) * scale
+    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~visible, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ values_RHKD.to(exact)).to(query_RHQD.dtype)
 
 
 def visible_keys(
@@ -226,13 +255,16 @@ def _disagreement(
         found = kernel_attention(**problem, **settings, tiles=tiles).double()
     except Exception as error:  # compilers and drivers raise types of their own, and torch is there to go on with
         return f"it failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-    exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in problem.items()}
+    exact: dict[str, Any] = {
+        name: given.double() if isinstance(given, Tensor) and given.is_floating_point() else given
+        for name, given in problem.items()
+    }
     gap = float((found - reference_attention(**exact, **settings)).abs().max())
     return None if gap <= TOLERANCES[dtype] else f"its results are off by {gap:.1e} (allowed: {TOLERANCES[dtype]:.0e})"
 
 
 def example_problem(*, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """Tensors for `reference_attention` and the kernel: 5 slots on 2 of 3 prompts, of uneven lengths."""
+    """For `reference_attention` and the kernel: 5 slots on 2 of 3 prompts, of uneven lengths, in rooms of two sizes."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -246,8 +278,11 @@ def example_problem(*, device: torch.device, dtype: torch.dtype, dim: int, heads
         "keys_SHTD": normal(5, kv_heads, 576, dim),
         "values_SHTD": normal(5, kv_heads, 576, dim),
         "lengths_S": integers(1, 576, 70, 300, 64),
-        "prompt_keys_AHLD": normal(3, kv_heads, 320, dim),
-        "prompt_values_AHLD": normal(3, kv_heads, 320, dim),
+        "prompt_keys_CD": normal(448 * kv_heads, dim),
+        "prompt_values_CD": normal(448 * kv_heads, dim),
         "prompt_S": integers(2, 0, 2, 2, 0),
         "prompt_lengths_A": integers(320, 64, 33),
+        "starts_A": integers(128, 0, 64),
+        "columns_A": integers(320, 64, 64),
+        "prompt_columns": 320,
     }

@@ -27,22 +27,24 @@ def kernel_attention(
     keys_SHTD: Tensor,
     values_SHTD: Tensor,
     lengths_S: Tensor,
-    prompt_keys_AHLD: Tensor,
-    prompt_values_AHLD: Tensor,
+    prompt_keys_CD: Tensor,
+    prompt_values_CD: Tensor,
     prompt_S: Tensor,
     prompt_lengths_A: Tensor,
+    starts_A: Tensor,
+    columns_A: Tensor,
     *,
+    prompt_columns: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     tiles: PromptTiles,
     chunk: int | None = None,
 ) -> Tensor:
-    """See decode_attention. The keys' columns must be a multiple of 64, `chunk` (keys per program) too."""
+    """See decode_attention. Columns of slots and rooms must be multiples of 64, `chunk` (keys per program) too."""
     rows, heads, dim = query_RHD.shape
     kv_heads, columns = keys_SHTD.shape[1:3]
-    prompt_columns = prompt_keys_AHLD.shape[2]
-    for states in (keys_SHTD, values_SHTD, prompt_keys_AHLD, prompt_values_AHLD):
+    for states in (keys_SHTD, values_SHTD, prompt_keys_CD, prompt_values_CD):
         assert states.is_contiguous() and states.shape[-1] == dim, "the kernel reads contiguous keys and values"
     num_tiles = len(tiles.starts_W) - 1
     chunk = chunk or choose_chunk(max(columns, prompt_columns), programs=rows * kv_heads, device=query_RHD.device)
@@ -54,7 +56,7 @@ def kernel_attention(
     _attend_chunks[(num_tiles * prompt_chunks + rows * chunks, kv_heads)](
         *(query_RHD.contiguous(), partial_RHCD, logsum_RHC),
         *(keys_SHTD, values_SHTD, lengths_S, columns, chunks),
-        *(prompt_keys_AHLD, prompt_values_AHLD, prompt_lengths_A, prompt_S, prompt_columns, prompt_chunks),
+        *(prompt_keys_CD, prompt_values_CD, prompt_lengths_A, starts_A, columns_A, prompt_S, prompt_chunks),
         *(tiles.order_R, tiles.starts_W, tiles.counts_W, num_tiles),
         *(chunk, scale, softcap or 1.0, window or 0),
         KV_HEADS=kv_heads,
@@ -106,7 +108,7 @@ def _processors(device: torch.device) -> int:
 def _attend_chunks(
     query, partial, logsum,
     keys, values, lengths, columns, chunks,
-    prompt_keys, prompt_values, prompt_lengths, prompts, prompt_columns, prompt_chunks,
+    prompt_keys, prompt_values, prompt_lengths, room_starts, room_columns, prompts, prompt_chunks,
     order, tile_starts, tile_counts, num_tiles,
     chunk, scale, softcap, window,
     KV_HEADS: tl.constexpr, REPEATS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -129,7 +131,7 @@ def _attend_chunks(
         arena = tl.load(prompts + tl.load(order + start))
         length = tl.where(count > 0, tl.load(prompt_lengths + arena), 0).to(tl.int32)  # unused tiles read no keys
         newest_M = length + tl.load(lengths + slot_M).to(tl.int32)
-        base = (arena * KV_HEADS + kv_head) * prompt_columns * DIM
+        base = (tl.load(room_starts + arena) * KV_HEADS + kv_head * tl.load(room_columns + arena)) * DIM
         _attend(
             query, partial, logsum, prompt_keys + base, prompt_values + base, slot_M, shared_M, valid_M, newest_M,
             length, part, part, kv_head, all_chunks, chunk, scale, softcap, window,

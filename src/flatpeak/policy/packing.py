@@ -2,17 +2,21 @@
 
     prompt 0 | prompt 1 | ... | response 0 | response 1 | ... | filler
 
-S counts the row's tokens (filler included), P its prompts, N its responses, T its response tokens.
+Attention pads them side by side, in groups of similar length (`policy/lengths.py`), so that one long prompt among short
+ones costs what it costs alone. Where there are several groups, the row has one after the other. S counts the row's
+tokens (filler included), P its prompts, N its responses, T its response tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from flatpeak.policy.lengths import by_length
 from flatpeak.types import Batch
 
 ROW_MULTIPLE = 4
@@ -50,15 +54,28 @@ class Segments:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Responses:
+    """Responses whose prompts stand in one group, padded side by side, the longest first."""
+
+    segments: Segments
+    group: int
+    """The group of their prompts."""
+    prompt_N: Tensor
+    """int64 [N]: the row of each response's prompt in that group's layout, in the order of `segments`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRow:
     """What a model reads in one packed forward pass."""
 
     token_ids_S: Tensor
     positions_S: Tensor
-    prompts: Segments
-    responses: Segments | None
-    prompt_N: Tensor
-    """int64 [N]: the prompt of each response, in the order of the padded layout: the longest response first."""
+    prompts: tuple[Segments, ...]
+    """Groups of similar length, in the order in which they stand in the row."""
+    order_P: tuple[int, ...]
+    """Which prompt stands at each place in the row."""
+    responses: tuple[Responses, ...]
+    """In the order in which they stand in the row, after all prompts."""
     source_T: Tensor
     """int64 [T]: the row position whose hidden state predicts each response token. A prompt's last position repeats."""
 
@@ -86,41 +103,94 @@ def offsets(lengths: Tensor) -> Tensor:
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, multiple: int) -> PackedRow:
-    """Prompts alone, for prefill. `source_T` holds each prompt's last position."""
-    lengths_P = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    """Prompts alone, for prefill. `source_T` holds each prompt's last position, in the order given."""
+    lengths = [len(prompt) for prompt in prompts]
+    groups = by_length(lengths)
+    order = tuple(chain.from_iterable(groups))
+    lengths_P = torch.tensor([lengths[p] for p in order], device=device)
+    token_ids = torch.tensor([token for p in order for token in prompts[p]], device=device)
     return PackedRow(
         token_ids_S=fill(token_ids),
         positions_S=fill(offsets(lengths_P)),
-        prompts=segments(lengths_P, multiple=multiple),
-        responses=None,
-        prompt_N=torch.zeros(0, dtype=torch.int64, device=device),
-        source_T=lengths_P.cumsum(0) - 1,
+        prompts=tuple(_prompt_segments(lengths, groups, device=device, multiple=multiple)),
+        order_P=order,
+        responses=(),
+        source_T=_by_index(order, lengths_P.cumsum(0) - 1),
     )
 
 
 def pack_batch(batch: Batch) -> PackedRow:
     """Prompts and responses. The last token of a response is read too: it costs one row and keeps the layout plain."""
     device = batch.tokens_T.device
-    lengths_P = torch.tensor([len(prompt) for prompt in batch.prompts], device=device)
-    prompt_tokens = torch.tensor([token for prompt in batch.prompts for token in prompt], device=device)
-    within_T = offsets(batch.lengths_N)
-    prompt_lengths_N = lengths_P.index_select(0, batch.prompt_N)
-    last_of_prompt_N = (lengths_P.cumsum(0) - 1).index_select(0, batch.prompt_N)
-    row_T = len(prompt_tokens) + torch.arange(len(batch.tokens_T), device=device)
-    order_N = batch.lengths_N.argsort(descending=True, stable=True)
-    source_T = torch.where(within_T == 0, last_of_prompt_N.index_select(0, batch.sequence_T), row_T - 1)
+    lengths = [len(prompt) for prompt in batch.prompts]
+    groups = by_length(lengths)
+    order_P = tuple(chain.from_iterable(groups))
+    prompt_tokens = torch.tensor([token for p in order_P for token in batch.prompts[p]], device=device)
+    lengths_P = torch.tensor([lengths[p] for p in order_P], device=device)
+    last_of_prompt_N = _by_index(order_P, lengths_P.cumsum(0) - 1).index_select(0, batch.prompt_N)
+    bundles = _bundles(batch, groups)
+    order_N = torch.tensor([n for _, members in bundles for n in members], dtype=torch.int64, device=device)
+    lengths_R = batch.lengths_N.index_select(0, order_N)  # as responses stand in the row
+    within_R, within_T = offsets(lengths_R), offsets(batch.lengths_N)
+    starts_N = (batch.lengths_N.cumsum(0) - batch.lengths_N).index_select(0, order_N)
+    token_R = torch.repeat_interleave(starts_N, lengths_R) + within_R
+    # Where each response begins in the row; one without tokens stands nowhere and is asked for by nobody.
+    begins_N = torch.zeros_like(batch.lengths_N).index_copy_(0, order_N, lengths_R.cumsum(0) - lengths_R)
+    before_T = len(prompt_tokens) + begins_N.index_select(0, batch.sequence_T) + within_T - 1
+    prompt_lengths_N = torch.tensor(lengths, device=device).index_select(0, batch.prompt_N)
+    positions_R = torch.repeat_interleave(prompt_lengths_N.index_select(0, order_N), lengths_R) + within_R
     return PackedRow(
-        token_ids_S=fill(torch.cat([prompt_tokens, batch.tokens_T]), BATCH_MULTIPLE),
-        positions_S=fill(
-            torch.cat([offsets(lengths_P), prompt_lengths_N.index_select(0, batch.sequence_T) + within_T]),
-            BATCH_MULTIPLE,
-        ),
-        prompts=segments(lengths_P),
-        responses=segments(batch.lengths_N, order=order_N),
-        prompt_N=batch.prompt_N.index_select(0, order_N),
-        source_T=source_T,
+        token_ids_S=fill(torch.cat([prompt_tokens, batch.tokens_T.index_select(0, token_R)]), BATCH_MULTIPLE),
+        positions_S=fill(torch.cat([offsets(lengths_P), positions_R]), BATCH_MULTIPLE),
+        prompts=tuple(_prompt_segments(lengths, groups, device=device)),
+        order_P=order_P,
+        responses=tuple(_responses(batch, groups, bundles)),
+        source_T=torch.where(within_T == 0, last_of_prompt_N.index_select(0, batch.sequence_T), before_T),
     )
+
+
+def _prompt_segments(
+    lengths: Sequence[int], groups: Sequence[Sequence[int]], *, device: torch.device, multiple: int = 1
+) -> Iterator[Segments]:
+    for group in groups:
+        yield segments(torch.tensor([lengths[p] for p in group], device=device), multiple=multiple)
+
+
+def _bundles(batch: Batch, groups: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
+    """(group of prompts, its responses), those of very different length apart; what is empty attends to nothing."""
+    group_of = {p: g for g, group in enumerate(groups) for p in group}
+    lengths = batch.lengths_N.tolist()
+    members: list[list[int]] = [[] for _ in groups]
+    for n, p in enumerate(batch.prompt_N.tolist()):
+        if lengths[n]:
+            members[group_of[p]].append(n)
+    return [
+        (g, [chosen[index] for index in part])
+        for g, chosen in enumerate(members)
+        for part in by_length([lengths[n] for n in chosen], similar=False)
+    ]
+
+
+def _responses(
+    batch: Batch, groups: Sequence[Sequence[int]], bundles: Sequence[tuple[int, list[int]]]
+) -> Iterator[Responses]:
+    row_of = {p: row for group in groups for row, p in enumerate(group)}
+    device = batch.lengths_N.device
+    rows_N = torch.tensor([row_of[p] for p in batch.prompt_N.tolist()], dtype=torch.int64, device=device)
+    for group, members in bundles:
+        members_N = torch.tensor(members, device=device)
+        lengths_N = batch.lengths_N.index_select(0, members_N)
+        order_N = lengths_N.argsort(descending=True, stable=True)
+        yield Responses(
+            segments=segments(lengths_N, order=order_N),
+            group=group,
+            prompt_N=rows_N.index_select(0, members_N.index_select(0, order_N)),
+        )
+
+
+def _by_index(order: Sequence[int], values: Tensor) -> Tensor:
+    """Values that stand in this order, back in that of the indices."""
+    return torch.empty_like(values).index_copy_(0, torch.tensor(order, device=values.device), values)
 
 
 def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:

@@ -16,12 +16,13 @@ from transformers.utils import logging as transformers_logging
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.policy import attention
-from flatpeak.policy.cache import KeyValueCache, round_up
+from flatpeak.policy.cache import KeyValueCache
 from flatpeak.policy.head import read_head
 from flatpeak.policy.linears import make_fast, packed_weights
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts
 from flatpeak.policy.padded import padded_token_logprobs
 from flatpeak.policy.passes import plain_layers
+from flatpeak.policy.prompt_memory import fitting_rooms, graded_rooms
 from flatpeak.policy.settings import ModelSettings
 from flatpeak.policy.support import probe, unsupported
 from flatpeak.protocols import Tokenizer
@@ -33,8 +34,6 @@ lengths."""
 SMALLEST_PRODUCT = 400
 """torch multiplies matrices of fewer products than this by other code, with other bits."""
 GPU_KEY_MULTIPLE = 64
-GPU_PROMPT_MULTIPLE = 256
-"""Room for somewhat longer prompts than a request's own, so that the next request fits too."""
 
 
 class Policy:
@@ -147,18 +146,31 @@ class Policy:
         sizes = [1, 2, 4, 8, *range(16, slots + 16, 16)]
         return sizes[: 1 + next(index for index, size in enumerate(sizes) if size >= slots)]
 
-    def open(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> KeyValueCache:
+    def open(self, *, slots: int, places: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
         """See protocols.Decoder. On a GPU the memory is kept, and sized up: graphs are captured on it."""
-        request = {"slots": slots, "prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
         if self.device.type == "cpu":
             multiple = _key_multiple(self.causal.config) if self.batch_invariant else 1
-            return KeyValueCache(**request, key_multiple=multiple, device=self.device)
-        if self._kept_cache is None or not self._kept_cache.serves(**request):
-            self._kept_cache = None  # before the new one is made
-            request["prompt_tokens"] = round_up(prompt_tokens, GPU_PROMPT_MULTIPLE)
-            self._kept_cache = KeyValueCache(**request, key_multiple=GPU_KEY_MULTIPLE, device=self.device)
-        self._kept_cache.restart()
-        return self._kept_cache
+            rooms = fitting_rooms(prompt_lengths, places, multiple=multiple)
+            request = {"slots": slots, "places": places, "new_tokens": new_tokens}
+            return KeyValueCache(**request, rooms=rooms, key_multiple=multiple, device=self.device)
+        rooms = graded_rooms(prompt_lengths, places)
+        cache = self._kept_cache
+        if cache is None or not cache.serves(slots=slots, places=places, rooms=rooms, new_tokens=new_tokens):
+            # Rooms that were wanted once are wanted again: requests that differ do not take turns in making memory.
+            for columns, rows in cache.prompts.rooms.items() if cache is not None else ():
+                rooms[columns] = max(rows, rooms.get(columns, 0))
+            self._kept_cache = cache = None  # before the new one is made
+            cache = KeyValueCache(
+                slots=slots,
+                places=places,
+                rooms=rooms,
+                new_tokens=new_tokens,
+                key_multiple=GPU_KEY_MULTIPLE,
+                device=self.device,
+            )
+            self._kept_cache = cache
+        cache.restart(new_tokens=new_tokens)
+        return cache
 
     def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:
         """See protocols.Decoder."""

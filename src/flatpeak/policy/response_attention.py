@@ -1,9 +1,9 @@
 """Attention of many responses to their prompts and to themselves, block by block of query positions.
 
 Responses stand padded side by side, the longest first. Block j holds positions jB ... (j+1)B - 1 of the responses that
-reach it, which are the first N_j; its keys are the prompt's and the response's own up to the block's end. So padding
-costs at most one block per response, and keys that causality hides are not multiplied: with answers of uneven length
-a quarter of the work of one padded square.
+reach it, which are the first N_j, some at a time where they are many; its keys are the prompt's and the response's own
+up to the block's end. So padding costs at most one block per response, and keys that causality hides are not
+multiplied: with answers of uneven length a quarter of the work of one padded square.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ BLOCK = 64
 SUMMED = 192
 """Columns, a multiple of BLOCK, whose weighted sum is taken in one product. MKL cuts sums over 193 to 383 columns into
 halves, so that the bits of a longer sum depend on how many columns of weight 0 follow."""
+MOST_KEYS = 2**17
+"""Columns of all responses together that a block lays side by side: each response has its prompt's keys beside it."""
+MOST_SCORES = 2**23
+"""Query positions times columns of a block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Query positions start ... end - 1 of the first `count` responses."""
+    """Query positions start ... end - 1 of the responses first ... first + count - 1."""
 
+    first: int
     count: int
     start: int
     end: int
@@ -43,15 +48,20 @@ def blocks(lengths_N: Tensor, prompt_lengths_N: Tensor, prompt_columns: int, win
     found = []
     for start in range(0, lengths[0], BLOCK):
         end = min(start + BLOCK, lengths[0])
-        count = sum(length > start for length in lengths)
+        reaching = sum(length > start for length in lengths)
         place, own_place = torch.arange(start, end, device=device)[:, None], torch.arange(end, device=device)
-        on_own = (place >= own_place).expand(count, -1, -1)
-        on_prompt = (prompt_place < prompt_lengths_N[:count, None])[:, None].expand(-1, end - start, -1)
-        if window is not None:
-            on_own = on_own & (place - own_place < window)
-            distance = prompt_lengths_N[:count, None, None] + place - prompt_place
-            on_prompt = on_prompt & (distance < window)
-        found.append(Block(count=count, start=start, end=end, mask=torch.cat([on_prompt, on_own], -1)[:, None]))
+        columns = prompt_columns + end
+        at_once = max(1, min(MOST_KEYS // columns, MOST_SCORES // (columns * (end - start))))
+        for first in range(0, reaching, at_once):
+            count = min(at_once, reaching - first)
+            before = prompt_lengths_N[first : first + count, None]
+            on_own = (place >= own_place).expand(count, -1, -1)
+            on_prompt = (prompt_place < before)[:, None].expand(-1, end - start, -1)
+            if window is not None:
+                on_own = on_own & (place - own_place < window)
+                on_prompt = on_prompt & (before[:, None] + place - prompt_place < window)
+            mask = torch.cat([on_prompt, on_own], -1)[:, None]
+            found.append(Block(first=first, count=count, start=start, end=end, mask=mask))
     return found
 
 
@@ -75,14 +85,13 @@ def attend_in_blocks(
     output = queries.new_zeros(*queries.shape[:3], own[1].shape[-1])
     for block in cut:
         keys, values = (_keys(prompt, response, prompt_N, block) for prompt, response in zip(prompts, own, strict=True))
-        rows = rule(queries[: block.count, :, block.start : block.end], keys, values, block.mask)
-        output[: block.count, :, block.start : block.end] = rows
+        _place(output, block).copy_(rule(_place(queries, block), keys, values, block.mask))
     return output
 
 
 def _keys(prompts: Tensor, own: Tensor, prompt_N: Tensor, block: Block) -> Tensor:
     """[N_j, Hkv, Lp + end, D]."""
-    return torch.cat([prompts.index_select(0, prompt_N[: block.count]), own[: block.count, :, : block.end]], 2)
+    return torch.cat([prompts.index_select(0, prompt_N[_rows(block)]), own[_rows(block), :, : block.end]], 2)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -140,13 +149,17 @@ class _BlockAttention(torch.autograd.Function):
             )
             _place(grads[0], block).copy_(_unfold(found[0], queries.shape[1]))
             for prompt_grad, own_grad, grad in zip(grads[1:3], grads[3:], found[1:], strict=True):
-                prompt_grad.index_add_(0, prompt_N[: block.count], grad[:, :, :columns])
-                own_grad[: block.count, :, : block.end].add_(grad[:, :, columns:])
+                prompt_grad.index_add_(0, prompt_N[_rows(block)], grad[:, :, :columns])
+                own_grad[_rows(block), :, : block.end].add_(grad[:, :, columns:])
         return *grads, None, None, None
 
 
+def _rows(block: Block) -> slice:
+    return slice(block.first, block.first + block.count)
+
+
 def _place(tensor: Tensor, block: Block) -> Tensor:
-    return tensor[: block.count, :, block.start : block.end]
+    return tensor[_rows(block), :, block.start : block.end]
 
 
 def _fold(tensor: Tensor, block: Block, kv_heads: int) -> Tensor:

@@ -32,7 +32,7 @@ class Probed(Protocol):
         """The hidden states of a packed row."""
         ...
 
-    def open(self, *, slots: int, prompts: int, prompt_tokens: int, new_tokens: int) -> KeyValueCache:
+    def open(self, *, slots: int, places: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
         """See protocols.Decoder."""
         ...
 
@@ -110,7 +110,7 @@ def probe(policy: Probed) -> str | None:
         if sorted(context.calls) != list(range(layers)):
             return f"its attention ran on layers {sorted(context.calls)} instead of once on each of {layers}"
         prompts = [long[:-1], short[:-1]]
-        state = policy.open(slots=4, prompts=2, prompt_tokens=len(prompts[0]), new_tokens=1)
+        state = policy.open(slots=4, places=2, prompt_lengths=[len(prompt) for prompt in prompts], new_tokens=1)
         policy.prefill(state, prompts, [0, 1])
         state.admit([0, 1, 2, 3], [0, 1, 0, 1])
         decoded = policy.decode(state, torch.tensor([long[-1], short[-1]] * 2, device=policy.device))

@@ -139,8 +139,8 @@ class NativeEngine:
         workspace.open(
             self._decoder.open(
                 slots=slots,
-                prompts=schedule.num_places,
-                prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
+                places=schedule.num_places,
+                prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
                 new_tokens=sampling.max_new_tokens,
             )
         )
