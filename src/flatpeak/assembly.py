@@ -82,9 +82,12 @@ class Parts:
             prepare(reward, next(phase.prompts.items for phase in self.phases if phase.reward is reward))
 
     def unanswered(self, part: str | None) -> Unanswered | None:
-        """How to see whether that part of the main task's reward finds an answer; None where nothing reads answers."""
+        """How to see whether that part of the reward finds an answer; None where nothing reads answers.
+
+        Where the first task has rewards of its own too: what reads one task's answers may refuse the other's questions.
+        """
         reward = self.phases[-1].reward
-        if part is None or not isinstance(reward, RewardSet):
+        if part is None or not isinstance(reward, RewardSet) or any(one.reward is not reward for one in self.phases):
             return None
         return lambda group: [reward.answer(part, one, group.prompt) is None for one in group.completions]
 

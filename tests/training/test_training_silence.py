@@ -112,6 +112,29 @@ def test_a_run_that_learns_nothing_says_so_and_its_report_too(recipe: Any, watch
     assert "About 0 with one update per rollout" in page
 
 
+def test_a_first_task_whose_questions_the_main_reward_refuses_is_announced_without_answers(
+    recipe: Any, train: Any, watch: Any, tmp_path: Any
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = '{{"question": "{}", "options": ["1", "2"], "answer": "A"}}\n'
+    rows.write_text("".join(row.format(f"{n}+{n}=") for n in range(9)), encoding="utf-8")
+    seen = watch()
+    config = recipe(
+        task={"type": "choices", "train": [{"path": str(rows), "options": "options"}]},
+        rewards={"correctness": {"type": "choice", "extraction": "letter"}},
+        curriculum={
+            "task": {"type": "arithmetic", "max_value": 5, "train_size": 5, "test_size": 2},
+            "steps": 3,
+            "rewards": {"correctness": {"type": "number", "extraction": "answer_tag"}},
+        },
+        training={"steps": 4},
+        model={"new": {"config": {"max_position_embeddings": 64}}},
+    )
+    train(config, progress=seen)
+    (notice,) = [text for text in seen.notices if text.startswith("no group of the last 3 steps")]
+    assert "the mean reward is 0 and" in notice
+
+
 def test_a_run_that_learns_says_nothing_of_the_kind(recipe: Any, train: Any, watch: Any) -> None:
     seen = watch()
     parity = lambda group: [float(sum(c.token_ids) % 2) for c in group.completions]  # noqa: E731
