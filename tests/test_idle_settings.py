@@ -212,6 +212,16 @@ def test_a_recipe_by_name_gives_way_to_a_model_of_the_callers(
     assert f"model.new, model.device of {path} not used: train(model=...) brings the model" in seen.notices
 
 
+def test_a_resolved_recipe_gives_way_to_a_model_of_the_callers(
+    recipe: Callable[..., Any], make_tiny_model: Callable[..., Any], train: Any, watch: Any
+) -> None:
+    seen = watch()
+    model, tokenizer = make_tiny_model()
+    resolved = parse_config(recipe(training={"steps": 1}))
+    assert train(resolved, model=model, tokenizer=tokenizer, progress=seen).exit_code == 0
+    assert "model.new, model.device of the recipe not used: train(model=...) brings the model" in seen.notices
+
+
 def test_a_curriculum_that_may_take_all_steps_is_announced(recipe: Callable[..., Any], train: Any, watch: Any) -> None:
     seen = watch()
     curriculum = {"task": {**SMALL_SUMS, "train_size": 5, "test_size": 2}, "steps": 9, "until_pass_rate": 1.0}

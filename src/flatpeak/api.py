@@ -126,7 +126,7 @@ def _run(
     recipe = as_config(config)
     progress = progress or Silence()
     if given.model is not None:
-        named = str(config) if isinstance(config, str | Path) else None
+        named = None if isinstance(config, Mapping) else str(config) if isinstance(config, str | Path) else "the recipe"
         recipe = without_source(recipe, named=named, progress=progress)
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)

@@ -76,8 +76,8 @@ def check_regularization(config: RunConfig, policy: Policy) -> None:
 def without_source(config: RunConfig, *, named: str | None, progress: Progress) -> RunConfig:
     """The recipe for a model that the caller brings: it names no other.
 
-    What the caller's own mapping says of another model is a UserError. A recipe given by its name (`named`) says it for
-    everybody, so there it is left out, with a notice.
+    What the caller's own mapping says of another model is a UserError. A recipe given by its name, or resolved before
+    (`named`), says it for everybody, so there it is left out, with a notice.
     """
     said = list(written(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
     if not said:
