@@ -32,7 +32,7 @@ ORDER = (
     {"assembly"},
     {"saved"},
     {"api"},
-    {"comparison", "reward_model"},
+    {"comparison", "forking", "reward_model"},
     {"integrations"},
     {"cli"},
 )

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from flatpeak.comparison import compare_checkpoints
 from flatpeak.errors import UserError
+from flatpeak.evaluation.chat import chat_loop
+from flatpeak.evaluation.locate import locate_model
 from flatpeak.policy.policy import Policy
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer
@@ -62,6 +65,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(re
     with pytest.raises(UserError, match=r"no checkpoint of the run is whole \(.*step_000002.*step_000000"):
         train(recipe(training={"steps": 3}), reward=odd, resume=True)
     assert (path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("named", ["best", "checkpoints/last"])
+def test_a_damaged_checkpoint_is_neither_evaluated_nor_talked_to(recipe: Recipe, train: Train, named: str) -> None:
+    path = train(recipe(), reward=odd).path
+    for step in (0, 2):
+        flip(path / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+    name = str(path if named == "best" else path / named)
+    for use in (lambda: locate_model(name), lambda: chat_loop(name, temperature=0.0, max_new_tokens=1)):
+        with pytest.raises(UserError, match=r"model\.safetensors: damaged: .*; use another checkpoint of the run"):
+            use()
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
+        compare_checkpoints([str(path)], stages=True)
 
 
 def test_a_run_of_a_class_of_the_models_own_goes_on(recipe: Recipe, train: Train, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from flatpeak.api import RunResult, sft, train
     from flatpeak.config import RunConfig
     from flatpeak.errors import UserError
+    from flatpeak.forking import fork
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
     from flatpeak.reward_model import train_reward_model
@@ -22,6 +23,7 @@ __all__ = [
     "RunResult",
     "UserError",
     "__version__",
+    "fork",
     "sft",
     "train",
     "train_reward_model",
@@ -33,6 +35,7 @@ _HOMES = {
     "RunConfig": "flatpeak.config",
     "RunResult": "flatpeak.api",
     "UserError": "flatpeak.errors",
+    "fork": "flatpeak.forking",
     "sft": "flatpeak.api",
     "train": "flatpeak.api",
     "train_reward_model": "flatpeak.reward_model",

@@ -119,7 +119,7 @@ def _assemble(
     config: RunConfig, given: Given, made: ExitStack, *, checkpoint: Path | None, progress: Progress
 ) -> Parts:
     """`made` is given what undoes each part."""
-    if given.model is None:
+    if given.model is None and checkpoint is None:
         check_source(config.model)
     task = check_task(given.task, where="task") if given.task else build_task(config.task)
     first_task = build_task(config.curriculum.task) if config.curriculum else None

@@ -27,7 +27,7 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from flatpeak.tasks.preferences import PreferencePair
 from flatpeak.training.config import RewardModelConfig, RewardModelOptimizerConfig
-from flatpeak.training.reward_model import PreferenceLearner, SavedClassifier
+from flatpeak.training.reward_model import PreferenceLearner, SavedClassifier, spread
 from flatpeak.training.reward_model_data import EncodedPair, encode_pairs, evaluate_pairs
 from preference_parts import reward_model_recipe, write_pairs
 from resume_parts import Death, die
@@ -416,3 +416,9 @@ def test_the_spread_is_of_the_reference_answers() -> None:
     assert Seen.spread is not None
     assert Seen.spread.mean == pytest.approx(scores.mean().item(), abs=1e-6)
     assert Seen.spread.std == pytest.approx(scores.std().item(), abs=1e-6)
+
+
+def test_scores_that_are_not_finite_have_no_spread_and_a_checkpoint_all_the_same() -> None:
+    assert spread([1.0, float("inf")]) is None
+    assert spread([1.0, float("nan")]) is None
+    assert spread([1.0, 3.0]) == Spread(mean=2.0, std=2**0.5, count=2)

@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from flatpeak.cli import chat, demo, evaluate, explain, grade, report, reward_model, sft, train
+from flatpeak.cli import chat, demo, evaluate, explain, fork, grade, report, reward_model, sft, train
 from flatpeak.errors import RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; what the user has set stays.
@@ -34,6 +34,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("sft")(sft.sft)
 app.command("train")(train.train)
+app.command("fork")(fork.fork)
 app.command("reward-model")(reward_model.reward_model)
 app.command("eval")(evaluate.evaluate)
 app.command("chat")(chat.chat)

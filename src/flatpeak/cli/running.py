@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
+    from flatpeak.api import RunResult
     from flatpeak.config import RunConfig
+    from flatpeak.protocols import Progress
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a shipped recipe: flatpeak:NAME.")]
@@ -55,14 +57,26 @@ def run_and_tell(
     Exits with 130 or 143 where a signal stopped it.
     """
     import flatpeak
-    from flatpeak.cli.progress import open_progress
 
-    command = ["flatpeak", *sys.argv[1:]]
-    stream = sys.stderr if as_json else sys.stdout
-    with open_progress(stream, metric=config.evaluation.metric) as progress:
-        result = getattr(flatpeak, stage)(
+    def start(progress: Progress) -> RunResult:
+        command = ["flatpeak", *sys.argv[1:]]
+        result: RunResult = getattr(flatpeak, stage)(
             config, progress=progress, resume=resume, overwrite=overwrite, command=command
         )
+        return result
+
+    show_run(start, metric=config.evaluation.metric, as_json=as_json, label=label, line=line)
+
+
+def show_run(
+    start: Callable[[Progress], RunResult], *, metric: str, as_json: bool, label: str, line: Callable[..., str]
+) -> None:
+    """Run, show it meanwhile, and print the outcome as `run_and_tell` does."""
+    from flatpeak.cli.progress import open_progress
+
+    stream = sys.stderr if as_json else sys.stdout
+    with open_progress(stream, metric=metric) as progress:
+        result = start(progress)
     summary = result.summary
     if as_json:
         typer.echo(json.dumps({"path": str(result.path), "report": str(result.report), **asdict(summary)}))

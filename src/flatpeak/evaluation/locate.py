@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatpeak.errors import UserError
-from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name
+from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, verify_checkpoint
 from flatpeak.runs.directory import RunPaths
 
 
@@ -28,11 +28,11 @@ def locate_model(name: str) -> Located:
         candidates = (run.checkpoints / BEST, run.checkpoints / LAST, run.checkpoints / "sft" / LAST)
         for candidate in candidates:
             if candidate.is_dir():
-                return Located(path=str(candidate), recipe=run.config)
+                return _whole(Located(path=str(candidate), recipe=run.config))
         raise UserError(f"{name} is a run without a checkpoint: give another, or go on with --resume")
     if path.is_dir():
         runs = (RunPaths(parent) for parent in path.absolute().parents)
-        return Located(path=name, recipe=next((run.config for run in runs if run.is_run()), None))
+        return _whole(Located(path=name, recipe=next((run.config for run in runs if run.is_run()), None)))
     # A Hub name has at most one slash and no local folder before it: anything else was meant as a path.
     if (
         name.startswith((".", "/", "~"))
@@ -64,9 +64,16 @@ def locate_stages(name: str) -> dict[str, Located]:
         if place is None or place.is_dir():
             by_place.setdefault(_stage_of(place, run), []).append(stage)
     return {
-        " = ".join(stages): Located(path=None if place is None else str(place), recipe=run.config)
+        " = ".join(stages): _whole(Located(path=None if place is None else str(place), recipe=run.config))
         for place, stages in by_place.items()
     }
+
+
+def _whole(located: Located) -> Located:
+    """The same. UserError where it is a checkpoint that is not as it was written."""
+    if located.path is not None:
+        verify_checkpoint(Path(located.path))
+    return located
 
 
 def _stage_of(place: Path | None, run: RunPaths) -> Path | None:

@@ -111,6 +111,13 @@ def _rename_into_place(temporary: Path, final: Path) -> None:
     _remove(replaced)
 
 
+def verify_checkpoint(path: Path) -> None:
+    """UserError where a checkpoint is not as it was written; any other directory passes."""
+    broken = broken_file(path) if (path / _STATE).exists() else None
+    if broken is not None:
+        raise UserError(f"{path / broken.name}: {broken.problem}; use another checkpoint of the run")
+
+
 def read_checkpoint(path: Path) -> CheckpointState:
     """Verify every checksum and read the trainer's state. Raises UserError naming the file that is broken."""
     broken = broken_file(path)

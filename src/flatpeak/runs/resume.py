@@ -40,14 +40,9 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str,
     Raises UserError showing the others. `training.steps` may change only under a constant schedule: a linear or cosine
     one stretches with it, so that the steps already taken would have had other learning rates.
     """
-    before, after = flatten(old), flatten(new)
-    changed = {
-        key: f"{before.get(key, _ABSENT)} -> {after.get(key, _ABSENT)}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
-    }
+    changed = changes(old, new)
     allowed = set(CHANGEABLE)
-    if after.get("optimizer.schedule", "constant") != "constant":
+    if flatten(new).get("optimizer.schedule", "constant") != "constant":
         allowed.discard("training.steps")
     refused = [
         f"{key}: {change}"
@@ -60,6 +55,16 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str,
             "run.name"
         )
     return changed
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """The keys in which two recipes differ, as {"training.steps": "100 -> 200"}."""
+    before, after = flatten(old), flatten(new)
+    return {
+        key: f"{before.get(key, _ABSENT)} -> {after.get(key, _ABSENT)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    }
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -244,12 +244,20 @@ class Journal:
         self._completed = None
 
     def point_at(self, newest: Path) -> None:
-        """Set the links of a resumed run again: a kill may have come between a checkpoint and its links."""
+        """Set the links of a resumed run again: a kill may have come between a checkpoint and its links.
+
+        Where the best checkpoint is not at hand (a fork has only some), it is the best of those that are.
+        """
         point(newest.parent, LAST, newest)
+        at_hand = checkpoint_steps(self.run.checkpoints)
+        if self.history.best_step is not None and self.history.best_step not in at_hand:
+            self.history.best_step = self.history.best_value = None
+            for row in self.history.evaluations:
+                step = row["step"] if row["stage"] == "train" else 0
+                if step in at_hand:
+                    self._consider(step, row["choice"])
         if self.history.best_step is not None:
-            best = self.run.checkpoints / checkpoint_name(self.history.best_step)
-            if best.exists():
-                point(self.run.checkpoints, BEST, best)
+            point(self.run.checkpoints, BEST, self.run.checkpoints / checkpoint_name(self.history.best_step))
 
     def summarize(self, status: Status) -> RunSummary:
         """Write summary.json."""

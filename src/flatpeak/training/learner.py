@@ -113,7 +113,8 @@ class Learner:
         """Go on from a saved `state` and `tensors`."""
         masters, others = split_masters(tensors)
         self.masters.load(masters)
-        load_optimizer_tensors(self.optimizer, others)
+        # A fork may have left gradient regularization, whose tensors have names of their own.
+        load_optimizer_tensors(self.optimizer, {name: t for name, t in others.items() if name[0].isdecimal()})
 
 
 def token_budget(wanted: int | None, device: torch.device) -> int:

@@ -116,7 +116,8 @@ class RegularizedLearner(Learner):
         """Go on from a saved `state` and `tensors`."""
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         super().load(state, {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)})
-        self.regularizer.load(state, own)
+        if state:  # a fork's run may have had no regularization
+            self.regularizer.load(state, own)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class ReferenceResets:
 
     def tensors(self, reference: Policy | None) -> dict[str, Tensor]:
         """What a checkpoint keeps: before the first reset nothing, as the reference is still where it came from."""
-        if not self.count:
+        if not self.count or reference is None:
             return {}
         assert isinstance(reference, Snapshot)  # as every reset leaves it
         return {PREFIX + name: tensor for name, tensor in reference.tensors().items()}
@@ -61,9 +61,8 @@ class ReferenceResets:
     ) -> Policy | None:
         """Go on from a saved `count` and `tensors`; returns the reference of that time."""
         self.count = count
-        if not count:
+        if not count or reference is None:  # a fork may have left KL behind
             return reference
-        assert reference is not None
         found = renewed(reference, policy)
         found.load({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
         return found

@@ -8,6 +8,7 @@ and the journal, which are used here as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,14 @@ class SavedClassifier:
         """Write model, tokenizer and record."""
         texts = [text for pair in self.reference for text in (pair.chosen_ids, pair.rejected_ids)]
         scores = self.classifier.score_all(texts, batch_tokens=self.batch_tokens)
-        self.classifier.save(directory, scores=Spread(mean=fmean(scores), std=stdev(scores), count=len(scores)))
+        self.classifier.save(directory, scores=spread(scores))
+
+
+def spread(scores: Sequence[float]) -> Spread | None:
+    """Mean and standard deviation of scores; None where these are not finite, and so nothing can be scaled by them."""
+    if not all(math.isfinite(score) for score in scores):
+        return None
+    return Spread(mean=fmean(scores), std=stdev(scores), count=len(scores))
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,143 @@
+"""`flatpeak.fork`: a new run that goes on from a checkpoint of another, with settings of its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flatpeak.api import RunResult, train
+from flatpeak.config import RunConfig
+from flatpeak.errors import RunError, UserError
+from flatpeak.protocols import Progress, Sampler, Task
+from flatpeak.recipe import apply_overrides, load_recipe, merge, parse_config
+from flatpeak.runs.checkpoints import CheckpointState
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.fork import copy_run, read_origin
+from flatpeak.runs.redact import HIDDEN
+from flatpeak.runs.resume import changes, flatten
+
+IN_THE_CHECKPOINT = {
+    "model.path": "the model",
+    "model.new": "the model",
+    "model.revision": "the model",
+    "model.dtype": "weights of that type",
+    "optimizer.name": "the state of that optimizer",
+    "sft": "what SFT made",
+}
+"""Settings that a fork cannot change, and what of them its checkpoint holds."""
+
+
+def fork(
+    run: str | Path,
+    step: int,
+    *,
+    name: str,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    model: Any = None,
+    tokenizer: Any = None,
+    task: Task | None = None,
+    reward: Any = None,
+    sampler: Sampler | None = None,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+) -> RunResult:
+    """Train a new run, `name`, on from the checkpoint of `step` of RL of `run`, and give its result.
+
+    Weights, optimizer and the place in the data are the checkpoint's; logs and evaluations up to it are copied, and the
+    manifest says where they come from. `run` is a run's directory, or the name of one in `runs/`; `settings` is what
+    changes in its recipe, a mapping or `key.path=value` strings. What the run was given by its caller (model, task,
+    reward, sampler) has to be given again. Raises UserError where the checkpoint cannot be had or the changes make it
+    unusable; nothing is left of the fork then.
+    """
+    source = _find(run)
+    origin = read_origin(source, step)
+    before, config = _recipes(source, name, settings)
+    _check(source, origin, before, config)
+    target = Path(config.run.directory) / name
+    copy_run(
+        source, origin, target, before=before.model_dump(mode="json"), resolved=config.model_dump(mode="json"),
+        command=command,
+    )  # fmt: skip
+    try:
+        return train(
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            task=task,
+            reward=reward,
+            sampler=sampler,
+            progress=progress,
+            resume=True,
+            command=command,
+        )
+    except RunError:  # it had begun
+        raise
+    except UserError:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def metric_of(run: str | Path) -> str:
+    """What chooses the checkpoints of a run. UserError where it is none."""
+    source = _find(run)
+    if not source.config.is_file():
+        raise UserError(f"{run} is not a run's directory: give the directory, or the name of a run in runs/")
+    return parse_config(load_recipe(source.config)).evaluation.metric
+
+
+def _recipes(source: RunPaths, name: str, settings: Mapping[str, Any] | Sequence[str]) -> tuple[RunConfig, RunConfig]:
+    """The recipe of the run, and that of its fork."""
+    recipe = load_recipe(source.config)
+    before = parse_config(recipe)
+    if isinstance(settings, Mapping):
+        changed = merge(recipe, settings)
+    else:
+        changed = apply_overrides(recipe, list(settings))
+    place = {"run": {"name": name, "directory": str(_parent(source, before.run.name))}}
+    return before, parse_config(merge(changed, place))
+
+
+def _find(run: str | Path) -> RunPaths:
+    given, named = RunPaths(Path(run)), RunPaths(Path("runs") / run)
+    return named if not given.is_run() and named.is_run() else given
+
+
+def _parent(source: RunPaths, name: str) -> Path:
+    """The directory of runs that the source lies in, wherever that was moved to; its name may have several parts."""
+    parts = Path(name).parts
+    path = source.path.resolve() if source.path.name in ("", "..") else source.path
+    return path.parents[len(parts) - 1] if path.parts[-len(parts) :] == parts else path.parent
+
+
+def _check(source: RunPaths, origin: CheckpointState, before: RunConfig, config: RunConfig) -> None:
+    """UserError where the recipe cannot go on from the checkpoint."""
+    parts = Path(config.run.name).parts
+    if not parts or Path(config.run.name).is_absolute() or ".." in parts:
+        raise UserError(f"--name {config.run.name}: give a name such as my-fork")
+    hidden = [key for key, value in flatten(config.model_dump(mode="json")).items() if value == HIDDEN]
+    if hidden:
+        raise UserError(f"{hidden[0]} was left out of {source.config} as a secret: give it again, {hidden[0]}=...")
+    if "cursors" not in origin.state["stage"]:
+        raise UserError(f"{source.path} is a run of a reward model, which cannot be forked: start a new one")
+    fixed = dict(IN_THE_CHECKPOINT)
+    if config.gradient_regularization.enabled and any(name.startswith("gradreg.") for name in origin.tensors):
+        fixed |= {
+            f"gradient_regularization.{key}": "a penalty that later updates use" for key in ("perturbed", "every")
+        }
+    for key in changes(before.model_dump(mode="json"), config.model_dump(mode="json")):
+        for setting, held in fixed.items():
+            if key == setting or key.startswith(f"{setting}."):
+                raise UserError(
+                    f"{key} cannot change in a fork, whose checkpoint holds {held}: leave it as it was, or start a new "
+                    f"run with model.path={origin.path}"
+                )
+    phases = 2 if config.curriculum else 1
+    if len(origin.state["stage"]["cursors"]) != phases:
+        raise UserError(
+            f"the checkpoint has {len(origin.state['stage']['cursors'])} places in the data and the recipe "
+            f"{phases} tasks: leave curriculum as it was"
+        )
+    if config.training.steps <= origin.step:
+        raise UserError(f"training.steps={config.training.steps}: nothing is left to train after step {origin.step}")
