@@ -28,6 +28,8 @@ class Run:
     rounds: int
     scratch: Path
     """A directory that is deleted in the end."""
+    quick: bool = False
+    """Whether it is only to be seen that everything works."""
 
     def log(self, *names: str) -> Path:
         """A file for what a worker prints."""
@@ -43,7 +45,7 @@ def main(
     rounds: int,
     measure: Callable[[Run, str], Row],
     left_out: Sequence[str] = (),
-) -> None:
+) -> list[Row]:
     """Parse the command line, measure row by row, and write the file after each: a stop loses one row at most.
 
     Rows that are `left_out` are measured only where they are asked for.
@@ -57,13 +59,15 @@ def main(
     chosen = given.row or list(quick if given.quick else [row for row in rows if row not in left_out])
     content: dict[str, Any] = {"part": part, "quick": given.quick, "facts": facts(part), "rows": []}
     with TemporaryDirectory(prefix="flatpeak-bench-") as scratch:
-        run = Run(rows=chosen, rounds=2 if given.quick else given.rounds, scratch=Path(scratch))
+        run = Run(rows=chosen, rounds=2 if given.quick else given.rounds, scratch=Path(scratch), quick=given.quick)
         for name in chosen:
             started = time.perf_counter()
             say(f"{part}: {name}")
             row = measure(run, name)
             content["rows"].append({"name": name, "seconds": time.perf_counter() - started, **row})
             write_json(given.json, content)
+    rows_found: list[Row] = content["rows"]
+    return rows_found
 
 
 def facts(part: str) -> dict[str, Any]:

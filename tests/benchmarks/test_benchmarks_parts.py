@@ -55,13 +55,13 @@ def test_completions_of_a_step_have_different_rewards() -> None:
 
 def test_the_clock_stands_still_while_accuracy_is_measured() -> None:
     told = Recorded()
-    accuracies = iter([0.5, 0.75])
+    found = iter([0.5, 0.75])
 
-    def accuracy() -> float:
+    def accuracies() -> dict[str, float]:
         told.events.append("evaluate")
-        return next(accuracies)
+        return {"accuracy": next(found)}
 
-    reward = WatchedReward(told, told, accuracy, completions=2)  # type: ignore[arg-type]
+    reward = WatchedReward(told, told, accuracies, completions=2)  # type: ignore[arg-type]
     for _ in range(11):
         assert reward(["7", " 8 "], ["8", "8"]) == [0.0, 1.0]
     reward(["7"], ["8"])
