@@ -15,7 +15,7 @@ from benchmarks.workloads import EOS, FIRST_WORD, PAD, Workload
 CONTEXT = 1024
 
 
-def save_model(work: Workload, directory: Path, *, seed: int = 0) -> Path:
+def save_model(work: Workload, directory: Path, *, seed: int = 0, context: int = CONTEXT) -> Path:
     """Write the same float32 weights for the same workload and seed."""
     shape = work.shape
     config = Qwen2Config(
@@ -25,7 +25,7 @@ def save_model(work: Workload, directory: Path, *, seed: int = 0) -> Path:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         pad_token_id=PAD,
         eos_token_id=EOS,

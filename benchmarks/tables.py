@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.figures import Round, Spread, Target, column, first_reaching, rates, ratio, spread
-from benchmarks.targets import engine_target, memory_target, step_target, time_target, training_pass_target
+from benchmarks.targets import (
+    engine_target,
+    memory_target,
+    mixed_lengths_target,
+    step_target,
+    time_target,
+    training_pass_target,
+)
 
 Wanted = Callable[[str, str], Target | None]
 RATE_HEAD = (
@@ -143,6 +150,10 @@ PARTS = {
     "training_pass": Part(
         title="The training pass: shared prompts beside packing and padding",
         table=lambda rows: speeds(rows, ours="shared", wanted=training_pass_target),
+    ),
+    "mixed_lengths": Part(
+        title="One long prompt among short ones",
+        table=lambda rows: speeds(rows, ours="together", wanted=mixed_lengths_target),
     ),
     "memory": Part(
         title="Peak memory of a whole step beside TRL",

@@ -31,6 +31,11 @@ def training_pass_target(row: str, contender: str) -> Target | None:
     return Target(must=4, aim=5.5) if "256" in row else Target(must=2, aim=2.7)
 
 
+def mixed_lengths_target(row: str, contender: str) -> Target | None:
+    """Together, at most one and a half times the parts' time."""
+    return Target(must=2 / 3, aim=1.0)
+
+
 def memory_target(row: str, contender: str) -> Target | None:
     """Peak memory of a step."""
     return Target(must=0.6, aim=0.4, lower=True)

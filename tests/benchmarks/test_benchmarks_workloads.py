@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.mixed_lengths_worker import prompts, sample, train
 from benchmarks.models import load_model, load_tokenizer, save_model
 from benchmarks.training_pass_worker import PASSES, SHAPES, random_batch
 from benchmarks.workloads import (
@@ -84,3 +85,18 @@ def test_all_training_passes_give_the_same_log_probabilities(shape: str, tmp_pat
     assert float(found["padded"].mean()) == pytest.approx(-6.24, abs=0.1)  # -log 512, a random token of a random model
     for name in ("shared", "packed"):
         torch.testing.assert_close(found[name], found["padded"], atol=1e-5, rtol=0)
+
+
+def test_mixed_lengths_together_and_apart_are_the_same_work(tmp_path: Path) -> None:
+    work = workload("1M", "uniform, short prompts")
+    save_model(work, tmp_path)
+    policy = Policy(load_model(tmp_path), load_tokenizer(tmp_path))
+    asked = prompts([90, 5, 5, 5], work)
+    assert [len(prompt.token_ids) for prompt in asked] == [90, 5, 5, 5]
+    gradients = []
+    for parts in ([asked], [asked[:1], asked[1:]]):
+        assert sample(policy, parts)() == 4 * 32
+        assert train(policy, parts)() == 4 * 10
+        gradients.append({name: weight.grad.clone() for name, weight in policy.model.named_parameters()})
+    for name, together in gradients[0].items():
+        torch.testing.assert_close(together, gradients[1][name], atol=1e-4, rtol=1e-4)
