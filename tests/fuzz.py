@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 import yaml
+from transformers.utils.logging import disable_progress_bar
 
 from flatpeak import api
 from flatpeak.errors import UserError
@@ -249,6 +250,7 @@ def main() -> None:
     parser.add_argument("--case", type=Path, help="run the case in this YAML file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    disable_progress_bar()
     torch.set_num_threads(1)
     if arguments.case:
         cases = [from_yaml(arguments.case.read_text(encoding="utf-8"))]
