@@ -2,7 +2,7 @@
 
     python -m benchmarks.mixed_lengths --json FILE [--row "1M, rollout"] [--rounds 5] [--quick]
 
-What is padded to the longest takes as many times longer. A rollout reads all prompts and draws 32 tokens for each, a
+Padding all of them to the longest would multiply the work. A rollout reads all prompts and draws 32 tokens for each, a
 training pass is the forward and backward pass over answers of 10 tokens. The same tokens are counted either way. A
 process for each, with one thread, the two in turn.
 """
