@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from regularized_parts import Repeated
+from training_parts import EOS, FixedSampler, completion, make_trainer, prompt, tiny_policy
 
 from flatpeak.protocols import Reward
 from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.numbers import NumberReward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import Rollouts, collect
+from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase
 from flatpeak.training.data import Stream
+from flatpeak.training.trainer import Trainer
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 
 ALIVE, DEAD = [0.0, 1.0], [1.0, 1.0]
@@ -44,6 +48,11 @@ def scripted(table: Callable[[str], list[Score]]) -> Callable[[Sequence[Group]],
     return reward
 
 
+def differ(groups: Sequence[Group], scores: Scores) -> list[bool]:
+    """Whether each group has two different known scores."""
+    return [len({score for score in row if score is not None}) > 1 for row in scores.total]
+
+
 def run(
     table: Callable[[str], list[Score]], *, size: int = 20, wanted: int = 3, max_resamples: int = 0, cursor: int = 0
 ) -> tuple[Rollouts, RecordingSampler]:
@@ -66,6 +75,7 @@ def run(
         RolloutConfig(prompts_per_step=wanted, group_size=2),
         cursor=cursor,
         seed=9,
+        teaches=differ,
         max_resamples=max_resamples,
     )
     return rollouts, sampler
@@ -116,6 +126,18 @@ def test_a_group_without_two_different_known_rewards_is_replaced(row: list[Score
     names = order(4)
     rollouts, _ = run(lambda id: row if id == names[1] else ALIVE, max_resamples=1)
     assert ids(rollouts) == [names[0], names[2], names[3]]
+
+
+def test_the_pass_rate_is_that_of_all_groups_drawn() -> None:
+    names = order(6)
+    table: dict[str, list[Score]] = {name: [1.0, 1.0] for name in names}
+    table[names[2]], table[names[5]] = [0.0, 1.0], [None, 0.0]
+    rollouts, _ = run(lambda id: table[id], max_resamples=1, wanted=3)
+    # Three groups, of which one is kept, and two more, of which none is: 9 of 10 right.
+    assert (rollouts.drawn, ids(rollouts)) == (5, [names[2], names[0], names[1]])
+    assert rollouts.pass_rate == 0.9
+    assert run(lambda id: table[id], wanted=6)[0].pass_rate == pytest.approx(9 / 11)
+    assert run(lambda id: [None, None])[0].pass_rate == 0.0
 
 
 def test_every_round_has_randomness_of_its_own() -> None:
@@ -189,6 +211,7 @@ def numbered(sampler: RecordingSampler, reward: Reward, *, max_resamples: int = 
         RolloutConfig(prompts_per_step=3, group_size=2),
         cursor=0,
         seed=9,
+        teaches=differ,
         max_resamples=max_resamples,
     )
 
@@ -253,3 +276,73 @@ def test_grading_while_sampling_counts_as_sampling(monkeypatch: pytest.MonkeyPat
     assert (streamed.rollout_seconds, streamed.reward_seconds) == (6.0, 5.0)
     plain = numbered(RecordingSampler(), reward)
     assert (plain.rollout_seconds, plain.reward_seconds) == (0.0, 11.0)
+
+
+LIMIT = 4
+LONG, SHORT = (5, 5, 5, 5), (5, 5, EOS)
+"""The first is cut off."""
+
+
+def dynamic_trainer(table: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Score]]], **settings: Any) -> Trainer:
+    """Two prompts a step and at most three more rounds; `table` has each prompt's completions and their scores."""
+    groups = [
+        Group(prompt=prompt(name, (3, 4)), completions=tuple(completion(tokens, limit=LIMIT) for tokens in both))
+        for name, (*both, _) in table.items()
+    ]
+    trainer = make_trainer(
+        tiny_policy(),
+        groups,
+        {name: scores for name, (_, _, scores) in table.items()},
+        max_new_tokens=LIMIT,
+        objective=ObjectiveConfig(**settings),
+        training=TrainingConfig(steps=1, dynamic_sampling=DynamicSamplingConfig(max_resamples=3)),
+    )
+    trainer.sampler = FixedSampler(())
+    trainer.sampler.groups = Repeated((group.prompt.id, group) for group in groups)
+    stream = Stream(items=tuple(group.prompt for group in groups), seed=0)
+    phase = replace(trainer.phases[0], prompts=stream, max_steps=5, until_pass_rate=0.8)
+    trainer.phases = (phase, phase)
+    trainer.config = replace(trainer.config, rollout=trainer.config.rollout.model_copy(update={"prompts_per_step": 2}))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("settings", "alive"),
+    [
+        ({"truncated": "keep"}, {"right, cut": False, "cut, wrong": True, "both cut": True, "both right": False}),
+        # Trained as [1, 0], [0, 0], [0, 0] and [1, 1].
+        (
+            {"truncated": "zero_reward"},
+            {"right, cut": True, "cut, wrong": False, "both cut": False, "both right": False},
+        ),
+        # The cut ones lose 1, so [1, 0], [0, 0], [0, -1] and [1, 1].
+        (
+            {"truncated": "soft_penalty", "overlong_buffer": 1},
+            {"right, cut": True, "cut, wrong": False, "both cut": True, "both right": False},
+        ),
+        # As scored, but nothing of a group is trained on where all of it was cut.
+        ({"truncated": "mask"}, {"right, cut": False, "cut, wrong": True, "both cut": False, "both right": False}),
+    ],
+    ids=["keep", "zero_reward", "soft_penalty", "mask"],
+)
+def test_dynamic_sampling_looks_at_rewards_as_they_are_trained(settings: Any, alive: dict[str, bool]) -> None:
+    trainer = dynamic_trainer(
+        {
+            "right, cut": (SHORT, LONG, [1.0, 1.0]),
+            "cut, wrong": (LONG, SHORT, [1.0, 0.0]),
+            "both cut": (LONG, LONG, [1.0, 0.0]),
+            "both right": (SHORT, SHORT, [1.0, 1.0]),
+        },
+        **settings,
+    )
+    wanted = {name for name, teaches in alive.items() if teaches}
+    assert set(ids(trainer.collect(1))[: len(wanted)]) == wanted  # what stays although it is dead comes last
+
+
+def test_a_curriculum_moves_on_by_the_pass_rate_of_all_groups_drawn() -> None:
+    solved = (SHORT, SHORT, [1.0, 1.0])
+    trainer = dynamic_trainer({"a": (SHORT, SHORT, [0.0, 1.0]), "b": solved, "c": solved, "d": solved})
+    metrics = trainer.train_step(1)
+    assert metrics["groups/drawn"] == 5  # one of them twice
+    assert metrics["reward/correctness"] == 0.75  # of the two groups that stay
+    assert trainer.progression.phase == 1  # 9 of 10 are right, and 0.8 was asked for

@@ -32,6 +32,7 @@ def rollouts(scores: list[list[float | None]]) -> Rollouts:
         scores=Scores(total=scores, parts={}),
         cursor=0,
         drawn=2,
+        pass_rate=0.0,
         rollout_seconds=0.0,
         reward_seconds=0.0,
     )

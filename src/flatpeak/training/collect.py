@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from flatpeak.protocols import Reward, Sampler, StreamingSampler
 from flatpeak.rewards.combine import RewardSet
 from flatpeak.rewards.failures import passes_power_of_ten
@@ -15,8 +13,10 @@ from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Phase
 from flatpeak.training.data import take_prompts
-from flatpeak.training.shaping import informative
-from flatpeak.types import Group, Prompt, Scores
+from flatpeak.types import Group, Prompt, Score, Scores
+
+_Drawn = tuple[Group, int, Scores]
+"""A group, with the scores of its round and its place among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,9 @@ class Rollouts:
     """Where the next step goes on in the data."""
     drawn: int
     """Groups sampled, replaced ones included."""
+    pass_rate: float
+    """Mean of the phase's accuracy part over all groups sampled, since those that dynamic sampling keeps are never
+    solved; 0 where nothing says right or wrong."""
     rollout_seconds: float
     reward_seconds: float
     """What grading took after the last group was sampled."""
@@ -40,15 +43,22 @@ class Rollouts:
 
 
 def collect(
-    sampler: Sampler, phase: Phase, config: RolloutConfig, *, cursor: int, seed: int, max_resamples: int
+    sampler: Sampler,
+    phase: Phase,
+    config: RolloutConfig,
+    *,
+    cursor: int,
+    seed: int,
+    teaches: Callable[[Sequence[Group], Scores], Sequence[bool]],
+    max_resamples: int,
 ) -> Rollouts:
     """Sample and score `prompts_per_step` groups.
 
-    With a resample budget (dynamic sampling, DAPO), groups whose rewards are all equal are replaced by fresh prompts,
-    at most `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
+    With a resample budget (dynamic sampling, DAPO), groups that teach nothing are replaced by fresh prompts, at most
+    `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
     """
-    kept: list[tuple[Group, int, Scores]] = []
-    dead: list[tuple[Group, int, Scores]] = []
+    kept, dead = list[_Drawn](), list[_Drawn]()
+    verdicts: list[float] = []
     drawn, rollout_seconds, reward_seconds = 0, 0.0, 0.0
     before = failures(phase.reward)
     for round_ in range(max_resamples + 1):
@@ -60,9 +70,10 @@ def collect(
         groups, scores = graded.groups, graded.scores
         rollout_seconds += graded.sampled_at - started
         reward_seconds += time.perf_counter() - graded.sampled_at
+        verdicts.extend(_known(scores.parts.get(phase.accuracy or "", ())))
+        alive = teaches(groups, scores) if max_resamples else [True] * len(groups)
         for index, group in enumerate(groups):
-            alive = max_resamples == 0 or _informative(scores, index)
-            (kept if alive else dead).append((group, index, scores))
+            (kept if alive[index] else dead).append((group, index, scores))
         if len(kept) == config.prompts_per_step:
             break
     chosen = kept + dead[: config.prompts_per_step - len(kept)]
@@ -75,6 +86,7 @@ def collect(
         scores=scores,
         cursor=cursor,
         drawn=drawn,
+        pass_rate=sum(verdicts) / len(verdicts) if verdicts else 0.0,
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
         measured=phase.reward.measured(scores) if isinstance(phase.reward, RewardSet) else {},
@@ -131,8 +143,5 @@ def _graded(
     return _Graded(groups=groups, scores=reward(groups), sampled_at=sampled_at)
 
 
-def _informative(scores: Scores, index: int) -> bool:
-    known = [0.0 if score is None else score for score in scores.total[index]]
-    row = torch.tensor([known], dtype=torch.float32)
-    valid = torch.tensor([[score is not None for score in scores.total[index]]])
-    return bool(informative(row, valid))
+def _known(part: Sequence[Sequence[Score]]) -> list[float]:
+    return [score for row in part for score in row if score is not None]

@@ -137,7 +137,7 @@ class CurriculumConfig(StrictConfig):
     steps: Annotated[int, Field(ge=1)]
     """At most so many steps of the first task."""
     until_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Move on as soon as a step's mean of the accuracy reward reaches this."""
+    """Move on as soon as a step's mean of the accuracy reward, over all groups drawn, reaches this."""
     rewards: dict[str, RewardConfig] | None = None
     """Rewards of the first task; null: the same as the main task's."""
     in_sft: bool = True

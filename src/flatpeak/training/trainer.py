@@ -24,9 +24,9 @@ from flatpeak.training.learner import Learner, UpdateStatistics, score, seeded
 from flatpeak.training.metrics import Clock, step_metrics
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.resets import ReferenceResets, split_reference
-from flatpeak.training.shaping import ShapedRewards, kl_penalty_N, shape_rewards
+from flatpeak.training.shaping import ShapedRewards, informative, kl_penalty_N, shape_rewards
 from flatpeak.training.skipped import SkippedUpdates
-from flatpeak.types import Batch
+from flatpeak.types import Batch, Group, Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Trainer:
         """Sample groups, score them, improve the policy."""
         clock = Clock()
         rollouts = self.collect(step)
-        shaped = self.shape(rollouts)
+        shaped = self.shape(rollouts.groups, rollouts.scores)
         batch = self.attach_reference(collate(rollouts.groups, shaped.valid_PG, device=self.learner.policy.device))
         advantages_PG = self.advantages(shaped, batch)
         batch = attach_advantages(batch, advantages_PG, shaped)
@@ -116,10 +116,9 @@ class Trainer:
                 updates.append(self.learner.update(minibatch, rate=rate))
         self.skipped.see(update.skipped for update in updates)
 
-        phase = self.phases[self.progression.phase]
         metrics = step_metrics(rollouts, shaped, updates, clock=clock, learning_rate=rate)
         self.journal.rollouts(step, rollouts, advantages_PG)
-        self.progression.step_done(self.phases, pass_rate=metrics.get(f"reward/{phase.accuracy}", 0.0))
+        self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
         self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
         return metrics | self.resets.metrics()
 
@@ -133,17 +132,24 @@ class Trainer:
             self.config.rollout,
             cursor=place.cursors[place.phase],
             seed=derive_seed(self.config.seed, "step", step),
+            teaches=self.teaches,
             # Without a baseline a group of equal rewards has a gradient like any other.
             max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
         )
         place.cursors[place.phase] = rollouts.cursor
         return rollouts
 
-    def shape(self, rollouts: Rollouts) -> ShapedRewards:
+    def teaches(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
+        """Which groups have a policy gradient: by the rewards as trained, before a KL penalty in them."""
+        shaped = self.shape(groups, scores)
+        found_P = informative(shaped.rewards_PG, shaped.valid_PG) & shaped.trained_PG.any(dim=1)
+        return [bool(found) for found in found_P]
+
+    def shape(self, groups: Sequence[Group], scores: Scores) -> ShapedRewards:
         """Scores as tensors, truncated completions treated as the objective says."""
         return shape_rewards(
-            rollouts.groups,
-            rollouts.scores,
+            groups,
+            scores,
             self.learner.objective.config,
             max_new_tokens=self.config.rollout.max_new_tokens,
             group_baseline=self.config.advantage.baseline != "none",
