@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,54 @@ def test_missing_text_is_decoded_and_given_text_is_kept() -> None:
 def test_groups_that_do_not_fit_the_request_are_one_clear_error(answer: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         run(answer)
+
+
+def with_logprobs(*logprobs: float, **others: Any) -> Callable[[Sequence[Prompt], int], list[Group]]:
+    def answer(prompts: Sequence[Prompt], size: int) -> list[Group]:
+        one = replace(completion(*range(len(logprobs)), logprobs=logprobs), **others)
+        return [Group(prompt=p, completions=(completion(1),) * (size - 1) + (one,)) for p in prompts]
+
+    return answer
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), float("inf"), 0.69, 1e-3])
+def test_log_probabilities_that_none_can_have_are_refused(logprob: float) -> None:
+    with pytest.raises(UserError, match=rf"log-prob {logprob} for a token of prompt x: give the natural logarithm"):
+        run(with_logprobs(-1.0, logprob))
+
+
+def test_a_certain_token_may_round_above_zero() -> None:
+    groups = run(with_logprobs(1e-6, -0.0, -80.0))
+    assert groups[1].completions[1].logprobs == (1e-6, 0.0, -80.0)
+
+
+def test_one_filtered_log_probability_is_wanted_per_token_too() -> None:
+    with pytest.raises(UserError, match=r"2 log-probs for 1 tokens of prompt x \(filtered_logprobs\)"):
+        run(with_logprobs(-1.0, filtered_logprobs=(-1.0, -1.0)))
+
+
+def test_what_greedy_decoding_says_of_its_tokens_is_not_looked_at() -> None:
+    sampler = CheckedSampler(Scripted(with_logprobs(float("nan"))), Letters())  # type: ignore[arg-type]
+    (group,) = sampler.generate([prompt("x")], group_size=1, sampling=SamplingParams(temperature=0.0), seed=0)
+    assert group.completions[0].token_ids == (0,)
+
+
+def test_a_run_tells_of_a_sampler_whose_log_probabilities_are_not_the_policys(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    def answer(prompts: Sequence[Prompt], size: int) -> list[Group]:
+        tokens = [completion(3 + index, 5, logprobs=(0.0, 0.0), text="1") for index in range(size)]
+        return [Group(prompt=p, completions=tuple(tokens)) for p in prompts]
+
+    seen = watch()
+    config = recipe(training={"steps": 2}, evaluation={"every": 0})
+    reward = lambda completion_ids: [float(tokens[0] % 2) for tokens in completion_ids]  # noqa: E731
+    train(config, sampler=Scripted(answer), reward=reward, progress=seen)
+    gap = seen.values("rollout/logprob_gap_mean")[0]
+    assert 2.0 < gap < 4.0  # a new model's tokens have about the same probability, one of 18
+    told = [notice for notice in seen.notices if "nats per token from the trainer's" in notice]
+    assert len(told) == 1
+    assert f"now {gap:.3g} on average" in told[0]
 
 
 def test_an_architecture_that_is_not_served_falls_back_or_is_refused_by_request(make_tiny_model: Any) -> None:

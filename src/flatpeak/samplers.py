@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,9 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.generate import GenerateEngine
 from flatpeak.rollout.invariance import batch_invariant
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
+
+LARGEST_LOGPROB = 1e-4
+"""The logarithm of a probability may exceed 0 by as much as float32 rounds of large logits."""
 
 
 class PlainSampler:
@@ -43,7 +47,8 @@ class CheckedSampler:
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """See protocols.Sampler. Raises UserError where the groups do not fit the request."""
+        """See protocols.Sampler. Raises UserError where the groups do not fit the request, or their log-probabilities
+        cannot be any. Those of greedy completions are not looked at: nothing reads them."""
         groups = self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
         if [group.prompt.id for group in groups] != [prompt.id for prompt in prompts]:
             raise UserError("the sampler must return one group per prompt, in the order of the prompts")
@@ -54,17 +59,29 @@ class CheckedSampler:
                     f"asked for group_size={group_size}"
                 )
             for completion in group.completions:
-                if len(completion.logprobs) != len(completion.token_ids):
-                    raise UserError(
-                        f"the sampler returned {len(completion.logprobs)} log-probs for {len(completion.token_ids)} "
-                        f"tokens of prompt {group.prompt.id}: give one per token"
-                    )
+                _check_logprobs(completion, group.prompt.id, greedy=sampling.temperature == 0)
         return [replace(group, completions=tuple(map(self._with_text, group.completions))) for group in groups]
 
     def _with_text(self, completion: Completion) -> Completion:
         if completion.text or not completion.token_ids:
             return completion
         return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+
+def _check_logprobs(completion: Completion, prompt: str, *, greedy: bool) -> None:
+    tokens = len(completion.token_ids)
+    for name, logprobs in (("logprobs", completion.logprobs), ("filtered_logprobs", completion.filtered_logprobs)):
+        if logprobs is not None and len(logprobs) != tokens:
+            raise UserError(
+                f"the sampler returned {len(logprobs)} log-probs for {tokens} tokens of prompt {prompt} ({name}): give "
+                "one per token"
+            )
+    impossible = [logprob for logprob in completion.logprobs if not -math.inf < logprob <= LARGEST_LOGPROB]
+    if impossible and not greedy:
+        raise UserError(
+            f"the sampler returned the log-prob {impossible[0]} for a token of prompt {prompt}: give the natural "
+            "logarithm of each drawn token's probability, which is finite and at most 0"
+        )
 
 
 def build_sampler(policy: Policy, config: RunConfig) -> Sampler:

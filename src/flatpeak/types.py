@@ -134,7 +134,10 @@ class Batch:
     """float32 [N]."""
     weights_N: Tensor
     """float32 [N]: the weight of every token of a completion in the loss (functional.completion_weights)."""
-    old_logprobs_T: Tensor
-    """float32 [T]: the sampler's log-probabilities, at the sampling temperature."""
+    old_logprobs_T: Tensor | None
+    """float32 [T]: the old log-probabilities of the importance ratio, at the sampling temperature. None: the training
+    pass's own, detached, as long as no weight of the step has changed."""
     reference_logprobs_T: Tensor | None = None
     """float32 [T]: the reference model's, or None where no reference is kept."""
+    sampler_logprobs_T: Tensor | None = None
+    """float32 [T]: the sampler's, or None where nothing was sampled."""

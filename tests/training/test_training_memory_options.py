@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from regularized_parts import Gradient, double_qwen2, gradient_of, off_policy
+from regularized_parts import Gradient, double_qwen2, gradient_of, make_learner, off_policy
 from torch import Tensor, nn
 from training_parts import (
     completion,
@@ -246,6 +246,13 @@ def test_compiled_layers_give_the_same_gradient_at_every_shape_from_one_compilat
         tiny_policy()  # registers flatpeak's attention again
         with torch.compiler.set_stance("fail_on_recompile"):
             assert relative_gap(gradient_of(policy, batches[0], objective=PLAIN), expected[0]) < 1e-5
+            # Policy and reference are scored by the graph that trains.
+            trained_T = policy.token_logprobs(batches[0], temperature=1.0)[0].detach()
+            reference, learner = snapshot(policy), make_learner(policy)
+            assert torch.equal(learner.score(policy, batches[0]), trained_T)
+            assert torch.equal(learner.score(reference, batches[0]), trained_T)
+        assert not any(weight.requires_grad for weight in reference.model.parameters())
+    assert not torch.equal(learner.score(policy, batches[0]), trained_T)
     assert largest_difference(gradient_of(policy, batches[0], objective=PLAIN), expected[0]) == 0
 
 

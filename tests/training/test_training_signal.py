@@ -47,9 +47,10 @@ def scored_tokens(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[lis
     passes: list[int] = []
     plain: Callable[..., tuple[Tensor, Tensor]] = policy.token_logprobs
 
-    def counted(batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-        passes.append(len(batch.tokens_T))
-        return plain(batch, temperature=temperature)
+    def counted(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled():
+            passes.append(len(batch.tokens_T))
+        return plain(batch, **settings)
 
     monkeypatch.setattr(policy, "token_logprobs", counted)
     names = settings.pop("names", ("alive", "dead"))

@@ -76,9 +76,9 @@ def count_pieces(policy: Policy) -> list[Batch]:
     seen: list[Batch] = []
     plain = policy.token_logprobs
 
-    def counted(batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def counted(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
         seen.append(batch)
-        return plain(batch, temperature=temperature)
+        return plain(batch, **settings)
 
     policy.token_logprobs = counted  # type: ignore[method-assign]
     return seen

@@ -114,7 +114,8 @@ def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, p
         for policy in (last, first)
     )
     lengths = batch.lengths_N.tolist()
-    ratios = importance_ratio(now_T, batch.old_logprobs_T).split(lengths)
+    assert batch.sampler_logprobs_T is not None
+    ratios = importance_ratio(now_T, batch.sampler_logprobs_T).split(lengths)
     kls = kl_k3(now_T, then_T).split(lengths)
     return [
         ToldCompletion(

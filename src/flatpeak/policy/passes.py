@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +71,28 @@ def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[
 
 
 @contextmanager
+def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iterator[None]:
+    """Inside, forward passes compute what passes with gradients do, bit for bit, and cost no more than they have to.
+
+    So gradients are off, except where layers are compiled: their graphs depend on which weights have gradients, and
+    each graph rounds in its own way. `trained` names those weights in a copy of the trained model, where none has.
+    """
+    if not any(is_compiled(layer) for layer in model.modules()):
+        with torch.no_grad():
+            yield
+        return
+    held = [weight for name, weight in model.named_parameters() if trained is not None and name in trained]
+    for weight in held:
+        weight.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for weight in held:
+            weight.requires_grad_(False)
+
+
+@contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
     """The layers as they are, also in passes with gradients: neither option can be differentiated twice."""
     held = [(layer, layer.__dict__.pop("forward")) for layer in model.modules() if has_training_forward(layer)]
@@ -84,6 +106,12 @@ def plain_layers(model: nn.Module) -> Iterator[None]:
 def has_training_forward(layer: nn.Module) -> bool:
     """Whether `training_layers` is at work on this layer."""
     return isinstance(layer.__dict__.get("forward"), TrainingForward)
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether this layer runs compiled in passes with gradients."""
+    forward = layer.__dict__.get("forward")
+    return isinstance(forward, TrainingForward) and forward.compiled is not None
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from flatpeak.policy.head import read_head
 from flatpeak.policy.linears import make_fast, packed_weights
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts
 from flatpeak.policy.padded import padded_token_logprobs
-from flatpeak.policy.passes import plain_layers
+from flatpeak.policy.passes import plain_layers, scoring
+from flatpeak.policy.precision import below_float32
 from flatpeak.policy.prompt_memory import fitting_rooms, graded_rooms
 from flatpeak.policy.settings import ModelSettings
 from flatpeak.policy.support import probe, unsupported
@@ -126,6 +127,15 @@ class Policy:
             logit_scale=self.head.logit_scale,
             temperature=temperature,
         )
+
+    @property
+    def below_float32(self) -> bool:
+        """Whether anything on the way through the model rounds more coarsely than float32."""
+        return below_float32(self.model)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """Inside, `token_logprobs` finds what it does in training, bit for bit, and nothing can be differentiated."""
+        return scoring(self.model)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError
+from flatpeak.policy.passes import scoring
 from flatpeak.policy.policy import Policy
 
 
@@ -23,6 +25,10 @@ class Snapshot(Policy):
             duplicate = copy.deepcopy(model)
         duplicate.requires_grad_(False)
         super().__init__(duplicate, policy.tokenizer)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """See Policy."""
+        return scoring(self.model, trained=self.trained)
 
     def tensors(self) -> dict[str, Tensor]:
         """All in which it may differ from the policy, tied weights once; no copies."""

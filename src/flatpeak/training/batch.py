@@ -27,6 +27,7 @@ def collate(groups: Sequence[Group], valid_PG: Tensor, *, device: torch.device) 
     ]
     lengths_N = torch.tensor([len(completion.token_ids) for _, completion in kept], dtype=torch.int64, device=device)
     zeros_N = torch.zeros(len(kept), device=device)
+    logprobs_T = _flat([completion.logprobs for _, completion in kept], dtype=torch.float32, device=device)
     return Batch(
         prompts=tuple(group.prompt.token_ids for group in groups),
         prompt_N=torch.tensor([index for index, _ in kept], dtype=torch.int64, device=device),
@@ -35,7 +36,8 @@ def collate(groups: Sequence[Group], valid_PG: Tensor, *, device: torch.device) 
         sequence_T=torch.arange(len(kept), device=device).repeat_interleave(lengths_N),
         advantages_N=zeros_N,
         weights_N=zeros_N,
-        old_logprobs_T=_flat([completion.logprobs for _, completion in kept], dtype=torch.float32, device=device),
+        old_logprobs_T=logprobs_T,
+        sampler_logprobs_T=logprobs_T,
     )
 
 
@@ -47,7 +49,6 @@ def take(batch: Batch, completions_M: Tensor) -> Batch:
     tokens = chosen_N[batch.sequence_T].nonzero()[:, 0]
     used, prompt_M = torch.unique_consecutive(batch.prompt_N[completions_M], return_inverse=True)
     lengths_M = batch.lengths_N[completions_M]
-    reference = batch.reference_logprobs_T
     return Batch(
         prompts=tuple(batch.prompts[prompt] for prompt in used.tolist()),
         prompt_N=prompt_M,
@@ -56,8 +57,9 @@ def take(batch: Batch, completions_M: Tensor) -> Batch:
         sequence_T=torch.arange(len(completions_M), device=completions_M.device).repeat_interleave(lengths_M),
         advantages_N=batch.advantages_N[completions_M],
         weights_N=batch.weights_N[completions_M],
-        old_logprobs_T=batch.old_logprobs_T[tokens],
-        reference_logprobs_T=None if reference is None else reference[tokens],
+        old_logprobs_T=_chosen(batch.old_logprobs_T, tokens),
+        reference_logprobs_T=_chosen(batch.reference_logprobs_T, tokens),
+        sampler_logprobs_T=_chosen(batch.sampler_logprobs_T, tokens),
     )
 
 
@@ -131,6 +133,10 @@ def _padded_cuts(batch: Batch, token_budget: int) -> list[int]:
             cuts.append(index)
             longest = row
     return cuts
+
+
+def _chosen(values_T: Tensor | None, tokens: Tensor) -> Tensor | None:
+    return None if values_T is None else values_T[tokens]
 
 
 def _flat(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, device: torch.device) -> Tensor:

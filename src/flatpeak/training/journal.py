@@ -26,6 +26,7 @@ from flatpeak.runs.rollout_log import RolloutLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import BlankSteps, Rollouts
+from flatpeak.training.old_logprobs import SamplerGaps
 from flatpeak.training.silence import SilentSteps
 from flatpeak.training.skipped import SkippedUpdates
 from flatpeak.training.stage import CompletedStep, History, Stage
@@ -65,6 +66,7 @@ class Journal:
         """Whether the evaluation that was due after the last step, if one was, has been made."""
         self._completed: CompletedStep | None = None
         """The last step, as long as no checkpoint has it."""
+        self.sampler_gaps = SamplerGaps(progress.notice)
         self._since = time.perf_counter()
 
     @property
@@ -82,6 +84,7 @@ class Journal:
     ) -> None:
         """Log and show a step that is done. From here on it can be saved, whatever happens before the next update."""
         self.metrics.write(step, stage.name, metrics)
+        self.sampler_gaps.see(metrics)
         self.evaluated = not evaluation_due
         self._completed = self._now(stage, step)
         self.progress.update(stage.name, step=step, total=total, metrics=metrics)

@@ -15,7 +15,7 @@ from flatpeak.policy.policy import Policy
 from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.masters import MasterWeights, split_masters
-from flatpeak.training.objective import Objective, TokenStatistics
+from flatpeak.training.objective import Objective, TokenStatistics, with_old
 from flatpeak.training.optimizer import (
     build_optimizer,
     load_optimizer_tensors,
@@ -41,6 +41,9 @@ class UpdateStatistics:
 class Learner:
     """Holds the optimizer; `update` accumulates a minibatch's gradient, clips it once and steps."""
 
+    twice_differentiable = False
+    """How passes compute log-probabilities; see Policy.token_logprobs."""
+
     def __init__(
         self,
         policy: Policy,
@@ -62,12 +65,22 @@ class Learner:
         self.updating = False
         """Whether an update is under way, or was left by an error."""
 
-    def update(self, minibatch: Batch, *, rate: float) -> UpdateStatistics:
-        """One step of the optimizer. A gradient that is not finite changes nothing and is reported as skipped."""
+    def divide(self, minibatch: Batch) -> tuple[Batch, ...]:
+        """The parts of a minibatch that an update cuts into micro-batches by themselves, in their order; here one.
+
+        Not to be divided again: dividing may draw random numbers.
+        """
+        return (minibatch,)
+
+    def update(self, *parts: Batch, rate: float) -> UpdateStatistics:
+        """One step of the optimizer on a minibatch, whole or already divided.
+
+        A gradient that is not finite changes nothing and is reported as skipped.
+        """
         self.updating = True
         set_learning_rate(self.optimizer, rate)
         self.zero_grad()
-        statistics = self.accumulate_gradients(minibatch)
+        statistics = self.accumulate_gradients(*parts)
         self.masters.take_gradients()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped, self.config.max_grad_norm or float("inf"))
         statistics.grad_norm = float(grad_norm)
@@ -84,22 +97,44 @@ class Learner:
         self.optimizer.zero_grad()
         self.masters.zero_grad()
 
-    def accumulate_gradients(self, minibatch: Batch) -> UpdateStatistics:
+    def accumulate_gradients(self, *parts: Batch) -> UpdateStatistics:
         """Add the gradient of sum_i w_i sum_t loss_it to `.grad`, one micro-batch at a time."""
         statistics = UpdateStatistics()
-        for loss in self.losses(minibatch, statistics):
-            loss.backward()
+        for part in parts:
+            for loss in self.losses(part, statistics):
+                loss.backward()
         return statistics
 
     def losses(self, minibatch: Batch, statistics: UpdateStatistics) -> Iterator[Tensor]:
         """The weighted loss of each micro-batch, to be backpropagated before the next is drawn."""
-        for micro in micro_batches(minibatch, self.micro_batch_tokens, padded=not self.policy.native):
-            logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
-            loss_T, tokens = self.objective(logprobs_T, entropy_T, micro)
+        for micro in self.micro_batches(minibatch):
+            logprobs_T, entropy_T = self.token_logprobs(micro)
+            loss_T, tokens = self.objective(logprobs_T, entropy_T, with_old(micro, logprobs_T))
             loss = weighted_sum(loss_T, micro)
             yield loss
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
+
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        """For every pass of an update. The plain model, which exact curvature goes through, pads."""
+        padded = not self.policy.native or self.twice_differentiable
+        return micro_batches(batch, self.micro_batch_tokens, padded=padded)
+
+    def token_logprobs(self, micro: Batch) -> tuple[Tensor, Tensor]:
+        """The policy's log-probabilities and entropies, the same way in every pass of an update."""
+        return self.policy.token_logprobs(
+            micro, temperature=self.temperature, twice_differentiable=self.twice_differentiable
+        )
+
+    def score(self, model: Policy, part: Batch) -> Tensor:
+        """The log-probabilities [T] that an update's passes over this part would find with `model`, bit for bit."""
+        return score(
+            model,
+            part,
+            temperature=self.temperature,
+            micro_batch_tokens=self.micro_batch_tokens,
+            twice_differentiable=self.twice_differentiable,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps in tensors."""
@@ -135,11 +170,15 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def score(policy: Policy, batch: Batch, *, temperature: float, micro_batch_tokens: int) -> Tensor:
-    """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and without gradients."""
-    pieces = [
-        policy.token_logprobs(micro, temperature=temperature)[0]
-        for micro in micro_batches(batch, micro_batch_tokens, padded=not policy.native)
-    ]
-    return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.old_logprobs_T.device)
+def score(
+    policy: Policy, batch: Batch, *, temperature: float, micro_batch_tokens: int, twice_differentiable: bool = False
+) -> Tensor:
+    """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
+    pieces, padded = [], twice_differentiable or not policy.native
+    for micro in micro_batches(batch, micro_batch_tokens, padded=padded):
+        with policy.scoring():
+            logprobs_T, _ = policy.token_logprobs(
+                micro, temperature=temperature, twice_differentiable=twice_differentiable
+            )
+        pieces.append(logprobs_T.detach())
+    return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.tokens_T.device)

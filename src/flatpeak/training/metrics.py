@@ -53,6 +53,7 @@ def step_metrics(
         "groups/drawn": float(rollouts.drawn),
         **policy_metrics(updates),
         **regularization_metrics(updates, step_seconds=seconds),
+        **sampler_gap_metrics(updates),
         "rollout/length_mean": _mean(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated_fraction": _mean(truncated),
@@ -85,6 +86,23 @@ def policy_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
         if all(s.kl is not None for s in tokens):
             metrics["policy/kl_reference"] = sum(float(s.kl) for s in tokens if s.kl is not None) / count
     return metrics
+
+
+def sampler_gap_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
+    """How far the sampler's log-probabilities are from the trainer's, over the tokens of the step's first update.
+
+    Later updates train other weights than those that sampled.
+    """
+    first = next((update.tokens for update in updates if update.tokens), [])
+    gaps = [(s.sampler_gap, s.max_sampler_gap) for s in first]
+    sums = [float(total) for total, _ in gaps if total is not None]
+    largest = [float(most) for _, most in gaps if most is not None]
+    if not sums:
+        return {}
+    return {
+        "rollout/logprob_gap_mean": sum(sums) / sum(s.tokens for s in first),
+        "rollout/logprob_gap_max": max(largest),
+    }
 
 
 def regularization_metrics(updates: Sequence[UpdateStatistics], *, step_seconds: float) -> dict[str, float]:

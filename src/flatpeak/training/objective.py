@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class TokenStatistics:
     clipped: Tensor
     kl: Tensor | None
     max_ratio_gap: Tensor
+    sampler_gap: Tensor | None = None
+    """Sum of |log p - the sampler's|; None where nothing was sampled."""
+    max_sampler_gap: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,11 @@ class Objective:
         return self.kl_in_loss or self.config.entropy_coefficient != 0
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether a KL penalty is subtracted from the rewards."""
+        return self.kl.coefficient > 0 and self.kl.placement == "reward"
+
+    @property
     def kl_in_loss(self) -> bool:
         """Whether the loss has a KL term."""
         return self.kl.coefficient > 0 and self.kl.placement == "loss"
@@ -66,7 +74,10 @@ class Objective:
         return Objective(config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}))
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> tuple[Tensor, TokenStatistics]:
-        """The loss of every token, to be weighted and summed, and what is logged of it."""
+        """The loss of every token, to be weighted and summed, and what is logged of it.
+
+        Like all of the methods below it needs `batch` to have old log-probabilities; see `with_old`.
+        """
         loss_T = self.policy_loss(logprobs_T, batch)
         others_T = self.other_terms(logprobs_T, entropy_T, batch)
         if others_T is not None:
@@ -93,7 +104,9 @@ class Objective:
     def statistics(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> TokenStatistics:
         """What is logged of a micro-batch."""
         ratio_T = self.ratio(logprobs_T, batch)
-        token_ratio_T = F.importance_ratio(logprobs_T, batch.old_logprobs_T)
+        token_ratio_T = F.importance_ratio(logprobs_T, _old(batch))
+        sampled_T = batch.sampler_logprobs_T
+        gap_T = None if sampled_T is None else (logprobs_T - sampled_T).abs()
         return TokenStatistics(
             tokens=len(logprobs_T),
             entropy=entropy_T.sum(),
@@ -101,13 +114,15 @@ class Objective:
             clipped=self.clipped(logprobs_T, batch).sum(),
             kl=None if batch.reference_logprobs_T is None else self._kl(logprobs_T, batch).sum(),
             max_ratio_gap=(token_ratio_T - 1).abs().max() if len(logprobs_T) else torch.zeros(()),
+            sampler_gap=None if gap_T is None else gap_T.sum(),
+            max_sampler_gap=None if gap_T is None else gap_T.max() if len(gap_T) else torch.zeros(()),
         )
 
     def ratio(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The importance ratio that the loss uses, of every token."""
         if self.config.ratio == "token":
-            return F.importance_ratio(logprobs_T, batch.old_logprobs_T)
-        return F.sequence_importance_ratio(logprobs_T, batch.old_logprobs_T, batch.sequence_T, len(batch.lengths_N))
+            return F.importance_ratio(logprobs_T, _old(batch))
+        return F.sequence_importance_ratio(logprobs_T, _old(batch), batch.sequence_T, len(batch.lengths_N))
 
     def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The tokens whose policy gradient the clip takes away (or, for CISPO, caps)."""
@@ -127,3 +142,13 @@ class Objective:
         """The KL of every token to the reference."""
         assert batch.reference_logprobs_T is not None  # whoever asks for KL keeps a reference
         return KL_ESTIMATORS[self.kl.estimator](logprobs_T, batch.reference_logprobs_T)
+
+
+def with_old(batch: Batch, logprobs_T: Tensor) -> Batch:
+    """The batch with these as old log-probabilities, detached, where it has none."""
+    return batch if batch.old_logprobs_T is not None else replace(batch, old_logprobs_T=logprobs_T.detach())
+
+
+def _old(batch: Batch) -> Tensor:
+    assert batch.old_logprobs_T is not None
+    return batch.old_logprobs_T

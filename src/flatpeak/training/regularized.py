@@ -13,10 +13,10 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.gradients import backward
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.policy import Policy
-from flatpeak.training.batch import micro_batches, take
+from flatpeak.training.batch import take
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, UpdateStatistics, weighted_sum
-from flatpeak.training.objective import Objective
+from flatpeak.training.objective import Objective, with_old
 from flatpeak.training.second_pass import Frozen, freeze, second_pass_loss
 from flatpeak.types import Batch
 
@@ -42,14 +42,22 @@ class RegularizedLearner(Learner):
         self.regularizer = GradientRegularizer(policy.model, config, masters=policy.masters(), notice=notice)
         perturbed = set(self.regularizer.parameters)
         self.outside = [p for p in self.regularizer.trainable if p not in perturbed]
+        self.twice_differentiable = config.difference == "exact"
         self.penalized = objective if config.kl_in_penalty else objective.policy_part()
         """The loss whose gradient is penalized."""
 
-    def accumulate_gradients(self, minibatch: Batch) -> UpdateStatistics:
+    def divide(self, minibatch: Batch) -> tuple[Batch, ...]:
+        """The groups with a penalty and, where `gradient_regularization.group_fraction` leaves any, the others."""
+        chosen, rest, _ = split_groups(minibatch, self.regularizer.config.group_fraction)
+        return (chosen,) if rest is None else (chosen, rest)
+
+    def accumulate_gradients(self, *parts: Batch) -> UpdateStatistics:
         """Leave the gradient of loss and penalty in `.grad`, before any clipping."""
         statistics = UpdateStatistics()
         frozen: list[Frozen] = []
-        chosen, rest, scale = split_groups(minibatch, self.regularizer.config.group_fraction)
+        chosen, *others = parts if len(parts) > 1 else self.divide(*parts)
+        rest = others[0] if others else None
+        scale = 1.0 if rest is None else (count_groups(chosen) + count_groups(rest)) / count_groups(chosen)
         statistics.regularization = self.regularizer.accumulate(
             lambda: self.first_pass(chosen, statistics, frozen),
             again=lambda: self.second_pass(chosen, frozen),
@@ -57,13 +65,15 @@ class RegularizedLearner(Learner):
             scale=scale,
         )
         if self.penalized is not self.objective:
-            backward(self.other_losses(minibatch, statistics))
+            for part in (chosen, *others):
+                backward(self.other_losses(part, statistics))
         return statistics
 
     def first_pass(self, batch: Batch, statistics: UpdateStatistics, frozen: list[Frozen]) -> Iterator[Tensor]:
         """The losses of the plain update; leaves in `frozen` what the second pass needs of each micro-batch."""
         for micro in self.micro_batches(batch):
             logprobs_T, entropy_T = self.token_logprobs(micro)
+            micro = with_old(micro, logprobs_T)
             loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro)
             frozen.append(freeze(self.penalized, logprobs_T, micro))
             loss = weighted_sum(loss_T, micro)
@@ -77,27 +87,15 @@ class RegularizedLearner(Learner):
         with without_gradients(self.outside if config.outside == "g1" else ()):
             for micro, first in zip(self.micro_batches(batch), frozen, strict=True):
                 logprobs_T, entropy_T = self.token_logprobs(micro)
+                micro = with_old(micro, first.logprobs_T)
                 loss_T = second_pass_loss(self.penalized, first, logprobs_T, entropy_T, micro, mode=config.ratio_mode)
                 yield weighted_sum(loss_T, micro)
-
-    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        """For either pass. Exact curvature goes through the plain model, which pads."""
-        padded = not self.policy.native or self.regularizer.config.difference == "exact"
-        return micro_batches(batch, self.micro_batch_tokens, padded=padded)
-
-    def token_logprobs(self, micro: Batch) -> tuple[Tensor, Tensor]:
-        """The policy's, the same way in both passes: dropout draws its masks by the shapes it meets."""
-        return self.policy.token_logprobs(
-            micro,
-            temperature=self.temperature,
-            twice_differentiable=self.regularizer.config.difference == "exact",
-        )
 
     def other_losses(self, batch: Batch, statistics: UpdateStatistics) -> Iterator[Tensor]:
         """The KL and entropy terms by themselves, where the penalty is to leave them out."""
         for micro in self.micro_batches(batch):
-            logprobs_T, entropy_T = self.policy.token_logprobs(micro, temperature=self.temperature)
-            others_T = self.objective.other_terms(logprobs_T, entropy_T, micro)
+            logprobs_T, entropy_T = self.token_logprobs(micro)
+            others_T = self.objective.other_terms(logprobs_T, entropy_T, with_old(micro, logprobs_T))
             if others_T is None:
                 return
             loss = weighted_sum(others_T, micro)
@@ -166,3 +164,8 @@ def split_groups(batch: Batch, fraction: float) -> tuple[Batch, Batch | None, fl
     order = torch.randperm(len(groups)).to(groups.device)
     chosen_N = torch.isin(batch.prompt_N, groups[order[:count]])
     return take(batch, chosen_N.nonzero()[:, 0]), take(batch, (~chosen_N).nonzero()[:, 0]), len(groups) / count
+
+
+def count_groups(batch: Batch) -> int:
+    """How many groups have a completion in the batch."""
+    return len(torch.unique(batch.prompt_N))

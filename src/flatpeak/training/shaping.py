@@ -57,8 +57,12 @@ def informative(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
     return (valid_PG.sum(dim=1) >= 2) & (highest != lowest)
 
 
-def kl_penalty_N(batch: Batch, *, estimator: str, coefficient: float) -> Tensor:
-    """coefficient * sum_t KL_t(sampler, reference) of each completion, float32 [N]: what a KL in the reward costs."""
+def kl_penalty_N(batch: Batch, logprobs_T: Tensor, *, estimator: str, coefficient: float) -> Tensor:
+    """coefficient * sum_t KL_t(policy, reference) of each completion, float32 [N]: what a KL in the reward costs.
+
+    logprobs_T are the policy's, scored as the reference's were: in other cuts they would differ by rounding, which a
+    division by the group's standard deviation makes large where rewards are equal.
+    """
     assert batch.reference_logprobs_T is not None
-    kl_T = KL_ESTIMATORS[estimator](batch.old_logprobs_T, batch.reference_logprobs_T)
+    kl_T = KL_ESTIMATORS[estimator](logprobs_T, batch.reference_logprobs_T).to(batch.weights_N.dtype)
     return coefficient * torch.zeros_like(batch.weights_N).index_add(0, batch.sequence_T, kl_T)

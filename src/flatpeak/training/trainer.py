@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import AdvantageConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression
 from flatpeak.training.journal import Journal
-from flatpeak.training.learner import Learner, UpdateStatistics, score, seeded
+from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.metrics import Clock, step_metrics
+from flatpeak.training.old_logprobs import trainer_is_old, with_comparisons
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.resets import ReferenceResets, split_reference
 from flatpeak.training.shaping import ShapedRewards, informative, kl_penalty_N, shape_rewards
@@ -102,18 +103,8 @@ class Trainer:
         batch = attach_advantages(batch, advantages_PG, shaped)
 
         rate = learning_rate(self.learner.config, step=step, total_steps=self.config.training.steps)
-        updates: list[UpdateStatistics] = []
-        for epoch in range(self.config.training.epochs_per_rollout):
-            for minibatch in minibatches(
-                batch,
-                self.config.training.minibatches,
-                of=self.config.training.minibatch_of,
-                normalization=self.learner.objective.config.normalization,
-                max_tokens=self.config.rollout.max_new_tokens,
-                seed=derive_seed(self.config.seed, "minibatches", step, epoch),
-                all_tokens=self.learner.objective.needs_all_tokens,
-            ):
-                updates.append(self.learner.update(minibatch, rate=rate))
+        cut = with_comparisons(self.learner, self.minibatches(batch, step), reference=self.reference)
+        updates = [self.learner.update(*parts, rate=rate) for parts in cut]
         self.skipped.see(update.skipped for update in updates)
 
         metrics = step_metrics(rollouts, shaped, updates, clock=clock, learning_rate=rate)
@@ -155,23 +146,35 @@ class Trainer:
             group_baseline=self.config.advantage.baseline != "none",
         )
 
+    def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
+        """The minibatches of every epoch, in their order."""
+        for epoch in range(self.config.training.epochs_per_rollout):
+            yield from minibatches(
+                batch,
+                self.config.training.minibatches,
+                of=self.config.training.minibatch_of,
+                normalization=self.learner.objective.config.normalization,
+                max_tokens=self.config.rollout.max_new_tokens,
+                seed=derive_seed(self.config.seed, "minibatches", step, epoch),
+                all_tokens=self.learner.objective.needs_all_tokens,
+            )
+
     def attach_reference(self, batch: Batch) -> Batch:
-        """Score the batch once with the reference, if one is kept: its log-probabilities serve every epoch."""
-        if self.reference is None:
+        """Score the batch once with the reference, if one is kept: its log-probabilities serve every epoch.
+
+        Where each cut is scored by itself, only a KL in the reward needs them beforehand.
+        """
+        by_cut = trainer_is_old(self.learner.policy)
+        if self.reference is None or (by_cut and not self.learner.objective.kl_in_reward):
             return batch
-        logprobs_T = score(
-            self.reference,
-            batch,
-            temperature=self.learner.temperature,
-            micro_batch_tokens=self.learner.micro_batch_tokens,
-        )
-        return replace(batch, reference_logprobs_T=logprobs_T)
+        return replace(batch, reference_logprobs_T=self.learner.score(self.reference, batch))
 
     def advantages(self, shaped: ShapedRewards, batch: Batch) -> Tensor:
         """Advantages [P, G] of the rewards, less the KL penalty where that is placed in the reward."""
         rewards_PG, kl = shaped.rewards_PG, self.learner.objective.kl
-        if kl.coefficient > 0 and kl.placement == "reward":
-            penalty_N = kl_penalty_N(batch, estimator=kl.estimator, coefficient=kl.coefficient).cpu()
+        if self.learner.objective.kl_in_reward:
+            logprobs_T = self.learner.score(self.learner.policy, batch)
+            penalty_N = kl_penalty_N(batch, logprobs_T, estimator=kl.estimator, coefficient=kl.coefficient).cpu()
             rewards_PG = rewards_PG.masked_scatter(shaped.valid_PG, rewards_PG[shaped.valid_PG] - penalty_N)
         config = self.config.advantage
         return group_advantages(
