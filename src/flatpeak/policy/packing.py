@@ -99,7 +99,8 @@ def segments(lengths: Tensor, *, multiple: int = 1, order: Tensor | None = None)
 def offsets(lengths: Tensor) -> Tensor:
     """0, 1, ..., length - 1 of every segment, end to end."""
     ends = lengths.cumsum(0)
-    return torch.arange(int(ends[-1]), device=lengths.device) - torch.repeat_interleave(ends - lengths, lengths)
+    total = int(ends[-1]) if len(ends) else 0  # of nothing but empty completions none stand in a row
+    return torch.arange(total, device=lengths.device) - torch.repeat_interleave(ends - lengths, lengths)
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, multiple: int) -> PackedRow:
