@@ -67,6 +67,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(re
     assert (path / "metrics.jsonl").read_bytes() == before
 
 
+def test_what_bounds_memory_may_change_as_the_error_advises(recipe: Recipe, train: Train) -> None:
+    train(recipe(), reward=odd)
+    smaller = recipe(
+        training={"steps": 3, "micro_batch_tokens": 20, "activation_checkpointing": True}, rollout={"max_rows": 4}
+    )
+    assert train(smaller, reward=odd, resume=True).summary.last_step == 3
+
+
 @pytest.mark.parametrize("named", ["best", "checkpoints/last"])
 def test_a_damaged_checkpoint_is_neither_evaluated_nor_talked_to(recipe: Recipe, train: Train, named: str) -> None:
     path = train(recipe(), reward=odd).path

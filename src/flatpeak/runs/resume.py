@@ -9,7 +9,7 @@ from typing import Any
 from flatpeak.errors import UserError
 
 # What may change between the starts of one run: where it lives, how often it saves and logs, how many threads it uses,
-# how long it trains and what it keeps for the backward pass. None of it alters what an
+# how long it trains and how much memory it takes. None of it alters what an
 # earlier or later row of metrics.jsonl means.
 CHANGEABLE = frozenset(
     {
@@ -24,6 +24,8 @@ CHANGEABLE = frozenset(
         "run.grading_memory",
         "training.steps",
         "training.activation_checkpointing",
+        "training.micro_batch_tokens",
+        "rollout.max_rows",
     }
 )
 # Of a reward: how it is reached and how much may be spent on it, not what its scores mean.
