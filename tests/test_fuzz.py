@@ -79,8 +79,8 @@ def test_moments_that_a_resume_loses_are_noticed(tmp_path: Path, monkeypatch: py
 def test_a_training_pass_at_another_temperature_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Policy.token_logprobs
 
-    def warmer(self: Policy, batch: Any, *, temperature: float) -> Any:
-        return original(self, batch, temperature=1.001 * temperature)
+    def warmer(self: Policy, batch: Any, *, temperature: float, **settings: Any) -> Any:
+        return original(self, batch, temperature=1.001 * temperature, **settings)
 
     monkeypatch.setattr(Policy, "token_logprobs", warmer)
     verdict = examine(PLAIN, tmp_path)
