@@ -73,6 +73,7 @@ def test_a_run_reports_what_regularization_did(
     assert train(config, reward=parity, progress=progress).exit_code == 0
     rows = [row for stage, _, row in progress.rows if stage == "train"]
     assert len(rows) == 4
+    assert rows[0].pop("gradreg/step_consistency") > 0.99  # of the first update, and of no other so soon
     for row in rows:
         assert {name for name in row if name.startswith("gradreg/")} == GRADREG
         assert all(math.isfinite(row[name]) for name in GRADREG)
@@ -189,7 +190,8 @@ def test_a_run_that_breaks_in_a_second_pass_leaves_the_weights_of_its_last_step(
 
     in_second_pass(twice if ending == "interrupt" else fail, at=3)
     model, tokenizer = make_tiny_model()
-    config = recipe(run={"checkpoint_every": 1}, training={"steps": 4}, gradient_regularization={"strength": 0.5})
+    regularization = {"strength": 0.5, "check_every": 0}
+    config = recipe(run={"checkpoint_every": 1}, training={"steps": 4}, gradient_regularization=regularization)
     with pytest.raises(KeyboardInterrupt if ending == "interrupt" else RuntimeError):
         train(config, model=model, tokenizer=tokenizer, reward=parity)
     checkpoints = Path(config["run"]["directory"]) / "tiny" / "checkpoints"
@@ -222,7 +224,7 @@ def test_a_gradient_that_is_not_a_number_never_reaches_the_weights(
     parameter.register_hook(poison)
     before: list[Tensor] = []
     progress = watch({("train", step): lambda: before.append(parameter.detach().clone()) for step in (1, 2, 3)})
-    config = recipe(training={"steps": 3}, gradient_regularization={"strength": 0.5})
+    config = recipe(training={"steps": 3}, gradient_regularization={"strength": 0.5, "check_every": 0})
     given = {"model": model, "tokenizer": tokenizer, "reward": parity}
     assert train(config, progress=progress, **given).exit_code == 0
     for name, at_step_2 in skips.items():

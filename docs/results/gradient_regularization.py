@@ -27,6 +27,7 @@ from published_gradient_regularization import (
 from tiny_transformer import (
     LETTERS,
     RESPONSE_TOKENS,
+    adapted,
     cosine,
     curvature,
     flat,
@@ -66,11 +67,16 @@ def regularized(
     *,
     again: Callable[[], Tensor] | None = None,
     compute_dtype: torch.dtype | None = None,
+    masters: dict[nn.Parameter, Tensor] | None = None,
     **settings: object,
 ) -> tuple[Tensor, Tensor, Report]:
     """(the gradient with penalty, the one without, the report), both with the same dropout masks in the first pass."""
-    config = GradientRegularizationConfig(min_perturbation_kept=0.0, **{"perturbed": "all", **settings})
-    regularizer = GradientRegularizer(model, config, compute_dtype=compute_dtype)
+    unguarded = {"min_perturbation_kept": 0.0, "check_every": 0, "perturbed": "all"}
+    config = GradientRegularizationConfig(**{**unguarded, **settings})
+    regularizer = GradientRegularizer(
+        model, config, compute_dtype=compute_dtype, masters=masters, notice=lambda message: None
+    )
+    regularizer.guard.checked = -config.check_every  # as in a run that goes on: measured, and not refused
     found = []
     passes = {
         "plain": lambda: loss().backward(),
@@ -119,6 +125,30 @@ def steps() -> Rows:
             if mixed or dtype == torch.bfloat16:
                 kept.append(number(report.kept.cosine) if report.kept else "")
         rows.append(("exact" if step is None else number(step), *errors, *kept))
+    return rows
+
+
+def consistency() -> Rows:
+    """What the guard measures, and the error of the penalty relative to the same difference in float32."""
+    kinds = ("float32", "bf16 copy of float32", "bf16 weights, float32 masters", "float32 adapters, bf16 weights")
+    rows: Rows = [("relative step", *(name for kind in kinds for name in (kind, "error")))]
+    for step in STEPS[:-1]:
+        cells: list[str] = []
+        for kind in kinds:
+            adapters = "adapters" in kind
+            whole = adapted(torch.float32) if adapters else transformer(torch.float32)
+            wanted, _ = penalty(whole, surrogate(whole), step=step)
+            dtype = torch.bfloat16 if "weights" in kind else torch.float32
+            model = adapted(dtype) if adapters else transformer(dtype)
+            settings: dict[str, object] = {"step": step, "check_every": 1}
+            if "masters" in kind:
+                settings["masters"] = {p: p.detach().float() for p in model.parameters()}
+            with torch.autocast("cpu", torch.bfloat16, enabled="copy" in kind):
+                settings["compute_dtype"] = torch.bfloat16 if "copy" in kind else None
+                found, report = penalty(model, surrogate(model), **settings)
+            assert report.consistency is not None
+            cells += [number(report.consistency), number(float((found - wanted).norm() / wanted.norm()))]
+        rows.append((number(step), *cells))
     return rows
 
 
@@ -234,7 +264,13 @@ def later_updates() -> Rows:
     for step in (1e-4, 3e-5, 3e-6, 1e-6):
         cells = [step]
         for learner, mode in variants.values():
-            config = GradientRegularizationConfig(strength=1.0, perturbed="all", step=step, ratio_mode=mode)  # type: ignore[arg-type]
+            config = GradientRegularizationConfig(
+                strength=1.0,
+                perturbed="all",
+                step=step,
+                ratio_mode=mode,  # type: ignore[arg-type]
+                check_every=0,
+            )
             settings = {"temperature": 1.0, "micro_batch_tokens": 1000}
             built = learner(policy, objective, OptimizerConfig(), config, notice=warnings.warn, **settings)  # type: ignore[arg-type]
             built.optimizer.zero_grad()
@@ -250,6 +286,7 @@ def later_updates() -> Rows:
 TABLES: dict[str, Callable[[], Rows]] = {
     "conventions": conventions,
     "steps": steps,
+    "consistency": consistency,
     "perturbation": perturbation,
     "master": master,
     "restore": restore,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+from peft import LoraConfig, get_peft_model
 from published_gradient_regularization import gaussian
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -55,6 +56,15 @@ def transformer(dtype: torch.dtype = torch.float64, *, dropout: float = 0.0) -> 
             if isinstance(part, nn.Dropout) and part.p > 0:
                 setattr(module, name, Dropout(part.p))
     return model.to(dtype)
+
+
+def adapted(dtype: torch.dtype) -> nn.Module:
+    """The transformer's weights in a type, and float32 adapters (LoRA) that have moved from where they begin."""
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    model: nn.Module = get_peft_model(transformer(dtype), lora)
+    for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        parameter.data = gaussian(parameter.numel(), seed=100 + index, spread=0.1).view_as(parameter).float()
+    return model
 
 
 @cache

@@ -185,6 +185,14 @@ def refused(case: Case, way: Way) -> Report | str:
     return told(GradientRegularizer(model, case.config), Losses(case, way, model))
 
 
+def known_by_some(case: Case, way: Way, *, informative: tuple[bool, ...]) -> tuple[float | None, float]:
+    """(consistency, strength) of an update of which every rank says by itself whether it is informative."""
+    model = build(case, way)
+    regularizer = GradientRegularizer(model, case.config)
+    report = regularizer.accumulate(Losses(case, way, model), informative=informative[dist.get_rank()])
+    return report.consistency, report.strength
+
+
 def over_mesh(case: Case, shape: tuple[int, int]) -> Outcome:
     """FSDP2 over replicas of shards (HSDP)."""
     return run(case, "fsdp", mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")))

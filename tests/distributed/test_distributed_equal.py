@@ -32,7 +32,7 @@ def case(task, *, optimizer="sgd", steps=3, dtype=torch.float64, learning_rate=0
     config = {"strength": 0.05, "step": 1e-2, "perturbed": PERTURBED[task], **settings}
     return Case(
         task=task,
-        config=GradientRegularizationConfig(**config),
+        config=GradientRegularizationConfig(**{"check_every": 0, **config}),
         optimizer=optimizer,
         steps=steps,
         dtype=dtype,

@@ -7,6 +7,7 @@ import torch
 from gradreg_jobs import (
     broken,
     gathered,
+    known_by_some,
     mixed,
     never_synchronized,
     plain,
@@ -22,7 +23,8 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 
 
 def case(task, *, dtype=torch.float64, steps=2, **settings):
-    config = GradientRegularizationConfig(**{"strength": 0.05, "step": 1e-2, "perturbed": "all", **settings})
+    given = {"strength": 0.05, "step": 1e-2, "perturbed": "all", "check_every": 0, **settings}
+    config = GradientRegularizationConfig(**given)
     return Case(task=task, config=config, dtype=dtype, steps=steps)
 
 
@@ -82,6 +84,24 @@ def test_the_exact_reference_is_refused_on_two_ranks(ranks, way):
         assert "difference=exact does not average over ranks: use forward or central" in answer
 
 
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_penalty_that_is_none_is_refused_on_both_ranks_alike(ranks, way):
+    answers = ranks(refused, case("llama", step=1.0, check_every=1), way)
+    assert all("have a cosine of" in answer and "bends over so long a step" in answer for answer in answers)
+    assert len(set(answers)) == 1
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_an_update_that_one_rank_knows_to_be_informative_is_so_for_both(ranks, way):
+    wanted = case("llama", strength="ratio:0.3", step=1e-4, check_every=1)
+    for informative in ((False, True), (False, False)):
+        first, second = ranks(known_by_some, wanted, way, informative=informative)
+        assert first == second
+        consistency, strength = first
+        assert (consistency is not None) == any(informative)
+        assert (strength > 0) == any(informative)
+
+
 @pytest.mark.parametrize("how", ["backward", "evaluation"])
 def test_the_second_pass_sees_the_perturbed_weights_though_the_first_left_gathered_ones(ranks, how):
     wanted = case("llama")
@@ -95,7 +115,9 @@ def test_the_second_pass_sees_the_perturbed_weights_though_the_first_left_gather
 
 def test_bfloat16_compute_over_float32_shards_is_refused_at_a_step_that_rounding_swallows(ranks):
     plain_gradient = ranks(mixed, case("llama", dtype=torch.float32, strength=0))[0][2]
-    for told, intact, gradient in ranks(mixed, case("llama", dtype=torch.float32, step=3e-4)):
+    for told, intact, gradient in ranks(
+        mixed, case("llama", dtype=torch.float32, step=3e-4, min_perturbation_kept=0.7)
+    ):
         assert "rounding keeps too little of the perturbation" in told
         assert "weights in float32, computed in bfloat16" in told
         assert intact

@@ -147,7 +147,12 @@ STILL = {"learning_rate": 0.0, "optim": "adamw_torch"}
 ADAPTERS = {"grad_reg_perturbed": "adapters", "learning_rate": 0.05}
 LOOKSAM = {"grad_reg_every": 2, "grad_reg_strength": "ratio:0.5", "learning_rate": 0.1, "max_steps": 4}
 SAVED = {**LOOKSAM, "save_strategy": "steps", "save_steps": 3}
-ROUNDED = {"bf16": True, "grad_reg_precision": "autocast", "grad_reg_eps": None}
+ROUNDED = {
+    "bf16": True,
+    "grad_reg_precision": "autocast",
+    "grad_reg_eps": None,
+    "grad_reg_min_perturbation_kept": 0.7,
+}
 CASES = {
     "plain": Case(loss="plain"),
     "all perturbed": Case(loss="plain", settings={"grad_reg_perturbed": "all"}),

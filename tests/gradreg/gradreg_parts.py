@@ -150,8 +150,9 @@ def language(model: Any) -> Loss:
 
 
 def settings(**changes: Any) -> GradientRegularizationConfig:
-    """Strength 1 and an absolute step of 1e-4, unless told otherwise."""
-    return GradientRegularizationConfig(**{"strength": 1.0, "step": 1e-4, "step_scale": "absolute"} | changes)
+    """Strength 1, an absolute step of 1e-4 and no check of its consistency, unless told otherwise."""
+    defaults = {"strength": 1.0, "step": 1e-4, "step_scale": "absolute", "check_every": 0}
+    return GradientRegularizationConfig(**defaults | changes)
 
 
 def regularizer(model: nn.Module, *, masters: Any = None, compute_dtype: Any = None, **changes: Any) -> Any:

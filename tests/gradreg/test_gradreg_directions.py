@@ -21,7 +21,7 @@ from torch import nn
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.directions import ASAM_ETA, DEFAULT_STEP, default_step
+from flatpeak.gradreg.directions import ASAM_ETA, default_step
 from flatpeak.gradreg.perturbation import Perturbation
 
 
@@ -64,21 +64,28 @@ def test_a_relative_step_counts_the_perturbed_parameters_only():
 
 
 @pytest.mark.parametrize(
-    ("weights", "computed", "coarsest"),
+    ("weights", "computed", "step"),
     [
-        (torch.float64, None, torch.float64),
-        (torch.float32, None, torch.float32),
-        (torch.float32, torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, None, torch.bfloat16),
-        (torch.bfloat16, torch.float32, torch.bfloat16),
-        (torch.float16, None, torch.float16),
+        (torch.float64, None, 3e-5),
+        (torch.float32, None, 3e-5),
+        (torch.float32, torch.bfloat16, 3e-4),
+        (torch.bfloat16, None, 3e-4),
+        (torch.bfloat16, torch.float32, 3e-4),
+        (torch.float16, None, 3e-4),
     ],
 )
-def test_the_default_step_is_that_of_the_coarsest_type_on_the_way(weights, computed, coarsest):
+def test_the_default_step_is_that_of_the_coarsest_type_on_the_way(weights, computed, step):
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(2, dtype=weights))
-    moves = Perturbation(model, [model.weight], compute_dtype=computed)
-    assert default_step(moves) == DEFAULT_STEP[coarsest]
+    assert default_step(Perturbation(model, [model.weight], compute_dtype=computed)) == step
+
+
+@pytest.mark.parametrize(("base", "step"), [(torch.float32, 3e-5), (torch.bfloat16, 3e-3), (torch.float16, 3e-3)])
+def test_small_float32_weights_beside_frozen_ones_of_half_precision_move_further(base, step):
+    model = nn.Module()
+    model.frozen = nn.Parameter(torch.ones(2, dtype=base), requires_grad=False)
+    model.weight = nn.Parameter(torch.ones(2))
+    assert default_step(Perturbation(model, [model.weight])) == step
 
 
 def test_the_default_step_is_relative():

@@ -44,7 +44,7 @@ def test_bfloat16_weights_without_masters_are_refused_and_left_as_they_were(step
         (t := transformer(dtype=BF16), language(t)),
     ):
         before = values(model)
-        ours = regularizer(model, step=1e-4, step_scale=step_scale)
+        ours = regularizer(model, step=1e-4, step_scale=step_scale, min_perturbation_kept=0.7)
         g1 = joined(gradient(model.parameters(), loss))
         with pytest.raises(
             UserError, match=r"keep the weights in float32 .* raise gradient_regularization\.step"
@@ -59,7 +59,7 @@ def test_bfloat16_weights_without_masters_are_refused_and_left_as_they_were(step
 def test_the_refusal_names_the_cosine_it_measured():
     model = network(dtype=BF16)
     loss = regression(model, dtype=BF16)
-    ours = regularizer(model, step=5e-4)
+    ours = regularizer(model, step=5e-4, min_perturbation_kept=0.7)
     g1 = [grad.float() for grad in gradient(ours.parameters, loss)]
     moved = [(p.float() + 5e-4 * g).to(BF16).float() for p, g in zip(ours.parameters, g1, strict=True)]
     kept = cosine(joined(m - p.float() for m, p in zip(moved, ours.parameters, strict=True)), joined(g1))
@@ -252,10 +252,10 @@ def test_a_step_that_rounding_swallows_is_refused_before_there_is_a_gradient(ste
 
 def test_what_the_probe_let_pass_is_a_notice_in_the_first_update():
     model, notices = network(dtype=torch.float32), []
-    config = settings(step=1e-4, step_scale="relative")
+    config = settings(step=1e-4, step_scale="relative", min_perturbation_kept=0.7)
     ours = GradientRegularizer(model, config, notice=notices.append)
     ours.guard.probe(ours.perturbation, ours.config)
-    ours.perturbation.compute_dtype = BF16  # as if the weights had outgrown the step
+    ours.perturbation.compute_dtype, ours.precision_known = BF16, True  # as if the weights had outgrown the step
     assert ours.accumulate(one(regression(model, dtype=torch.float32))).kept.cosine < 0.7
     assert len(notices) == 1
 
@@ -274,6 +274,6 @@ def test_the_probe_moves_as_the_updates_will():
     kept = {}
     for scaling in ("none", "asam"):
         with pytest.raises(UserError) as found:
-            probe(network(dtype=BF16, depth=6, width=16), step=7e-4, scaling=scaling)
+            probe(network(dtype=BF16, depth=6, width=16), step=7e-4, scaling=scaling, min_perturbation_kept=0.7)
         kept[scaling] = float(str(found.value).split("cosine ")[1][:4])
     assert kept["asam"] < 0.4 < kept["none"]

@@ -60,15 +60,49 @@ def test_the_first_update_reaches_a_wanted_ratio_exactly():
 
 
 def test_later_updates_move_a_tenth_of_the_way_in_logarithms():
-    # Ten times the loss: ten times g1 and a hundred times H g1, so the strength that reaches the ratio is a tenth.
-    _, reports, penalties = run([1.0, 10.0, 10.0], strength="ratio:0.3")
+    # k times the loss: k times g1 and k^2 times H g1, so the strength that reaches the ratio is a k-th.
+    _, reports, penalties = run([1.0, 1.5, 1.5], strength="ratio:0.3")
     first = reports[0].strength
-    assert reports[1].strength == pytest.approx(first * 10**-0.1)
-    assert reports[2].strength == pytest.approx(first * 10**-0.19)
-    assert reports[1].penalty_ratio == pytest.approx(0.3 * 10**0.9)
-    for report, penalty, scale in zip(reports, penalties, (1.0, 10.0, 10.0), strict=True):
+    assert reports[1].strength == pytest.approx(first * 1.5**-0.1)
+    assert reports[2].strength == pytest.approx(first * 1.5**-0.19)
+    assert reports[1].penalty_ratio == pytest.approx(0.3 * 1.5**0.9)
+    for report, penalty, scale in zip(reports, penalties, (1.0, 1.5, 1.5), strict=True):
         assert float(penalty.norm()) == pytest.approx(report.penalty_ratio * report.g1_norm, rel=1e-8)
         assert report.g1_norm == pytest.approx(reports[0].g1_norm * scale)
+
+
+def test_an_update_s_penalty_is_at_most_twice_the_wanted_share_of_its_own_gradient():
+    scales = [1.0, 1000.0, 1000.0, 1.0]
+    model, reports, penalties = run(scales, strength="ratio:0.3")
+    assert [report.penalty_ratio for report in reports] == pytest.approx([0.3, 0.6, 0.6, 0.3 * 1000**-0.171])
+    for report, penalty, scale in zip(reports, penalties, scales, strict=True):
+        wanted = report.penalty_ratio * scale * model.gradient(model.x).norm()
+        assert float(penalty.norm()) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_the_cap_holds_for_a_remembered_penalty_and_warms_up_too():
+    _, reports, _ = run([1.0, 1000.0, 1000.0], strength="ratio:0.3", every=3)
+    assert max(report.penalty_ratio for report in reports) <= 0.6
+    _, reports, _ = run([1.0, 1000.0, 1000.0], strength="ratio:0.3", warmup_updates=4)
+    assert [report.penalty_ratio for report in reports] == pytest.approx([0.075, 0.3, 0.45])
+
+
+def test_a_strength_that_is_a_number_has_no_cap():
+    _, reports, _ = run([1.0, 1000.0], strength=0.5)
+    assert reports[1].penalty_ratio == pytest.approx(1000 * reports[0].penalty_ratio)
+
+
+def test_an_update_without_advantages_does_not_move_the_tracked_strength():
+    # Only rounding, or a KL term's tiny curvature, is behind its gradient: the strength it wants is of another scale.
+    model = Quadratic()
+    ours = regularizer(model, step=1e-3, strength="ratio:0.3")
+    blank = ours.accumulate(one(lambda: 1e-6 * model.loss()), informative=False)
+    assert (blank.strength, blank.penalty_ratio, ours.schedule.log_strength) == (0.0, 0.0, None)
+    first = ours.accumulate(one(model.loss))
+    for _ in range(15):
+        blank = ours.accumulate(one(lambda: 1e-6 * model.loss()), informative=False)
+        assert blank.strength == first.strength
+    assert ours.accumulate(one(model.loss)).penalty_ratio == pytest.approx(0.3)
 
 
 def test_a_ratio_is_kept_where_nothing_changes():
@@ -85,9 +119,9 @@ def test_a_ratio_warms_up_too_and_tracks_as_if_it_did_not():
 
 
 def test_updates_without_a_second_pass_do_not_move_the_tracked_strength():
-    _, reports, _ = run([1.0, 10.0, 10.0, 10.0], strength="ratio:0.3", every=3)
+    _, reports, _ = run([1.0, 1.5, 1.5, 1.5], strength="ratio:0.3", every=3)
     first = reports[0].strength
-    assert [report.strength for report in reports] == pytest.approx([first, first, first, first * 10**-0.1])
+    assert [report.strength for report in reports] == pytest.approx([first, first, first, first * 1.5**-0.1])
     # What is used again is the penalty without its part along g1.
     sine = math.sqrt(1 - reports[0].cosine ** 2)
     assert [report.penalty_ratio for report in reports[1:3]] == pytest.approx([0.3 * sine] * 2)

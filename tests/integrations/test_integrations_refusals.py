@@ -196,26 +196,20 @@ def test_the_precision_is_told_once(tmp_path: Path) -> None:
 
 
 def test_under_autocast_the_guard_measures_what_rounding_leaves_and_refuses(tmp_path: Path) -> None:
-    trainer = grpo(tmp_path, bf16=True, grad_reg_precision="autocast", grad_reg_eps=1e-3)
+    trainer = grpo(tmp_path, bf16=True, grad_reg_precision="autocast", grad_reg_eps=1e-4)
     start = weights(trainer.model)
     with pytest.raises(UserError, match=r"computed in bfloat16.*raise grad_reg_eps") as raised:
         trainer.train()
     assert "gradient_regularization" not in str(raised.value)
     assert distance(weights(trainer.model), start) == 0
-    large = trained(grpo(tmp_path, bf16=True, grad_reg_precision="autocast", grad_reg_eps=0.5))
+    large = trained(grpo(tmp_path, bf16=True, grad_reg_precision="autocast", grad_reg_eps=0.5, grad_reg_check_every=0))
     assert min(logged(large, "gradreg/perturbation_kept")) > 0.9
 
 
 def test_weights_in_bfloat16_are_refused(tmp_path: Path) -> None:
-    trainer = grpo(tmp_path, model=saved_model(tmp_path).bfloat16(), grad_reg_eps=1e-3)
-    with pytest.raises(UserError, match=r"weights in bfloat16.*keep the weights in float32"):
+    trainer = grpo(tmp_path, model=saved_model(tmp_path).bfloat16(), grad_reg_eps=1e-4)
+    with pytest.raises(UserError, match=r"rounding to bfloat16 drowns.*raise grad_reg_eps.*compute in float32"):
         trainer.train()
-
-
-def test_adapters_on_weights_in_half_precision_are_warned_of(tmp_path: Path) -> None:
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    with pytest.warns(UserWarning, match="frozen weights are in half precision"):
-        grpo(tmp_path, model=saved_model(tmp_path).bfloat16(), peft_config=lora)
 
 
 def test_with_lora_the_base_stays_bit_for_bit_and_both_adapters_move(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def make_learner(
         policy,
         Objective(config=objective or ObjectiveConfig(), kl=kl or KLConfig()),
         optimizer,
-        GradientRegularizationConfig(**regularization),
+        GradientRegularizationConfig(**{"check_every": 0} | regularization),  # whose extra pass has tests of its own
         temperature=temperature,
         micro_batch_tokens=micro_batch_tokens,
         notice=notice,

@@ -37,7 +37,8 @@ class GradientRegularizationConfig(StrictConfig):
     """The parameters whose gradient is penalized: the repeated blocks, all trainable ones, adapters alone, the output
     layer, the last block, or those whose names match one of these patterns (`*.mlp.*`). All others keep g1."""
     step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The size of the perturbation; null: 3e-5 relative in float32, 3e-4 in bfloat16."""
+    """The size of the perturbation; null: relative, 3e-5 where everything on the way through the model is float32, 3e-4
+    where weights are rounded to half precision, 3e-3 for adapters of a model that is."""
     step_scale: Literal["relative", "radius", "absolute"] = "relative"
     """relative: step * ||theta|| is how far the perturbed parameters move. radius: step itself is (SAM). absolute: step
     multiplies the gradient (the paper's epsilon)."""
@@ -59,9 +60,13 @@ class GradientRegularizationConfig(StrictConfig):
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Then the strength rises linearly over so many."""
     step_warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """And the step over so many. A small step drowns in rounding: watch gradreg/perturbation_kept."""
-    min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.7
+    """And the step over so many. A small step drowns in rounding: watch gradreg/step_consistency."""
+    min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Refuse to begin where the cosine of the realized with the intended perturbation is below this; warn later."""
+    check_every: Annotated[int, Field(ge=0)] = 100
+    """Compare the penalty at the step with that at its opposite at the first update with advantages, and again after so
+    many updates, for one more pass each time: a cosine below 0.5 is refused at the first and told later, one below 0.9
+    is told. 0: never, for a step that is meant to be long, as SAM's."""
     g1_clip: Annotated[float, Field(gt=0)] | None = None
     """Published code clips g1 before the difference is taken, which bends the penalty. null: never."""
     g2_clip: Annotated[float, Field(gt=0)] | None = None

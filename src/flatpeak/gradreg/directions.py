@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.perturbation import Perturbation
+from flatpeak.gradreg.precision import rounds
 from flatpeak.gradreg.shards import Gradients, inner_products
 
 ASAM_ETA = 0.01
 """What ASAM adds to |w|, so that weights at zero can move (Kwon et al. 2021, arXiv 2102.11600)."""
-DEFAULT_STEP = {torch.float64: 3e-5, torch.float32: 3e-5, torch.bfloat16: 3e-4, torch.float16: 3e-4}
+FINE_STEP, ROUNDED_STEP, ADAPTER_STEP = 3e-5, 3e-4, 3e-3
+"""The default relative steps, by what rounds on the way through the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +52,30 @@ def offset(way: Direction, perturbation: Perturbation, config: GradientRegulariz
         return step
     if config.step_scale == "radius":
         return step / way.scaled_norm
-    masters = [perturbation.master(p) for p in perturbation.parameters]
-    size = math.sqrt(inner_products([(masters, masters)])[0])
+    size = weight_norm(perturbation)
     if size == 0:
         raise UserError("every perturbed parameter is 0, so a relative step is none: set step_scale=radius or absolute")
     return step * size / way.norm
 
 
 def default_step(perturbation: Perturbation) -> float:
-    """By the coarsest type that a weight passes through on its way into the forward pass."""
-    dtypes = {p.dtype for p in perturbation.parameters} | {perturbation.compute_dtype or torch.float32}
-    return max(DEFAULT_STEP[dtype] for dtype in dtypes)
+    """By the coarsest type on the way through the model, and by how much of the model moves.
+
+    Rounding errors of the two gradients are divided by the step, so half precision asks for a longer one; adapters are
+    a small part of a model that rounds, and have to move further for the same effect.
+    """
+    if not rounds(perturbation.through):
+        return FINE_STEP
+    return ADAPTER_STEP if perturbation.adapters else ROUNDED_STEP
+
+
+def relative_size(step: float, way: Direction, perturbation: Perturbation) -> float:
+    """How far a step of this size moves the perturbed parameters, over their norm."""
+    size = weight_norm(perturbation)
+    return abs(step) * way.norm / size if size else math.inf
+
+
+def weight_norm(perturbation: Perturbation) -> float:
+    """||theta|| over the perturbed parameters."""
+    masters = [perturbation.master(p) for p in perturbation.parameters]
+    return math.sqrt(inner_products([(masters, masters)])[0])

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flatpeak.gradreg.buffers import Buffers
+from flatpeak.gradreg.precision import coarsest, held_type
+from flatpeak.gradreg.selection import are_adapters
 from flatpeak.gradreg.shards import Gradients, InnerProducts, abandon, reshard
 
 
@@ -20,6 +23,11 @@ class Kept:
     """Of the realized with the intended perturbation."""
     norm: float
     """Realized norm over intended norm."""
+
+    @property
+    def along(self) -> float:
+        """The part of the realized perturbation along the intended one, over the latter's length."""
+        return self.cosine * self.norm
 
 
 class Perturbation:
@@ -38,39 +46,47 @@ class Perturbation:
         self.masters = masters or {}
         self.compute_dtype = compute_dtype
         """What autocast or a sharding policy rounds weights to; the guard measures after it."""
+        self.through = coarsest({held_type(model), compute_dtype or torch.float64})
+        """The coarsest type on the way through the model, as far as it is known: frozen weights round as well."""
+        self.adapters = are_adapters(model, parameters)
+        """Whether what moves is a small part of a frozen model."""
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The precise value of a parameter: its master, or itself."""
         return self.masters.get(parameter, parameter).detach()
 
     @contextmanager
-    def moved(self, direction: Gradients, *, step: float) -> Iterator[Kept]:
+    def moved(self, direction: Gradients, *, step: float, start: Buffers | None = None) -> Iterator[Kept]:
         """theta + step * direction inside, theta bit for bit after, whatever happens inside. Buffers are kept too.
 
-        Gives what rounding to the weights' own type, and to the type they are computed in, left of the move.
+        `start`: the buffers that the inside begins with, where these are not the present ones. Gives what rounding to
+        the weights' own type, and to the type they are computed in, left of the move.
         """
         with torch.no_grad():
             saved = [(p, p.detach().clone()) for p in self.parameters]
-            buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        try:
-            with torch.no_grad():
-                kept = self._move(saved, direction, step)
-            self._forget_copies()
-            yield kept
-        except BaseException:
-            abandon(self.model)
-            raise
-        finally:
-            self._restore([*saved, *buffers])
+        with self.buffers_kept(saved, start=start):
+            try:
+                with torch.no_grad():
+                    kept = self._move(saved, direction, step)
+                self._forget_copies()
+                yield kept
+            except BaseException:
+                abandon(self.model)
+                raise
 
     @contextmanager
-    def buffers_kept(self) -> Iterator[None]:
-        """Buffers, such as running statistics, as they were: a batch is not to be counted twice."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+    def buffers_kept(
+        self, saved: Sequence[tuple[Tensor, Tensor]] = (), *, start: Buffers | None = None
+    ) -> Iterator[None]:
+        """Buffers, such as running statistics, as they were: a batch is not to be counted twice. So too what is in
+        `saved`, tensors with their values."""
+        buffers = Buffers(self.model)
         try:
+            if start is not None:
+                start.restore()
             yield
         finally:
-            self._restore(buffers)
+            self._restore(saved, buffers)
 
     def _move(self, saved: Sequence[tuple[nn.Parameter, Tensor]], direction: Gradients, step: float) -> Kept:
         sums = InnerProducts(3)
@@ -94,11 +110,13 @@ class Perturbation:
             value = value.to(self.compute_dtype)
         return value if value.dtype == torch.float64 else value.float()
 
-    def _restore(self, saved: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _restore(self, saved: Sequence[tuple[Tensor, Tensor]], buffers: Buffers) -> None:
         try:
-            copy_back(saved)
+            buffers.rebind()
+            copy_back([*saved, *buffers.values])
         except BaseException:  # a signal may land right here: finish, then let it through
-            copy_back(saved)
+            buffers.rebind()
+            copy_back([*saved, *buffers.values])
             raise
         finally:
             self._forget_copies()

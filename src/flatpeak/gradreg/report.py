@@ -26,6 +26,8 @@ class Report:
     """Of g1 with the penalty's gradient."""
     kept: Kept | None = None
     """How much of the perturbation survived rounding; None where nothing was perturbed."""
+    consistency: float | None = None
+    """Cosine of the penalty's gradient at the step and at its opposite; None in updates that do not check it."""
     seconds: float = 0.0
     """Wall time of everything after the first pass."""
 
@@ -43,4 +45,6 @@ class Report:
         if self.kept is not None:
             metrics["gradreg/perturbation_kept"] = self.kept.cosine
             metrics["gradreg/perturbation_norm_kept"] = self.kept.norm
+        if self.consistency is not None:
+            metrics["gradreg/step_consistency"] = self.consistency
         return metrics

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.precision import QUANTIZED, rounds
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What DDP, torch.compile, FSDP1 and activation checkpointing put into names."""
-QUANTIZED = ("Params4bit", "Int8Params")
 
 
 def choose_parameters(model: nn.Module, config: GradientRegularizationConfig) -> list[nn.Parameter]:
@@ -26,7 +27,16 @@ def choose_parameters(model: nn.Module, config: GradientRegularizationConfig) ->
     for name, parameter in model.named_parameters():
         if parameter in chosen and parameter.requires_grad:
             _check_dense(name, parameter)
+    _check_embeddings(model, set(parameters))
     return parameters
+
+
+def are_adapters(model: nn.Module, parameters: Collection[nn.Parameter]) -> bool:
+    """Whether these are a small part of a frozen model: PEFT's adapters, or float32 beside frozen half precision."""
+    if set(parameters) <= set(_adapters(model)):
+        return True
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    return any(rounds(p.dtype) for p in frozen) and not any(rounds(p.dtype) for p in parameters)
 
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:
@@ -124,3 +134,24 @@ def _check_dense(name: str, parameter: nn.Parameter) -> None:
             f"gradient_regularization: {plain_name(name)} is quantized and cannot be moved by a small step; "
             "perturb adapters in float32 instead (gradient_regularization.perturbed=adapters)"
         )
+
+
+def check_not_sparse(model: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """UserError where the gradient of a parameter is sparse: there is no norm and no difference of such gradients."""
+    sparse = {p for p, grad in gradients.items() if grad.layout is not torch.strided}
+    for name, parameter in model.named_parameters() if sparse else ():
+        if parameter in sparse:
+            raise UserError(_sparse(name))
+
+
+def _check_embeddings(model: nn.Module, parameters: set[nn.Parameter]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight in parameters:
+            raise UserError(_sparse(f"{name}.weight"))
+
+
+def _sparse(name: str) -> str:
+    return (
+        f"gradient_regularization: {plain_name(name)} has sparse gradients, which have no penalty: make the embedding "
+        "with sparse=False, or leave it out of the perturbed set (gradient_regularization.perturbed=blocks)"
+    )

@@ -18,6 +18,8 @@ Gradients = Mapping[nn.Parameter, Tensor]
 CHUNK = 2**20
 NOT_FINITE = -1.0
 """Stands for a norm that is not finite where ranks compare theirs: no gradient has it."""
+BELOW_COSINES = -2.0
+"""Stands for a cosine that is not a number where ranks compare theirs."""
 
 
 class InnerProducts:
@@ -79,27 +81,45 @@ def inner_products(pairs: Sequence[tuple[Iterable[Tensor], Iterable[Tensor]]]) -
 def flat(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, as a vector of at least float32."""
     here: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if here.layout is torch.sparse_coo:  # an embedding's outside of the perturbed set: its norm is that of its entries
+        here = here.coalesce().values()
     here = here.detach().reshape(-1)
     return here if here.dtype in (torch.float32, torch.float64) else here.float()
 
 
-def check_agreement(norm: float, *, device: torch.device) -> None:
+def check_agreement(norm: float, *, device: torch.device, informative: bool = True) -> bool:
     """Raise where replicas hold different gradients: each would perturb its own way, which is another algorithm.
 
-    Every rank has to ask, whatever its own gradient is: one that skipped its update would leave the others waiting.
+    Gives whether the update is informative on any rank. Every rank has to ask, whatever its own gradient is: one that
+    skipped its update would leave the others waiting.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
+    if not _several_ranks():
+        return informative
     known = norm if math.isfinite(norm) else NOT_FINITE
-    bounds = torch.tensor([known, -known], dtype=torch.float64, device=device)
+    bounds = torch.tensor([known, -known, float(informative)], dtype=torch.float64, device=device)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    highest, lowest = bounds[0].item(), -bounds[1].item()
+    highest, lowest, any_informative = bounds[0].item(), -bounds[1].item(), bool(bounds[2].item())
     if highest - lowest > 1e-6 * abs(highest):
         least = "not finite" if lowest == NOT_FINITE else f"{lowest:.6g}"
         raise UserError(
             f"the ranks' gradients differ (norms {least} to {highest:.6g}): regularization needs the averaged "
             "gradient; synchronize it in the last micro-batch (no_sync only before it)"
         )
+    return any_informative
+
+
+def lowest_cosine(cosine: float, *, device: torch.device) -> float:
+    """The lowest on any rank, NaN where one has NaN, so that all ranks judge it alike; every rank has to ask."""
+    if not _several_ranks():
+        return cosine
+    held = torch.tensor(cosine if math.isfinite(cosine) else BELOW_COSINES, dtype=torch.float64, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MIN)
+    found = held.item()
+    return math.nan if found == BELOW_COSINES else found
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def reshard(model: nn.Module) -> None:

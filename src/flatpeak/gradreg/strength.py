@@ -9,6 +9,8 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 
 MEMORY = 0.9
 """How much of the tracked strength an update keeps."""
+MOST = 2.0
+"""How many times the wanted ratio an update's own may reach where the tracked strength lags behind the curvature."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,16 +43,20 @@ class Schedule:
         return self._ramp(self.config.step_warmup_updates)
 
     def strength(self, *, grad_norm: float, penalty_norm: float, track: bool = True) -> float:
-        """The strength of this update; `penalty_norm` is that of strength 1."""
+        """The strength of this update; `penalty_norm` is that of strength 1. `track`: whether the update moves it."""
         ramp = self._ramp(self.config.warmup_updates)
         wanted = self.config.ratio
         if wanted is None:
             return ramp * float(self.config.strength)
-        if track and grad_norm > 0 and penalty_norm > 0:
+        measured = grad_norm > 0 and penalty_norm > 0
+        if track and measured:
             now = math.log(wanted * grad_norm / penalty_norm)
             before = self.log_strength
             self.log_strength = now if before is None else MEMORY * before + (1 - MEMORY) * now
-        return 0.0 if self.log_strength is None else ramp * math.exp(self.log_strength)
+        if self.log_strength is None:
+            return 0.0
+        tracked = math.exp(self.log_strength)
+        return ramp * (min(tracked, MOST * wanted * grad_norm / penalty_norm) if measured else tracked)
 
     def _ramp(self, length: int) -> float:
         return min(1.0, (self.updates - self.config.delay_updates) / length) if length else 1.0

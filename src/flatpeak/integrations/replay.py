@@ -53,6 +53,12 @@ class MicroBatch:
         vars(trainer).update(self.attributes)
 
 
+def has_signal(inputs: Any) -> bool:
+    """Whether a micro-batch has an advantage that is not 0; inputs without advantages, as of a preference loss, do."""
+    advantages = inputs.get("advantages") if isinstance(inputs, Mapping) else None
+    return bool(advantages.any()) if isinstance(advantages, Tensor) else True
+
+
 def plain_attributes(trainer: Trainer) -> dict[str, Any]:
     """Numbers, texts and tensors, by reference: what a loss replaces, not what it changes in place."""
     return {name: value for name, value in vars(trainer).items() if isinstance(value, PLAIN)}

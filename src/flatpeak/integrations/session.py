@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from flatpeak.errors import UserError
+from flatpeak.gradreg.buffers import Buffers
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.randomness import RandomState
 from flatpeak.gradreg.regularizer import GradientRegularizer
@@ -30,7 +30,7 @@ from flatpeak.integrations.arguments import (
 from flatpeak.integrations.logbook import LogBook
 from flatpeak.integrations.policy_loss import PolicyLoss
 from flatpeak.integrations.precision import autocasts, compute_dtype, full_precision
-from flatpeak.integrations.replay import MicroBatch, run_again, unchanged
+from flatpeak.integrations.replay import MicroBatch, has_signal, run_again, unchanged
 from flatpeak.integrations.state import load_state, save_state
 
 StockStep = Callable[[nn.Module, Any, Any], Tensor]
@@ -55,6 +55,8 @@ class Session:
         self.replaying: MicroBatch | None = None
         self.book = LogBook()
         self._window: list[MicroBatch] = []
+        self._start: Buffers | None = None
+        """The model's buffers when the inputs of an update's first micro-batch had been prepared."""
         self._active: bool | None = None
         self._prepared = False
         self._regularizer: GradientRegularizer | None = None
@@ -107,6 +109,8 @@ class Session:
         prepared = stock(inputs)
         if self.recording is not None:
             self.recording.prepared(self.trainer, prepared)
+            if self.recording is self._window[0]:
+                self._start = Buffers(self.trainer.model)
         return prepared
 
     def loss(self, stock: Callable[[Any], Tensor], inputs: Any) -> Tensor:
@@ -171,7 +175,7 @@ class Session:
                 self.regularizer.schedule.begin()
         finally:
             self._window.clear()
-            self._active = None
+            self._active = self._start = None
         self._prepared = True
 
     def _second_pass(self) -> Report:
@@ -187,7 +191,8 @@ class Session:
 
         try:
             with our_names(), unchanged(self.trainer), self._precision():
-                return self.regularizer.regularize(replay)
+                informative = any(has_signal(micro.inputs) for micro in self._window)
+                return self.regularizer.regularize(replay, start=self._start, informative=informative)
         finally:
             if not self.published:
                 after.restore()
@@ -224,14 +229,6 @@ class Session:
             self.notice(
                 "regularized steps run in float32, without the bfloat16 autocast that is configured; "
                 "grad_reg_precision=autocast keeps it"
-            )
-        trainable = {p.dtype for p in self.trainer.model.parameters() if p.requires_grad}
-        frozen = {p.dtype for p in self.trainer.model.parameters() if not p.requires_grad and p.is_floating_point()}
-        if trainable == {torch.float32} and frozen & {torch.bfloat16, torch.float16}:
-            self.notice(
-                "the frozen weights are in half precision and round what passes through them, which may drown the "
-                "difference of the two passes: load the model in float32, or raise grad_reg_eps until the logged "
-                "gradreg/penalty_ratio no longer depends on it"
             )
 
 

@@ -63,6 +63,7 @@ class RegularizedLearner(Learner):
             again=lambda: self.second_pass(chosen, frozen),
             rest=None if rest is None else lambda: self.first_pass(rest, statistics, []),
             scale=scale,
+            informative=bool(chosen.advantages_N.any()),
         )
         if self.penalized is not self.objective:
             for part in (chosen, *others):
