@@ -17,6 +17,7 @@ from flatpeak.errors import DivergedError, UserError
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.seal import seal
 from flatpeak.runs.summary import read_summary
+from flatpeak.training.journal import Journal
 from flatpeak.training.learner import Learner
 from resume_parts import assert_same, outcome
 
@@ -117,6 +118,60 @@ def test_a_run_that_diverged_is_forked_as_its_error_says(
     first = Path(recipe()["run"]["directory"]) / "first"
     forked = flatpeak.fork(first, 2, name="second", settings=["optimizer.learning_rate=1e-3"], reward=odd)
     assert forked.summary.status == "done"
+
+
+@pytest.mark.parametrize(("goal", "last"), [(None, 4), (1.0, 4), (0.5, 2)])
+def test_a_fork_of_a_run_that_reached_its_goal_goes_on_to_its_own(
+    recipe: Recipe, train: Train, monkeypatch: pytest.MonkeyPatch, goal: float | None, last: int
+) -> None:
+    plain = Journal.evaluate
+    values = iter([0.0, 0.75])  # at steps 0 and 2 of the run; later ones are of forks
+
+    def graded(self: Journal, *args: Any, **kwargs: Any) -> float:
+        plain(self, *args, **kwargs)
+        value = next(values, 0.25)
+        self.history.evaluations[-1]["choice"] = value
+        return value
+
+    monkeypatch.setattr(Journal, "evaluate", graded)
+    config = recipe(
+        run={"name": "first", "checkpoint_every": 1}, training={"steps": 4, "stop_at": 0.7}, evaluation={"every": 2}
+    )
+    first = Path(train(config, reward=odd).path)
+    assert read_summary(first / "summary.json").last_step == 2
+    settings = {"training": {"stop_at": goal}}
+    forked = flatpeak.fork(first, 2, name="second", settings=settings, reward=odd)
+    assert (forked.summary.status, forked.summary.last_step) == ("done", last)
+
+
+def test_a_mapping_of_settings_supersedes_what_it_leaves_without_effect_as_the_command_does(
+    recipe: Recipe, train: Train
+) -> None:
+    first = run(recipe, train, objective={"clip_high": 0.28})
+    settings = {"objective": {"loss": "policy_gradient"}}
+    forked = flatpeak.fork(first, 3, name="second", settings=settings, reward=odd)
+    assert forked.summary.status == "done"
+    with pytest.raises(UserError, match=r"clip_high=0\.3 has no effect"):
+        flatpeak.fork(first, 3, name="third", settings={"objective": {"loss": "policy_gradient", "clip_high": 0.3}})
+
+
+def test_kl_that_a_fork_left_behind_is_measured_against_step_0_where_it_is_taken_up_again(
+    recipe: Recipe, train: Train
+) -> None:
+    first = run(recipe, train, **RESETS)
+    without = {"kl": {"coefficient": 0.0}, "reference": {"reset_every": None}, "training": {"steps": 5}}
+    second = flatpeak.fork(first, 3, name="second", settings=without, reward=odd)
+    third = flatpeak.fork(second.path, 5, name="third", settings={**KL, "training": {"steps": 6}}, reward=odd)
+    rows = [row for row in read_metrics(third.path / "metrics.jsonl") if row["stage"] == "train"]
+    assert ["policy/kl_reference" in row for row in rows] == [True] * 3 + [False] * 2 + [True]
+    assert rows[-1]["policy/kl_reference"] > rows[0]["policy/kl_reference"]
+
+
+def test_a_reference_that_was_reset_gives_way_to_no_other(recipe: Recipe, train: Train) -> None:
+    first = run(recipe, train, **RESETS)
+    settings = {"reference": {"model": str(first / "checkpoints" / "step_000000"), "reset_every": None}}
+    with pytest.raises(UserError, match=r"reference\.model cannot change in a fork.*was reset since"):
+        flatpeak.fork(first, 3, name="second", settings=settings, reward=odd)
 
 
 @pytest.mark.parametrize(

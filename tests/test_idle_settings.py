@@ -103,6 +103,9 @@ def test_a_setting_without_effect_is_refused_with_the_fix(sections: dict[str, An
         {"task": {"type": "preferences", "hub": "a/b", "hub_file": None, "test_split": "test"}},
         {"task": {"type": "countdown", "counts": [3]}},
         {"optimizer": {"name": "sgd"}},
+        # What is written says off, as the choice does.
+        {"objective": {"loss": "policy_gradient", "dual_clip": None}},
+        {"kl": {"coefficient": 0.1, "placement": "reward", "ratio_weighted": False}},
         {"rollout": {"min_new_tokens": 4, "max_new_tokens": 4}},
         {"curriculum": {"task": SMALL_SUMS, "steps": 50, "until_pass_rate": 0.9}, "training": {"steps": 50}},
         {"curriculum": {"task": SMALL_SUMS, "steps": 50}, "training": {"steps": 0}},

@@ -10,6 +10,7 @@ from typing import Any
 from flatpeak.api import RunResult, train
 from flatpeak.config import RunConfig
 from flatpeak.errors import RunError, UserError
+from flatpeak.idle_settings import without_superseded
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.recipe import apply_overrides, load_recipe, merge, parse_config
 from flatpeak.runs.checkpoints import CheckpointState
@@ -92,7 +93,7 @@ def _recipes(source: RunPaths, name: str, settings: Mapping[str, Any] | Sequence
     recipe = load_recipe(source.config)
     before = parse_config(recipe)
     if isinstance(settings, Mapping):
-        changed = merge(recipe, settings)
+        changed = without_superseded(merge(recipe, settings), settings)
     else:
         changed = apply_overrides(recipe, list(settings))
     place = {"run": {"name": name, "directory": str(_parent(source, before.run.name))}}
@@ -126,6 +127,8 @@ def _check(source: RunPaths, origin: CheckpointState, before: RunConfig, config:
         fixed |= {
             f"gradient_regularization.{key}": "a penalty that later updates use" for key in ("perturbed", "every")
         }
+    if origin.state["stage"].get("resets"):
+        fixed |= {"reference.model": "a reference that was reset since"}
     for key in changes(before.model_dump(mode="json"), config.model_dump(mode="json")):
         for setting, held in fixed.items():
             if key == setting or key.startswith(f"{setting}."):

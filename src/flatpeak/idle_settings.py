@@ -106,13 +106,15 @@ RULES = (
 
 
 def refuse_idle(config: StrictConfig) -> None:
-    """ValueError for a setting that was written and has no effect."""
+    """ValueError for a setting that was written, is not off, and has no effect."""
     for rule in RULES:
         if not rule.idle(lambda key: _value(config, key)):
             continue
         for setting in rule.settings:
             if _written(config, setting):
                 value, chosen = _value(config, setting), _value(config, rule.choice)
+                if value is None or value is False:  # it says off, as the choice does
+                    continue
                 raise ValueError(
                     f"{setting}={value} has no effect with {rule.choice}={chosen}: remove it, or set {rule.instead}"
                 )

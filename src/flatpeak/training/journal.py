@@ -183,6 +183,12 @@ class Journal:
         self.evaluated = True
         return reached
 
+    def goal_reached(self, goal: float | None) -> bool:
+        """Whether the saved step's evaluation reaches this goal, which in a fork may be another than its run had."""
+        place = ("train", self.history.last_step)
+        found = [row["choice"] for row in self.history.evaluations if (row["stage"], row["step"]) == place]
+        return goal is not None and any(value >= goal for value in found)
+
     @property
     def _large_size(self) -> int | None:
         return self.evaluation.final_size or self.evaluation.size

@@ -60,8 +60,10 @@ class ReferenceResets:
         self, count: int, tensors: Mapping[str, Tensor], *, reference: Policy | None, policy: Policy
     ) -> Policy | None:
         """Go on from a saved `count` and `tensors`; returns the reference of that time."""
+        if reference is None:  # a fork may have left KL behind, and another may take it up again
+            return None
         self.count = count
-        if not count or reference is None:  # a fork may have left KL behind
+        if not count:
             return reference
         found = renewed(reference, policy)
         found.load({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})

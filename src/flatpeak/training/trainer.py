@@ -200,7 +200,7 @@ class Trainer:
         reference, others = split_reference(tensors)
         self.learner.load(state["learner"], others)
         place = dict(state["stage"])
-        self.reached = place.pop("reached")
+        self.reached = place.pop("reached") and self.journal.goal_reached(self.config.training.stop_at)
         self.skipped = SkippedUpdates.of(place)
         place.pop("skipped_updates", None)
         expected_lengths = place.pop("expected_lengths", {})
