@@ -12,8 +12,8 @@ DEMO = "flatpeak:demo"
 def demo(overrides: Overrides = None) -> None:
     """Make a small model, train it with SFT and GRPO, and report.
 
-    From nothing, on a CPU: SFT until the model is right more often than not, GRPO until it is right, evaluated on
-    held-out problems before and after. An earlier run of the demo is overwritten.
+    From nothing, on a CPU: SFT until the model is half right, GRPO until it is right, evaluated on held-out problems
+    before and after. An earlier run of the demo is overwritten.
     """
     config = read_config(DEMO, overrides)
     line = partial(last_line, "demo", since="sft")
