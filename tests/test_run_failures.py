@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 import flatpeak.api
 from flatpeak.cli import main
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
-from flatpeak.runs.checkpoints import checkpoint_steps
+from flatpeak.runs.checkpoints import CheckpointError, checkpoint_steps
 from flatpeak.runs.summary import read_summary
+from flatpeak.training import journal
 from flatpeak.training.learner import Learner
 from flatpeak.types import Scores
 from resume_parts import assert_same, outcome
@@ -365,3 +366,21 @@ def test_a_goal_that_the_model_reaches_before_training_ends_the_run_at_step_0(
     assert [notice for notice in watcher.notices if notice.startswith("no step is taken")] == [
         "no step is taken: training.stop_at=0.5 is reached by the model that RL would begin with (accuracy 1)"
     ]
+
+
+def test_the_summary_names_no_step_whose_checkpoint_was_not_written(
+    recipe: Recipe, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = journal.write_checkpoint
+
+    def full_disk(parent: Path, step: int, **parts: Any) -> Path:
+        if step:
+            raise CheckpointError(f"{parent}/step_{step:06d}: not written (No space left on device)")
+        return written(parent, step, **parts)
+
+    monkeypatch.setattr(journal, "write_checkpoint", full_disk)
+    config = settings(recipe, "full")
+    with pytest.raises(CheckpointError):
+        train(config, reward=Odd())
+    summary = read_summary(Path(config["run"]["directory"]) / "full" / "summary.json")
+    assert (summary.status, summary.last_step, summary.checkpoints) == ("failed", 0, ("step_000000",))

@@ -230,7 +230,7 @@ class Journal:
         stage, step = done.stage, done.step
         check_finite(stage.learner.optimizer, step=step)
         self._count_time()
-        self.history = replace(done.history.copy(), last_step=step, seconds=self.history.seconds)
+        history = replace(done.history.copy(), last_step=step, seconds=self.history.seconds)
         parent = self.run.checkpoints if stage.name == "train" else self.run.checkpoints / stage.name
         path = write_checkpoint(
             parent,
@@ -240,14 +240,15 @@ class Journal:
             state={
                 "stage": done.state,
                 "learner": done.learner_state,
-                "history": asdict(self.history),
+                "history": asdict(history),
                 "evaluated": done.evaluated,
                 # A probe decides anew in a resumed run.
                 "native": getattr(stage.learner.policy, "native", None),
             },
         )
+        self.history = history  # only now: a summary names steps that are on disk
         point(parent, LAST, path)
-        if stage.name == "train" and self.history.best_step == step:
+        if stage.name == "train" and history.best_step == step:
             point(parent, BEST, path)
         prune(parent, keep=self.config.keep_checkpoints)
         self._completed = None
