@@ -182,6 +182,7 @@ def test_a_reference_that_was_reset_gives_way_to_no_other(recipe: Recipe, train:
         (3, "../second", [], r"--name \.\./second: give a name"),
         (3, "second", ["model.path=other", "model.new=null"], r"model\.\w+.* cannot change in a fork.*holds the model"),
         (3, "second", ["model.dtype=bfloat16"], r"model\.dtype cannot change"),
+        (3, "second", ["evaluation.metric=reward"], r"evaluation\.metric cannot change.*best value of that metric"),
         (3, "second", ["optimizer.name=sgd"], r"optimizer\.name cannot change in a fork.*state of that optimizer"),
         (3, "second", ["sft.steps=3"], r"sft\.steps cannot change"),
         (3, "second", ["training.steps=3"], r"training\.steps=3: nothing is left to train after step 3"),

@@ -26,6 +26,7 @@ IN_THE_CHECKPOINT = {
     "model.dtype": "weights of that type",
     "optimizer.name": "the state of that optimizer",
     "sft": "what SFT made",
+    "evaluation.metric": "the best value of that metric so far",
 }
 """Settings that a fork cannot change, and what of them its checkpoint holds."""
 
