@@ -27,7 +27,8 @@ class RolloutConfig(StrictConfig):
     """Most completions decoded side by side."""
     batch_invariant: bool = True
     """On a CPU, pad rows and keys so that no bit of a completion depends on what else is decoded. What it costs
-    is within the spread of measurements (benchmarks/RESULTS.md)."""
+    is within the spread of measurements (benchmarks/RESULTS.md), but for very small heads: with those of 8 dimensions
+    rollouts of short answers take nearly three times as long."""
 
     @model_validator(mode="after")
     def _room_to_end(self) -> RolloutConfig:
