@@ -284,7 +284,7 @@ def gradient_of_same_masters(policy: Policy, batch: Batch) -> dict[str, Tensor]:
 
 def test_a_step_that_rounding_swallows_is_still_refused() -> None:
     policy = coarse_policy()
-    learner = make_learner(policy, strength=0.1, step=1e-4)
+    learner = make_learner(policy, strength=0.1, step=1e-5)
     before = weights(policy)
     with pytest.raises(UserError, match="rounding keeps too little of the perturbation"):
         learner.accumulate_gradients(off_policy(policy))
