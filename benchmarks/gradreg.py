@@ -27,7 +27,7 @@ from flatpeak.config import RunConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.runs.manifest import describe_start
-from flatpeak.training.batch import collate, minibatches
+from flatpeak.training.batch import collate
 from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
@@ -125,18 +125,10 @@ def build_trainer(parts: Parts, config: RunConfig, fields: dict[str, Any]) -> Tr
 def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
     """One step's completions as its updates see them."""
     rollouts = trainer.collect(1)
-    shaped = trainer.shape(rollouts)
+    shaped = trainer.shape(rollouts.groups, rollouts.scores)
     batch = collate(rollouts.groups, shaped.valid_PG, device=trainer.learner.policy.device)
-    objective = trainer.learner.objective
-    found = minibatches(
-        attach_advantages(batch, trainer.advantages(shaped, batch), shaped),
-        trainer.config.training.minibatches,
-        normalization=objective.config.normalization,
-        max_tokens=trainer.config.rollout.max_new_tokens,
-        seed=0,
-        all_tokens=objective.needs_all_tokens,
-    )
-    return list(found)
+    batch = attach_advantages(batch, trainer.advantages(shaped, batch), shaped)
+    return list(trainer.minibatches(batch, 1))
 
 
 def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, rounds: int) -> list[Row]:
@@ -157,7 +149,7 @@ def run_updates(learner: Learner, updates: Sequence[Batch]) -> None:
     for _ in range(UPDATE_EPOCHS):
         for minibatch in updates:
             with seeded(0):
-                learner.update(minibatch, rate=0.0)
+                learner.update(*learner.divide(minibatch), rate=0.0)
 
 
 def seconds(action: Callable[[], object]) -> float:
