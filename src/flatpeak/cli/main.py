@@ -13,7 +13,8 @@ from flatpeak.errors import RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; what the user has set stays.
 ENVIRONMENT = {
-    # Threads that spin while they wait made a run on a busy machine 13 times slower.
+    # Threads that spin while they wait made runs on a busy machine 13 to 20 times slower; a bounded spin is no way out
+    # (docs/engine.md, Threads).
     "OMP_WAIT_POLICY": "PASSIVE",
     # Its threads would warn at every fork.
     "TOKENIZERS_PARALLELISM": "false",

@@ -22,7 +22,7 @@ class RunSectionConfig(StrictConfig):
     log_rollouts_every: Annotated[int, Field(ge=0)] = 1
     """0: never."""
     threads: Annotated[int, Field(ge=1)] | None = None
-    """torch threads; null leaves torch's choice."""
+    """torch threads; null leaves torch's choice. 1 is best below about a million parameters (docs/engine.md)."""
     grading_workers: Annotated[int, Field(ge=0)] | None = None
     """Processes that call reward functions while other groups are sampled, and that can be killed. null: two, which
     start when a function needs them. A number: so many, and they grade the built-in rewards too. 0: the trainer's
