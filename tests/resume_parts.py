@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
+from flatpeak.training.learner import Learner
 
 Stops = Mapping[tuple[str, int], Callable[[], None]]
 TIMES = ("time/", "throughput/", "memory/")
@@ -55,6 +58,20 @@ class Judge:
             action()
 
         return act
+
+
+def diverge(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[torch.nn.Parameter]], None]) -> None:
+    """Let `spoil` change the trained weights, in place, at the end of the third update."""
+    plain, calls = Learner.update, itertools.count(1)
+
+    def update(self: Learner, *args: Any, **kwargs: Any) -> Any:
+        statistics = plain(self, *args, **kwargs)
+        if next(calls) == 3:
+            with torch.no_grad():
+                spoil(self.policy.parameters())
+        return statistics
+
+    monkeypatch.setattr(Learner, "update", update)
 
 
 class Death(BaseException):

@@ -18,8 +18,7 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.seal import seal
 from flatpeak.runs.summary import read_summary
 from flatpeak.training.journal import Journal
-from flatpeak.training.learner import Learner
-from resume_parts import assert_same, outcome
+from resume_parts import assert_same, diverge, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
@@ -99,18 +98,8 @@ def test_what_the_checkpoint_does_not_hold_may_change(
 def test_a_run_that_diverged_is_forked_as_its_error_says(
     recipe: Recipe, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, calls = Learner.update, []
-
-    def exploding(self: Learner, *args: Any, **kwargs: Any) -> Any:
-        statistics = plain(self, *args, **kwargs)
-        calls.append(1)
-        if len(calls) == 3:
-            with torch.no_grad():
-                self.policy.parameters()[0].fill_(torch.nan)
-        return statistics
-
     with monkeypatch.context() as patched:
-        patched.setattr(Learner, "update", exploding)
+        diverge(patched, lambda weights: weights[0].fill_(torch.nan))
         advice = r"flatpeak fork RUN STEP .*\(checkpoints: step_000000, .*step_000002\)"
         with pytest.raises(DivergedError, match=advice) as caught:
             run(recipe, train)

@@ -10,7 +10,7 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.idle_settings import written
-from flatpeak.recipe import load_recipe, parse_config, shipped_recipes
+from flatpeak.recipe import load_recipe, merge, parse_config, shipped_recipes
 from flatpeak.training.config import ObjectiveConfig
 
 MODEL = {"model": {"path": "x"}}
@@ -111,8 +111,9 @@ def test_a_setting_without_effect_is_refused_with_the_fix(sections: dict[str, An
         {"curriculum": {"task": SMALL_SUMS, "steps": 50}, "training": {"steps": 0}},
     ],
 )
-def test_what_has_an_effect_or_is_left_at_its_default_is_accepted(sections: dict[str, Any]) -> None:
-    parse_config(MODEL | sections)
+def test_what_has_an_effect_or_is_left_at_its_default_arrives_as_written(sections: dict[str, Any]) -> None:
+    resolved = parse_config(MODEL | sections).model_dump(mode="json")
+    assert merge(resolved, sections) == resolved
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from flatpeak.runs.summary import read_summary
 from flatpeak.training import journal
 from flatpeak.training.learner import Learner
 from flatpeak.types import Scores
-from resume_parts import assert_same, outcome
+from resume_parts import assert_same, diverge, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Recipe, Train, Watch = Callable[..., dict[str, Any]], Callable[..., Any], Callable[..., Any]
@@ -202,17 +202,7 @@ def test_after_a_signal_the_evaluation_that_is_due_is_left_to_the_resumed_run(
 def test_weights_that_are_not_finite_are_never_saved(
     recipe: Recipe, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, calls = Learner.update, []
-
-    def exploding(self: Learner, *args: Any, **kwargs: Any) -> Any:
-        statistics = plain(self, *args, **kwargs)
-        calls.append(1)
-        if len(calls) == 3:
-            with torch.no_grad():
-                self.policy.parameters()[0].fill_(torch.inf)
-        return statistics
-
-    monkeypatch.setattr(Learner, "update", exploding)
+    diverge(monkeypatch, lambda weights: weights[0].fill_(torch.inf))
     config = recipe(training={"steps": 6}, run={"checkpoint_every": 1, "name": "exploded", "keep_checkpoints": 9})
     with pytest.raises(DivergedError, match=r"after step 3 .*flatpeak fork .*step_000000, step_000001, step_000002\)"):
         train(config, reward=Odd())
@@ -227,18 +217,8 @@ def test_weights_that_are_not_finite_are_never_saved(
 def test_a_policy_whose_logits_are_nan_is_not_saved_either(
     recipe: Recipe, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, calls = Learner.update, []
-
-    def exploding(self: Learner, *args: Any, **kwargs: Any) -> Any:
-        statistics = plain(self, *args, **kwargs)
-        calls.append(1)
-        if len(calls) == 3:
-            with torch.no_grad():
-                for weight in self.policy.parameters():
-                    weight.mul_(1e30)  # finite, but nothing that is computed with them is
-        return statistics
-
-    monkeypatch.setattr(Learner, "update", exploding)
+    # Finite, but nothing that is computed with them is.
+    diverge(monkeypatch, lambda weights: [weight.mul_(1e30) for weight in weights])
     with pytest.raises(DivergedError, match="flatpeak fork"):
         train(settings(recipe, "exploded", evaluation={"every": 0}), reward=Odd())
     assert steps_at_hand(tmp_path / "runs" / "exploded") == [0]
