@@ -111,7 +111,7 @@ def second_set(task: Any, config: RunConfig) -> tuple[Example, ...]:
 def held_out_accuracies(
     model: Any, tokenizer: Any, sets: Mapping[str, Sequence[Example]], config: RunConfig
 ) -> Callable[[], dict[str, float]]:
-    """What evaluates `model` as it is then, by a copy of it: greedy answers to all questions of each set."""
+    """Evaluator of `model` as it is when called, by a copy of it: greedy answers to all questions of each set."""
     twin = copy.deepcopy(model)
     policy = Policy(twin, tokenizer)
     limit = policy.context_length or 64

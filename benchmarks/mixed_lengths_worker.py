@@ -71,7 +71,7 @@ def sample(policy: Policy, parts: Sequence[Sequence[Prompt]]) -> Callable[[], in
 
 
 def prompts(lengths: Sequence[int], work: Workload) -> list[Prompt]:
-    """Random words."""
+    """Prompts of random words, of the given lengths."""
     draw = random.Random(len(lengths))
     return [
         Prompt(

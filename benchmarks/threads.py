@@ -1,4 +1,4 @@
-"""What idle threads should do: updates of a small network on one and two threads, on an idle and on a busy machine.
+"""The cost of idle threads: updates of a small network on one and two threads, on an idle and on a busy machine.
 
     python benchmarks/threads.py [--seconds 4] [--rounds 3] [--load 2] [--width 128]
 

@@ -60,7 +60,7 @@ def measure(run: Run, name: str) -> Row:
 def race(
     run: Run, name: str, contenders: Mapping[str, Contender], *, seed: int, goal: float | None, limit: int
 ) -> dict[str, list[Round]]:
-    """What each contender says after every ten steps, until the goal, where there is one, or the limit."""
+    """Figures of each contender after every ten steps, until the goal, where there is one, or the limit."""
     start = make_start(run)
     figures: dict[str, list[Round]] = {contender: [] for contender in contenders}
     with ExitStack() as stack:

@@ -82,7 +82,7 @@ class Parts:
             prepare(reward, next(phase.prompts.items for phase in self.phases if phase.reward is reward))
 
     def unanswered(self, part: str | None) -> Unanswered | None:
-        """How to see whether that part of the reward finds an answer; None where nothing reads answers.
+        """Test of whether that part of the reward finds an answer; None where nothing reads answers.
 
         Where the first task has rewards of its own too: what reads one task's answers may refuse the other's questions.
         """

@@ -104,7 +104,7 @@ def overlong_demonstrations(dropped: int, *, left: int, context: int | None) -> 
 
 
 def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
-    """What a recipe asks for that may be right and is worth knowing."""
+    """Notices about choices of a recipe that are valid and easily misread."""
     notices = []
     if policy.notice:
         notices.append(f"native engine not used: {policy.notice}; rollouts use generate, training pads")

@@ -91,7 +91,7 @@ class RunConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _effective(self) -> RunConfig:
-        """What is written has an effect."""
+        """Refuse written settings that have no effect."""
         refuse_idle(self)
         curriculum, steps = self.curriculum, self.training.steps
         if curriculum and curriculum.until_pass_rate is None and 0 < steps <= curriculum.steps:

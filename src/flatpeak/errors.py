@@ -17,7 +17,7 @@ DIVERGED = (
     "fork the run from an earlier checkpoint with a lower optimizer.learning_rate: flatpeak fork RUN STEP --name NEW "
     "optimizer.learning_rate=..."
 )
-"""What to do about weights that have diverged."""
+"""The advice in every error about diverged weights."""
 
 
 class DivergedError(RunError):

@@ -82,7 +82,7 @@ def fork(
 
 
 def metric_of(run: str | Path) -> str:
-    """What chooses the checkpoints of a run. UserError where it is none."""
+    """The metric that chooses the best checkpoint of a run. UserError where the directory is no run's."""
     source = _find(run)
     if not source.config.is_file():
         raise UserError(f"{run} is not a run's directory: give the directory, or the name of a run in runs/")

@@ -24,7 +24,7 @@ class Rule:
     instead: str
     """The choice under which they would count."""
     unless: Callable[[Get], bool] = lambda get: False
-    """What gives them an effect all the same."""
+    """Condition under which they have an effect all the same."""
 
     def idle(self, get: Get) -> bool:
         """Whether the settings have no effect in this recipe."""

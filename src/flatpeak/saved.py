@@ -1,4 +1,4 @@
-"""What a resumed run goes on from: its newest checkpoint, and the one that KL is measured against."""
+"""The checkpoints that a resumed run starts from: its newest one, and the one that KL is measured against."""
 
 from __future__ import annotations
 

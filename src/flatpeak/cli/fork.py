@@ -1,4 +1,4 @@
-"""`flatpeak fork`."""
+"""The command `flatpeak fork`: a new run from a checkpoint of another one."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Buffers:
-    """Which tensor stands in each place, and its value: a forward pass may write into a buffer or rebind it."""
+    """The tensor of each buffer and its value: a forward pass may write into a buffer or rebind it."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:

@@ -70,7 +70,7 @@ def default_step(perturbation: Perturbation) -> float:
 
 
 def relative_size(step: float, way: Direction, perturbation: Perturbation) -> float:
-    """How far a step of this size moves the perturbed parameters, over their norm."""
+    """Norm of a perturbation of this step over the norm of the perturbed parameters."""
     size = weight_norm(perturbation)
     return abs(step) * way.norm / size if size else math.inf
 

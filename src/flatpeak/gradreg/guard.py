@@ -106,7 +106,7 @@ class Guard:
         self.checked = update
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on with."""
+        """The state that a checkpoint keeps for a resumed run."""
         return {
             "guard_passed": self.passed,
             "guard_warned": self.warned,
@@ -125,7 +125,7 @@ class Guard:
 
 
 def rounded_away(kept: Kept, *, h: float, way: Direction, perturbation: Perturbation) -> str | None:
-    """What rounding takes of a penalty that is consistent all the same; None where it takes little."""
+    """Notice of a consistent penalty that rounding diminishes; None where it takes little."""
     if not rounds(perturbation.through):
         return None
     if kept.along < SHORTENED_BELOW:
@@ -145,7 +145,7 @@ def rounded_away(kept: Kept, *, h: float, way: Direction, perturbation: Perturba
 
 
 def inconsistency(consistency: float, *, h: float, way: Direction, perturbation: Perturbation) -> str:
-    """What is wrong with a penalty that depends on the sign of its step, and the way out."""
+    """Message about a penalty that depends on the sign of its step, with the fix."""
     size, usual = relative_size(h, way, perturbation), default_step(perturbation)
     dtype = str(perturbation.through).removeprefix("torch.")
     if consistency < ANOTHER_FUNCTION:

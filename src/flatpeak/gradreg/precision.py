@@ -1,4 +1,4 @@
-"""What rounds numbers on their way through the model, as its layers show it: types, autocast, sharding policies."""
+"""The precision of the numbers inside the model, as its layers show it: types, autocast, sharding policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUANTIZED = ("Params4bit", "Int8Params")
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """What one pass showed."""
+    """Precisions that one pass has shown."""
 
     weights: set[torch.dtype] = field(default_factory=set)
     """The types that the weights of perturbed linear layers have while these run."""

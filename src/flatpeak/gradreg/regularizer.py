@@ -209,7 +209,7 @@ class GradientRegularizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Passes:
-    """What the passes after the first one of an update need."""
+    """Inputs of the passes after the first one of an update."""
 
     replay: Callable[[], object]
     """Adds a pass's gradient to `.grad`."""
@@ -270,7 +270,7 @@ class _Update:
 
     @property
     def device(self) -> torch.device:
-        """Where ranks meet."""
+        """Device on which ranks exchange tensors."""
         return device_of(next(iter(self.g1)))
 
     def _curvature(self, way: Direction, *, check: bool) -> dict[nn.Parameter, Tensor]:

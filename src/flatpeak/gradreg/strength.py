@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from flatpeak.gradreg.config import GradientRegularizationConfig
 
 MEMORY = 0.9
-"""How much of the tracked strength an update keeps."""
+"""Share of the tracked strength that an update keeps."""
 MOST = 2.0
-"""How many times the wanted ratio an update's own may reach where the tracked strength lags behind the curvature."""
+"""Bound of an update's own ratio, in wanted ratios, where the tracked strength lags behind the curvature."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -111,7 +111,7 @@ class PackedContext:
         return torch.cat(outputs)[None]
 
     def _on_prompts(self, rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One group's."""
+        """Attention among the prompts of one group."""
         if self.kept is not None and query.device.type == "cpu":
             return _attend_to_prefixes(rule, query, key, value)
         return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))

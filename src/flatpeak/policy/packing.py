@@ -73,7 +73,7 @@ class PackedRow:
     prompts: tuple[Segments, ...]
     """Groups of similar length, in the order in which they stand in the row."""
     order_P: tuple[int, ...]
-    """Which prompt stands at each place in the row."""
+    """Index of the prompt at each place in the row."""
     responses: tuple[Responses, ...]
     """In the order in which they stand in the row, after all prompts."""
     source_T: Tensor

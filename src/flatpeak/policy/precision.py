@@ -1,4 +1,4 @@
-"""How precisely a model computes."""
+"""The precision in which a model computes."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ def graded_rooms(lengths: Sequence[int], places: int) -> dict[int, int]:
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The next multiple."""
+    """The smallest multiple that is at least `length`."""
     return -(-length // multiple) * multiple
 
 
 class PromptMemory:
-    """Which prompt's keys and values stand where, and they themselves."""
+    """Keys and values of prompts, with the places where they stand."""
 
     def __init__(self, places: int, rooms: Rooms, device: torch.device) -> None:
         self.places = places
@@ -71,7 +71,7 @@ class PromptMemory:
 
     @property
     def tables(self) -> list[Tensor]:
-        """What says where prompts stand."""
+        """Tensors that locate the prompts."""
         return [self.lengths_A, self.starts_A, self.columns_A]
 
     def serves(self, places: int, rooms: Rooms) -> bool:
@@ -79,7 +79,7 @@ class PromptMemory:
         return places <= self.places and all(rows <= self.rooms.get(columns, 0) for columns, rows in rooms.items())
 
     def restart(self) -> None:
-        """Forget all prompts."""
+        """Forget all prompts and keep the memory."""
         for table in self.tables:
             table.zero_()
         self._home = {}

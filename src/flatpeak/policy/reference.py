@@ -27,7 +27,7 @@ class Snapshot(Policy):
         super().__init__(duplicate, policy.tokenizer)
 
     def scoring(self) -> AbstractContextManager[None]:
-        """See Policy."""
+        """Context for scoring; see Policy.scoring."""
         return scoring(self.model, trained=self.trained)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a policy changes of a model besides its weights, kept to be put back."""
+"""Attributes of a model that a policy changes besides its weights, kept to be put back."""
 
 from __future__ import annotations
 

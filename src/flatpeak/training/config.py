@@ -110,8 +110,8 @@ class TrainingConfig(StrictConfig):
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer updates per epoch: the rollout batch is cut into so many minibatches."""
     minibatch_of: MinibatchOf = "groups"
-    """What a minibatch is drawn from. groups: whole groups. completions: single ones of all groups, shuffled, as TRL
-    does; nearly every prompt is then read again in each minibatch."""
+    """Unit of which minibatches are made. groups: whole groups. completions: single ones of all groups, shuffled, as
+    TRL does; nearly every prompt is then read again in each minibatch."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """Token budget of one forward and backward pass: memory only, never the gradient. A prompt counts once for its
     group; where the model trains by padding, once per completion, and padding counts. null: 4096 on a CPU, where more

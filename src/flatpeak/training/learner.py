@@ -42,7 +42,7 @@ class Learner:
     """Holds the optimizer; `update` accumulates a minibatch's gradient, clips it once and steps."""
 
     twice_differentiable = False
-    """How passes compute log-probabilities; see Policy.token_logprobs."""
+    """Whether passes can be differentiated twice; see Policy.token_logprobs."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Learner:
         self.temperature = temperature
         self.micro_batch_tokens = token_budget(micro_batch_tokens, policy.device)
         self.updates = 0
-        """How often weights and optimizer were changed, or begun to be."""
+        """Number of updates that have begun to change weights and optimizer."""
         self.updating = False
         """Whether an update is under way, or was left by an error."""
 

@@ -89,7 +89,7 @@ def policy_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
 
 
 def sampler_gap_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
-    """How far the sampler's log-probabilities are from the trainer's, over the tokens of the step's first update.
+    """Distance of the sampler's log-probabilities from the trainer's, over the tokens of the step's first update.
 
     Later updates train other weights than those that sampled.
     """

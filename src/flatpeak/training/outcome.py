@@ -1,4 +1,4 @@
-"""How a run ends: its status, what is saved at the end, and what an error leaves to read."""
+"""The end of a run: its status, its last checkpoint, and the error in its summary."""
 
 from __future__ import annotations
 

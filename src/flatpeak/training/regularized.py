@@ -168,5 +168,5 @@ def split_groups(batch: Batch, fraction: float) -> tuple[Batch, Batch | None, fl
 
 
 def count_groups(batch: Batch) -> int:
-    """How many groups have a completion in the batch."""
+    """Number of groups with a completion in the batch."""
     return len(torch.unique(batch.prompt_N))

@@ -24,7 +24,7 @@ class SkippedUpdates:
     in_a_row: int = 0
     """Up to the last update."""
     told: int = 0
-    """How many had been skipped at the last notice."""
+    """Number of skipped updates at the last notice."""
     here: int = 0
     """Updates since the run was started or resumed last."""
 
@@ -59,7 +59,7 @@ class SkippedUpdates:
             )
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps."""
+        """The counts that a checkpoint keeps."""
         return {name: count for name, count in asdict(self).items() if name != "here"}
 
     @classmethod

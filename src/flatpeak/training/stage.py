@@ -28,7 +28,7 @@ class Stage(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class History:
-    """What has happened in a run so far; saved in every checkpoint, so that a resumed run tells the whole story."""
+    """The history of a run so far, saved in every checkpoint for the resumed run."""
 
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best_step: int | None = None

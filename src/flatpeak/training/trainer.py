@@ -131,7 +131,7 @@ class Trainer:
         return rollouts
 
     def teaches(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
-        """Which groups have a policy gradient: by the rewards as trained, before a KL penalty in them."""
+        """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them."""
         shaped = self.shape(groups, scores)
         found_P = informative(shaped.rewards_PG, shaped.valid_PG) & shaped.trained_PG.any(dim=1)
         return [bool(found) for found in found_P]
