@@ -6,7 +6,8 @@ Both train the same model on the same problems with the same batch, updates per 
 one thread each, and take turns of ten steps. After each ten the clock stands still while one evaluator, the same for
 both, answers the 500 held-out problems greedily. A contender is done at an accuracy of 0.9, or gives up after 200
 steps. Rows like "seed 0, 100 steps" compare accuracy by steps and not by time: all of 100 steps, with minibatches of
-groups and of completions; `python -m benchmarks.steps_to_accuracy FILE...` makes their table.
+groups, of completions, and of completions with three times the warm-up; their table is made by
+`python -m benchmarks.steps_to_accuracy FILE...`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ TIMED = {"flatpeak": Contender(trainer="flatpeak"), "TRL generate": Contender(tr
 STEPPED = {
     "groups": Contender(trainer="flatpeak", settings=("training.minibatch_of=groups",)),
     "completions": Contender(trainer="flatpeak", settings=("training.minibatch_of=completions",)),
+    "completions, longer warm-up": Contender(
+        trainer="flatpeak", settings=("training.minibatch_of=completions", "optimizer.warmup_steps=15")
+    ),
     "TRL": Contender(trainer="TRL"),
 }
 ROWS = {f"seed {seed}": seed for seed in range(SEEDS)}
