@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+import flatpeak.api
 from flatpeak.policy.policy import Policy
 from flatpeak.rollout.engine import NativeEngine
+from flatpeak.training.stage import restore_schedule
 from flatpeak.training.trainer import Trainer
 from resume_parts import RL_STEPS, Run, assert_same, outcome
 
@@ -34,31 +36,41 @@ CROWDED: dict[str, Any] = {
 def prefills(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     """The prompts of every prefill, in order; in a resumed run, from the loading of its checkpoint on."""
     seen: list[list[tuple[int, ...]]] = []
-    prefill, load = Policy.prefill, Trainer.load
+    prefill = Policy.prefill
 
     def spy(self: Policy, state: Any, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Any:
         seen.append([tuple(prompt) for prompt in prompts])
         return prefill(self, state, prompts, places)
 
-    def forget_and_load(self: Trainer, state: Any, tensors: Any) -> None:
-        seen.clear()  # the start-up probe of the policy reads prompts too
-        load(self, state, tensors)
+    def clearing(load: Callable[..., None]) -> Callable[..., None]:
+        def clear_and_load(*given: Any) -> None:
+            seen.clear()  # the start-up probes of policy and reference read prompts too
+            load(*given)
+
+        return clear_and_load
 
     monkeypatch.setattr(Policy, "prefill", spy)
-    monkeypatch.setattr(Trainer, "load", forget_and_load)
+    monkeypatch.setattr(flatpeak.api, "restore_schedule", clearing(restore_schedule))
+    monkeypatch.setattr(Trainer, "load", clearing(Trainer.load))
     return seen
 
 
 def whole_and_cut(
-    make_run: MakeRun, prefills: list[Any], send: Any, *, before_resume: Callable[[], None] = lambda: None
+    make_run: MakeRun,
+    prefills: list[Any],
+    send: Any,
+    *,
+    at: tuple[str, int] = ("train", CUT),
+    config: dict[str, Any] = CROWDED,
+    before_resume: Callable[[], None] = lambda: None,
 ) -> tuple[Run, Run, list[Any], list[Any]]:
-    """Two runs of one recipe, the second stopped after step CUT and resumed; what each read from there on."""
+    """Two runs of one recipe, the second stopped after a step and resumed; what each read from there on."""
     marks: list[int] = []
-    whole = make_run("whole", **CROWDED)
-    assert whole.start(stop={("train", CUT): lambda: marks.append(len(prefills))}).exit_code == 0
+    whole = make_run("whole", **config)
+    assert whole.start(stop={at: lambda: marks.append(len(prefills))}).exit_code == 0
     expected = prefills[marks[0] :]
-    cut = make_run("cut", **CROWDED)
-    assert cut.start(stop={("train", CUT): send(signal.SIGTERM)}).exit_code == 143
+    cut = make_run("cut", **config)
+    assert cut.start(stop={at: send(signal.SIGTERM)}).exit_code == 143
     before_resume()
     assert cut.start(resume=True).exit_code == 0
     return whole, cut, expected, list(prefills)
@@ -78,19 +90,23 @@ def test_a_run_stopped_between_steps_reads_prompts_in_the_order_of_the_uninterru
     assert_same(outcome(cut.path), outcome(whole.path))
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_run_stopped_in_sft_reads_prompts_in_the_order_of_the_uninterrupted_one(
+    make_run: MakeRun, prefills: list[Any], send: Any, step: int
+) -> None:
+    """After a check, and after the last step of SFT, when RL's sampler is given what SFT's checks have seen."""
+    checked = {"steps": 4, "stop_at": 1.0, "check_every": 1, "check_size": 6}
+    config = CROWDED | {"task": {"train_size": 10}, "sft": checked}
+    whole, cut, expected, found = whole_and_cut(make_run, prefills, send, at=("sft", step), config=config)
+    assert found == expected
+    assert_same(outcome(cut.path), outcome(whole.path))
+
+
 def test_a_checkpoint_holds_the_expected_lengths_and_without_them_the_order_would_differ(
     make_run: MakeRun, prefills: list[Any], send: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = Trainer.load
-
     def forget() -> None:
-        monkeypatch.setattr(
-            Trainer,
-            "load",
-            lambda self, state, tensors: load(
-                self, {**state, "stage": {**state["stage"], "expected_lengths": {}}}, tensors
-            ),
-        )
+        monkeypatch.setattr(flatpeak.api, "restore_schedule", lambda sampler, state: None)
 
     whole, _, expected, found = whole_and_cut(make_run, prefills, send, before_resume=forget)
     lengths = stage_state(whole.path)["expected_lengths"]

@@ -31,7 +31,7 @@ from flatpeak.training.outcome import conduct
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.silence import SilentSteps
-from flatpeak.training.stage import History
+from flatpeak.training.stage import History, restore_schedule
 from flatpeak.training.trainer import Trainer, TrainerConfig
 
 
@@ -168,6 +168,8 @@ def report_on(run: RunPaths, progress: Progress) -> Path:
 
 def _stages(config: RunConfig, parts: Parts, journal: Journal, saved: Saved, *, with_training: bool) -> None:
     """SFT, then RL, each from where it was left. What a stage needed is freed at its end."""
+    if saved.newest is not None:
+        restore_schedule(parts.sampler, saved.newest.state["stage"])
     if config.sft.steps and saved.train is None and not saved.sft_finished:
         _imitate(config, parts, journal, saved.sft)
     if with_training and not journal.stopped:
@@ -182,6 +184,7 @@ def _imitate(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpoin
         micro_batch_tokens=config.training.micro_batch_tokens,
         max_skipped_updates=config.training.max_skipped_updates,
         check=lambda: parts.evaluate(parts.check).pass_rate,
+        sampler=parts.sampler,
         journal=journal,
     )
     if saved is not None:

@@ -64,6 +64,7 @@ def test_constant_divides_by_the_longest_demonstration_of_all_in_every_batch() -
         config=SFTConfig(normalization="constant"),
         micro_batch_tokens=None,
         check=lambda: 0.0,
+        sampler=SimpleNamespace(),  # type: ignore[arg-type]
         max_skipped_updates=10,
         journal=SimpleNamespace(),  # type: ignore[arg-type]
     )

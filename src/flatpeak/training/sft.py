@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.policy import Policy
+from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
 from flatpeak.training.data import Stream
@@ -20,6 +21,7 @@ from flatpeak.training.metrics import Clock, policy_metrics
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.skipped import SkippedUpdates
+from flatpeak.training.stage import schedule_state
 from flatpeak.types import Batch, Prompt
 
 LIKELIHOOD = Objective(config=ObjectiveConfig(loss="policy_gradient"), kl=KLConfig())
@@ -67,6 +69,7 @@ class SFTTrainer:
         micro_batch_tokens: int | None,
         max_skipped_updates: int,
         check: Callable[[], float],
+        sampler: Sampler,
         journal: Journal,
     ) -> None:
         self.learner = Learner(
@@ -77,6 +80,8 @@ class SFTTrainer:
         """Of all demonstrations: what `normalization: constant` divides by in every step."""
         self.config = config
         self.check = check
+        self.sampler = sampler
+        """What `check` and evaluations draw from."""
         self.journal = journal
         self.max_skipped_updates = max_skipped_updates
         self.skipped = SkippedUpdates()
@@ -139,7 +144,11 @@ class SFTTrainer:
 
     def state(self) -> dict[str, Any]:
         """Whether SFT is over, and counts; the data's order follows from the step."""
-        return {"finished": self.finished, "skipped_updates": self.skipped.state()}
+        return {
+            "finished": self.finished,
+            "skipped_updates": self.skipped.state(),
+            **schedule_state(self.sampler),
+        }
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint; the policy is the one saved there already."""

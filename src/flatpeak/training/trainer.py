@@ -27,6 +27,7 @@ from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.resets import ReferenceResets, split_reference
 from flatpeak.training.shaping import ShapedRewards, informative, kl_penalty_N, shape_rewards
 from flatpeak.training.skipped import SkippedUpdates
+from flatpeak.training.stage import EXPECTED_LENGTHS, schedule_state
 from flatpeak.types import Batch, Group, Scores
 
 
@@ -187,8 +188,7 @@ class Trainer:
             "reached": self.reached,
             "resets": self.resets.count,
             "skipped_updates": self.skipped.state(),
-            # Where results depend on the batch in their last bits, a resumed run has to schedule as it did before.
-            "expected_lengths": dict(getattr(self.sampler, "expected_lengths", {})),
+            **schedule_state(self.sampler),
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -203,9 +203,7 @@ class Trainer:
         self.reached = place.pop("reached") and self.journal.goal_reached(self.config.training.stop_at)
         self.skipped = SkippedUpdates.of(place)
         place.pop("skipped_updates", None)
-        expected_lengths = place.pop("expected_lengths", {})
-        if hasattr(self.sampler, "expected_lengths"):
-            self.sampler.expected_lengths = expected_lengths
+        place.pop(EXPECTED_LENGTHS, None)  # the sampler's, which api restores for every stage
         self.reference = self.resets.load(
             place.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
         )
