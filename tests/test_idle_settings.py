@@ -44,7 +44,7 @@ SMALL_SUMS = {"type": "arithmetic", "max_value": 5}
         ),
         (
             {"kl": {"coefficient": 0.1, "placement": "reward", "ratio_weighted": True}},
-            "kl.ratio_weighted=True has no effect with kl.placement=reward: remove it, or set kl.placement=loss",
+            "kl.ratio_weighted=true has no effect with kl.placement=reward: remove it, or set kl.placement=loss",
         ),
         (
             {
@@ -55,7 +55,7 @@ SMALL_SUMS = {"type": "arithmetic", "max_value": 5}
         ),
         (
             {"optimizer": {"name": "sgd", "betas": [0.1, 0.2]}},
-            "optimizer.betas=(0.1, 0.2) has no effect with optimizer.name=sgd: remove it, or set optimizer.name=adamw",
+            "optimizer.betas=[0.1, 0.2] has no effect with optimizer.name=sgd: remove it, or set optimizer.name=adamw",
         ),
         ({"sft": {"optimizer": {"name": "sgd", "eps": 1e-6}}}, "sft.optimizer.eps=1e-06 has no effect"),
         ({"reward_model": {"optimizer": {"name": "sgd", "eps": 1e-6}}}, "reward_model.optimizer.eps=1e-06 has no"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,8 +117,14 @@ def refuse_idle(config: StrictConfig) -> None:
                 if value is None or value is False:  # it says off, as the choice does
                     continue
                 raise ValueError(
-                    f"{setting}={value} has no effect with {rule.choice}={chosen}: remove it, or set {rule.instead}"
+                    f"{setting}={_as_yaml(value)} has no effect with {rule.choice}={_as_yaml(chosen)}: remove it, or "
+                    f"set {rule.instead}"
                 )
+
+
+def _as_yaml(value: Any) -> str:
+    """A value as a recipe writes it."""
+    return json.dumps(value) if isinstance(value, bool | list | tuple) else str(value)
 
 
 def without_superseded(merged: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
