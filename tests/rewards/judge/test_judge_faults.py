@@ -33,7 +33,7 @@ def test_without_faults_every_answer_is_asked_about_once():
         assert len(server.requests) == ASKED
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 504, 529])
 def test_a_failing_server_is_asked_again_with_the_same_result(status):
     with JudgeServer(lambda earlier, body: error(status) if earlier < 2 else None) as server:
         judge = reward(server.url)
@@ -63,6 +63,84 @@ def test_a_server_that_wants_a_pause_gets_it():
         assert scores(reward(server.url)).scores == EXPECTED
         assert len(server.requests) == 2 * ASKED
         assert server.times[ASKED] - server.times[0] >= 0.3
+
+
+def test_short_verdicts_are_not_held_up_by_what_long_ones_would_use():
+    """A limit of 20,000 tokens a minute, 15 tokens a call, and 1,024 for a reply that never comes to that."""
+
+    def brief(earlier, body):
+        answer = json.loads(honest(body).body)
+        answer["usage"] = {"prompt_tokens": 5, "completion_tokens": 10, "total_tokens": 15}
+        return Answer(body=json.dumps(answer))
+
+    with JudgeServer(brief) as server:
+        judge = reward(server.url, tokens_per_minute=20_000, max_tokens=1024)
+        started = time.monotonic()
+        found = judge.score([group(*[str(n) for n in range(200)])])
+        seconds = time.monotonic() - started
+        judge.close()
+        assert len(server.requests) == 200
+    assert (found.failed, sum(score == 1.0 for score in found.scores[0])) == (0, 1)
+    assert seconds < 10
+
+
+def test_a_server_that_asks_for_an_hour_costs_one_step_and_not_its_deadline():
+    """Those of the same step hear of it and are missing at once; the next step asks again."""
+    ill = [True]
+
+    def script(earlier, body):
+        return error(429, headers={"retry-after": "3600"}) if ill[0] else None
+
+    with JudgeServer(script) as server:
+        judge = reward(server.url, deadline=20.0, concurrency=2, min_valid_fraction=0)
+        started = time.monotonic()
+        found = judge.score(GROUPS)
+        assert (found.failed, len(server.requests)) == (ASKED, 2)
+        assert "pause of 120 s" in str(found.first_error) or "no time left" in str(found.first_error)
+        ill[0] = False
+        assert judge.score(GROUPS).scores == EXPECTED
+        assert time.monotonic() - started < 10
+        judge.close()
+        assert len(server.requests) == 2 + ASKED
+
+
+def failed_inside(code, *, choice):
+    """An error that comes as a success, as OpenRouter sends them."""
+    failure = {"message": "the provider is overloaded", **({} if code is None else {"code": code})}
+    if choice:
+        inside = {
+            "index": 0,
+            "finish_reason": "error",
+            "message": {"role": "assistant", "content": ""},
+            "error": failure,
+        }
+        return Answer(body=json.dumps({"choices": [inside]}))
+    return Answer(body=json.dumps({"error": failure}))
+
+
+@pytest.mark.parametrize("choice", [False, True])
+@pytest.mark.parametrize("code", [503, 429, None])
+def test_an_error_that_comes_as_a_success_is_waited_for_like_any_other(code, choice):
+    with JudgeServer(lambda earlier, body: failed_inside(code, choice=choice) if earlier == 0 else None) as server:
+        judge = reward(server.url)
+        assert judge.score(GROUPS).scores == EXPECTED
+        figures = judge.metrics()
+        judge.close()
+    assert (figures["judge/calls"], figures["judge/retries"], figures["judge/repairs"]) == (10.0, 5.0, 0.0)
+
+
+def test_a_server_that_only_says_so_inside_is_down():
+    with JudgeServer(lambda earlier, body: failed_inside(503, choice=False)) as server:
+        judge = reward(server.url, breaker={"failures": 3, "pause": 0.05, "give_up": 0.4}, retries=100)
+        with pytest.raises(JudgeDownError, match="503: the provider is overloaded"):
+            scores(judge)
+
+
+def test_a_key_that_is_refused_inside_stops_the_run_at_once():
+    with JudgeServer(lambda earlier, body: failed_inside(401, choice=False)) as server:
+        with pytest.raises(UserError, match="api_key_env"):
+            scores(reward(server.url, concurrency=1))
+        assert len(server.requests) == 1
 
 
 def test_a_slow_reply_is_given_up_and_asked_for_again():

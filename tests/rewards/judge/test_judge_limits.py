@@ -10,7 +10,7 @@ from judge_parts import VirtualClock
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.breaker import CircuitBreaker
-from flatpeak.rewards.judge.limits import Budget, BudgetSpentError, RateLimits
+from flatpeak.rewards.judge.limits import Budget, BudgetSpentError, HeldError, RateLimits
 from flatpeak.rewards.judge.protocol import JudgeDownError
 from flatpeak.rewards.judge.retry import RETRIED_STATUSES, RetryPolicy, read_retry_after
 
@@ -19,7 +19,7 @@ def sent_at(limits, clock, tokens):
     async def send():
         times = []
         for each in tokens:
-            await limits.take(each)
+            limits.settle(await limits.take(each), each)
             times.append(clock.now())
         return times
 
@@ -61,6 +61,91 @@ def test_what_a_request_really_used_counts_once_it_is_known():
     assert asyncio.run(send()) == 1000.0
 
 
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Time passes only while every task sleeps, and then at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.moment = 1000.0
+        select = self._selector.select
+        self._selector.select = lambda timeout=None: self.pass_time(timeout) or select(0)
+
+    def pass_time(self, timeout):
+        self.moment += timeout or 0.0
+
+    def time(self):
+        return self.moment
+
+
+class LoopClock:
+    def now(self):
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds):
+        await asyncio.sleep(seconds)
+
+
+def calls(limits, requests, *, at_once):
+    """(sent, answered, tokens used) of each (reserved, used, seconds), so many side by side."""
+    done = []
+
+    async def call(slots, reserved, used, seconds):
+        async with slots:
+            receipt = await limits.take(reserved)
+            sent = limits._clock.now()
+            await asyncio.sleep(seconds)
+            limits.settle(receipt, used)
+            done.append((sent, limits._clock.now(), used))
+
+    async def run():
+        slots = asyncio.Semaphore(at_once)
+        await asyncio.gather(*(call(slots, *request) for request in requests))
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(run())
+    return done
+
+
+def test_short_replies_wait_for_nobody_although_each_reserves_a_long_one():
+    limits = RateLimits(requests_per_minute=None, tokens_per_minute=20_000, clock=LoopClock())
+    done = calls(limits, [(1_100, 15, 0.5)] * 200, at_once=16)
+    assert max(answered for _, answered, _ in done) - 1000.0 == pytest.approx(0.5 * 200 / 16, abs=0.5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whenever_a_server_counts_no_minute_has_more_tokens_than_allowed(seed):
+    generator = random.Random(seed)
+    limits = RateLimits(requests_per_minute=None, tokens_per_minute=5_000, clock=LoopClock())
+    requests = [(1_100, generator.choice([15, 15, 200, 1_100]), generator.choice([0.1, 2.0, 90.0])) for _ in range(120)]
+    done = calls(limits, requests, at_once=16)
+    for counted in (lambda call: call[0], lambda call: call[1], lambda call: generator.uniform(*call[:2])):
+        moments = sorted((counted(call), call[2]) for call in done)
+        for start, _ in moments:
+            assert sum(used for moment, used in moments if start <= moment < start + 60.0) <= 5_000
+
+
+def test_a_pause_beyond_the_deadline_is_refused_at_once_also_to_those_who_wait():
+    limits = RateLimits(requests_per_minute=1, tokens_per_minute=None, clock=LoopClock())
+
+    async def run():
+        limits.settle(await limits.take(1), 1)
+        waiting = asyncio.ensure_future(limits.take(1, left=50.0))
+        await asyncio.sleep(1.0)
+        limits.hold(100.0)
+        with pytest.raises(HeldError, match="pause of 100 s"):
+            await waiting
+        assert limits._clock.now() == 1001.0
+        limits.release(200.0)  # a pause that ends in time is kept
+        with pytest.raises(HeldError):
+            await limits.take(1, left=50.0)
+        limits.release(50.0)
+        await limits.take(1, left=500.0)
+        return limits._clock.now()
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        assert runner.run(run()) == pytest.approx(1060.0)
+
+
 def test_nothing_is_sent_while_the_server_asked_for_a_pause():
     clock = VirtualClock()
     limits = RateLimits(requests_per_minute=None, tokens_per_minute=None, clock=clock)
@@ -94,7 +179,12 @@ def test_retry_after_is_seconds_or_a_date():
 
 
 def test_only_too_many_requests_and_broken_servers_are_tried_again():
-    assert {429, 500, 502, 503, 504} == RETRIED_STATUSES
+    assert {408, 409, 429, 500, 502, 503, 504, 529} == RETRIED_STATUSES
+
+
+def test_a_server_that_asks_for_an_hour_is_waited_for_two_minutes():
+    policy = RetryPolicy(retries=1, first=1.0)
+    assert 120.0 <= policy.delay(0, retry_after=3600.0, generator=random.Random(0)) <= 121.0
 
 
 def breaker(clock, **fields):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,11 +11,11 @@ from typing import Any, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.breaker import CircuitBreaker
-from flatpeak.rewards.judge.limits import Budget, BudgetSpentError, RateLimits
+from flatpeak.rewards.judge.limits import Budget, BudgetSpentError, HeldError, RateLimits
 from flatpeak.rewards.judge.protocol import Clock, JudgeReply, JudgeRequest, RealClock
-from flatpeak.rewards.judge.retry import RETRIED_STATUSES, RetryPolicy, read_retry_after
+from flatpeak.rewards.judge.retry import LONGEST_PAUSE, RETRIED_STATUSES, RetryPolicy, read_retry_after
 from flatpeak.rewards.judge.secret import Secret
-from flatpeak.rewards.judge.wire import as_reply, error_text, expected_tokens
+from flatpeak.rewards.judge.wire import as_reply, error_in, error_text, expected_tokens
 
 _FATAL: Final = {
     401: "the endpoint refused the key (401): check the variable that backend.api_key_env names",
@@ -44,18 +45,20 @@ class Endpoint:
 class _FailureError(Exception):
     """An attempt without a usable reply."""
 
-    def __init__(self, *, text: str, retried: bool, retry_after: float | None = None) -> None:
+    def __init__(self, *, text: str, retried: bool, retry_after: float | None = None, answered: bool = False) -> None:
         super().__init__(text)
         self.text = text
         self.retried = retried
         self.retry_after = retry_after
+        self.answered = answered
+        """Whether the endpoint said so itself, and so has used no tokens."""
 
 
 class EndpointJudge:
     """`ask` answers every request, with a reply or the reason why there is none, in the requests' order.
 
-    One attempt takes at most `timeout` seconds. Only 429, 500, 502, 503, 504, broken connections and timeouts are tried
-    again; a refused key and an unknown model are UserErrors at once. To be used on one event loop.
+    One attempt takes at most `timeout` seconds. Only RETRIED_STATUSES, broken connections and timeouts are tried again;
+    a refused key and an unknown model are UserErrors at once. To be used on one event loop.
     """
 
     batch_size = 1
@@ -89,6 +92,8 @@ class EndpointJudge:
         self._clock = clock or RealClock()
         # Of its own: waiting must not change what anything else draws.
         self._jitter = random.Random()
+        # Of the tokens that the endpoint counts in a prompt to those that were expected; what is reserved must suffice.
+        self._prompt_ratio = 1.0
         self._notices: list[str] = []
         self._told_budget = False
         self._active = 0
@@ -122,6 +127,9 @@ class EndpointJudge:
 
     async def ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
         """All at once, as far as concurrency and limits allow."""
+        deadlines = [request.deadline for request in requests if request.deadline is not None]
+        if deadlines and not self._active:
+            self._limits.release(min(deadlines) - RealClock().now())
         tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
@@ -171,7 +179,7 @@ class EndpointJudge:
     async def _back_off(self, attempt: int, failure: _FailureError, request: JudgeRequest) -> None:
         if failure.retry_after is not None:
             # Whoever else would ask now would hear the same.
-            self._limits.hold(failure.retry_after)
+            self._limits.hold(min(failure.retry_after, LONGEST_PAUSE))
         delay = self._retry.delay(attempt, retry_after=failure.retry_after, generator=self._jitter)
         if request.deadline is not None and RealClock().now() + delay > request.deadline:
             raise _FailureError(text=f"{failure.text}; no time left to wait {delay:.0f} s", retried=False)
@@ -192,12 +200,8 @@ class EndpointJudge:
                 raise
             cost, before = 0.0, sent[0]
             try:
-                receipt = await self._limits.take(expected + request.max_tokens)
-                sent[0] += 1
-                reply = await self._send(request)
+                reply = await self._within_limits(request, expected, sent)
                 used = reply.prompt_tokens + reply.completion_tokens
-                if used:
-                    self._limits.settle(receipt, used)
                 # An endpoint that does not count tokens is taken to have used what was expected.
                 cost = self._endpoint.cost(reply.prompt_tokens, reply.completion_tokens) if used else most
                 return replace(reply, cost=cost)
@@ -205,11 +209,32 @@ class EndpointJudge:
                 alive = not failure.retried or failure.text.startswith("429")
                 self._breaker.succeeded() if alive else self._breaker.failed(failure.text)
                 raise
+            except HeldError as error:
+                self._breaker.abandoned()
+                raise _FailureError(text=str(error), retried=False) from None
             except BaseException:
                 self._breaker.abandoned()
                 raise
             finally:
                 self._budget.settle(most, cost, sent=sent[0] > before)
+
+    async def _within_limits(self, request: JudgeRequest, expected: int, sent: list[int]) -> JudgeReply:
+        """The reply to a request of about so many tokens; what it leaves of its reservation others may use."""
+        left = None if request.deadline is None else request.deadline - RealClock().now()
+        most = math.ceil(expected * self._prompt_ratio) + request.max_tokens
+        receipt = await self._limits.take(most, left=left)
+        counted = receipt.tokens  # where nobody counts, or nobody answers
+        sent[0] += 1
+        try:
+            reply = await self._send(request)
+            counted = reply.prompt_tokens + reply.completion_tokens or counted
+            self._prompt_ratio = max(self._prompt_ratio, reply.prompt_tokens / max(1, expected))
+            return reply
+        except _FailureError as failure:
+            counted = 0.0 if failure.answered else counted
+            raise
+        finally:
+            self._limits.settle(receipt, counted)
 
     async def _send(self, request: JudgeRequest) -> JudgeReply:
         """The endpoint's reply; _FailureError, or UserError where every other call would fail too."""
@@ -231,6 +256,9 @@ class EndpointJudge:
             text = f"{type(error).__name__}: {error}"
             self._breaker.succeeded()
             return JudgeReply(text="", reason=f"unreadable reply ({self.scrub(' '.join(text.split()))[:120]})")
+        found = error_in(answer)
+        if found is not None:
+            raise self._failure(found[0], found[1])
         self._breaker.succeeded()
         return as_reply(answer, latency=self._clock.now() - started)
 
@@ -251,17 +279,23 @@ class EndpointJudge:
 
     def _status_failure(self, error: Any) -> Exception:
         """What an HTTP status means. The endpoint's own words may quote the key, so they are scrubbed."""
-        status = int(error.status_code)
-        said = " ".join(self.scrub(error_text(error)).split())[:200]
-        if status in _FATAL:
-            # Not even scrubbed words here: an endpoint that refuses a key likes to show part of it.
-            return UserError(f"judge {self.identity}: {_FATAL[status]}")
-        if status == 429 and getattr(error, "code", None) == "insufficient_quota":
+        if int(error.status_code) == 429 and getattr(error, "code", None) == "insufficient_quota":
             return UserError(
                 f"judge {self.identity}: the account's quota is used up (429): raise it, then resume the run"
             )
         retry_after = read_retry_after(error.response.headers.get("retry-after"))
-        return _FailureError(text=f"{status}: {said}", retried=status in RETRIED_STATUSES, retry_after=retry_after)
+        return self._failure(int(error.status_code), error_text(error), retry_after=retry_after)
+
+    def _failure(self, status: int | None, text: str, *, retry_after: float | None = None) -> Exception:
+        """What an endpoint's error means; one without a status is taken to pass."""
+        said = " ".join(self.scrub(text).split())[:200]
+        if status in _FATAL:
+            # Not even scrubbed words here: an endpoint that refuses a key likes to show part of it.
+            return UserError(f"judge {self.identity}: {_FATAL[status]}")
+        retried = status is None or status in RETRIED_STATUSES
+        return _FailureError(
+            text=f"{status or 'error'}: {said}", retried=retried, retry_after=retry_after, answered=True
+        )
 
     def _tell_budget(self) -> None:
         if not self._told_budget:

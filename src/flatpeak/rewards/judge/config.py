@@ -144,13 +144,13 @@ class JudgeConfig(StrictConfig):
     concurrency: Annotated[int, Field(ge=1)] = 16
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Prompt and reply together."""
+    """Prompt and reply together. A call reserves `max_tokens` for its reply, and gives back what it did not use."""
     timeout: Seconds = 60.0
     """For one attempt."""
     deadline: Seconds | None = 1800.0
     """For everything that one step asks; what has no reply by then is missing."""
     retries: Annotated[int, Field(ge=0)] = 5
-    """On 429, 500, 502, 503, 504, broken connections and timeouts; nothing else is tried again."""
+    """On 408, 409, 429, 500, 502, 503, 504, 529, broken connections and timeouts; nothing else is tried again."""
     retry_delay: Seconds = 1.0
     """Longest wait before the first retry; it doubles, up to a minute."""
     breaker: BreakerConfig = BreakerConfig()

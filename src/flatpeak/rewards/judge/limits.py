@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from flatpeak.rewards.judge.protocol import Clock
 
 _MINUTE: Final = 60.0
+
+
+class HeldError(Exception):
+    """The server asked for a pause that is not over before the deadline; as text, how long it is."""
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What one request may use, until it is settled; then what it did use."""
+
+    tokens: float
+    until: float = math.inf
+    """When it leaves the window: a minute after it was settled, for nobody knows when the server counts it."""
 
 
 class RateLimits:
@@ -18,43 +33,69 @@ class RateLimits:
         self._requests = requests_per_minute
         self._tokens = tokens_per_minute
         self._clock = clock
-        self._sent: deque[list[float]] = deque()
-        self._held_until = 0.0
+        self._sent: deque[float] = deque()
+        self._receipts: list[Receipt] = []
+        self._held_until = -math.inf
         self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
 
-    async def take(self, tokens: int) -> list[float]:
-        """Wait until a request of about so many tokens may be sent; a receipt for `settle`.
+    async def take(self, tokens: int, *, left: float | None = None) -> Receipt:
+        """Wait until a request of at most so many tokens may be sent; a receipt that has to be settled.
 
-        A request above the limit of a whole minute goes when nothing else does.
+        All of them count as used until then. A request above the limit of a whole minute goes when nothing else does.
+        HeldError where the server asked for a pause that is not over in `left` seconds.
         """
+        until = None if left is None else self._clock.now() + left
         async with self._turn:
-            while (wait := self._wait(tokens)) > 0:
-                await self._clock.sleep(wait)
-            receipt = [self._clock.now(), float(tokens)]
-            self._sent.append(receipt)
+            while (wait := self._wait(tokens, until)) > 0:
+                await self._pause(wait)
+            self._sent.append(self._clock.now())
+            receipt = Receipt(float(tokens))
+            self._receipts.append(receipt)
             return receipt
 
-    def settle(self, receipt: list[float], tokens: int) -> None:
-        """Say how many tokens it really were."""
-        receipt[1] = float(tokens)
+    def settle(self, receipt: Receipt, tokens: float) -> None:
+        """Count what the request really used; what it leaves may be used at once."""
+        receipt.tokens, receipt.until = float(tokens), self._clock.now() + _MINUTE
+        self._changed.set()
 
     def hold(self, seconds: float) -> None:
         """Send nothing for so long: the server asked for it."""
         self._held_until = max(self._held_until, self._clock.now() + seconds)
+        self._changed.set()  # those who wait may have no time for it
 
-    def _wait(self, tokens: int) -> float:
+    def release(self, left: float) -> None:
+        """Forget a pause that is not over in `left` seconds: the next requests find out whether it still holds."""
+        if self._held_until > self._clock.now() + left:
+            self._held_until = -math.inf
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait so long, or until something has changed."""
+        self._changed.clear()
+        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._changed.wait())]
+        if math.isfinite(seconds):
+            waiting.append(asyncio.ensure_future(self._clock.sleep(seconds)))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+
+    def _wait(self, tokens: int, until: float | None) -> float:
+        """Seconds until a request may go, as far as is known: infinite where one has to be settled first."""
         now = self._clock.now()
-        while self._sent and self._sent[0][0] <= now - _MINUTE:
+        if until is not None and self._held_until > until:
+            raise HeldError(f"the endpoint asked for a pause of {self._held_until - now:.0f} s, and less time is left")
+        while self._sent and self._sent[0] <= now - _MINUTE:
             self._sent.popleft()
+        self._receipts = [receipt for receipt in self._receipts if receipt.until > now]
         wait = self._held_until - now
-        if not self._sent:
-            return wait
-        full = self._requests is not None and len(self._sent) >= self._requests
-        if self._tokens is not None and not full:
-            full = sum(receipt[1] for receipt in self._sent) + tokens > self._tokens
-        if full:
-            # A hair longer, so that rounding cannot leave it in the window with no time to wait.
-            wait = max(wait, self._sent[0][0] + _MINUTE - now + 1e-6)
+        # A hair longer each, so that rounding cannot leave something in the window with no time to wait.
+        if self._requests is not None and len(self._sent) >= self._requests:
+            wait = max(wait, self._sent[0] + _MINUTE - now + 1e-6)
+        used = sum(receipt.tokens for receipt in self._receipts)
+        if self._tokens is not None and used and used + tokens > self._tokens:
+            wait = max(wait, min(receipt.until for receipt in self._receipts) - now + 1e-6)
         return wait
 
 

@@ -9,8 +9,11 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-RETRIED_STATUSES: Final = frozenset({429, 500, 502, 503, 504})
-"""Too many requests, and what servers say when they are restarting or overloaded. Everything else fails again."""
+RETRIED_STATUSES: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+"""Too many requests, and what servers say when they are late, restarting or overloaded (529 is Anthropic's). Everything
+else fails again."""
+LONGEST_PAUSE: Final = 120.0
+"""Seconds of a Retry-After that are waited for: a server that asks for an hour is asked again sooner."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +32,9 @@ class RetryPolicy:
     """Seconds."""
 
     def delay(self, attempt: int, *, retry_after: float | None, generator: random.Random) -> float:
-        """Seconds to wait after attempt 0, 1, ...; never less than the server asked for."""
+        """Seconds to wait after attempt 0, 1, ...; never less than the server asked for, up to LONGEST_PAUSE."""
         jitter = generator.uniform(0.0, min(self.longest, self.first * 2.0 ** min(attempt, 30)))
-        return jitter if retry_after is None else retry_after + min(jitter, self.first)
+        return jitter if retry_after is None else min(retry_after, LONGEST_PAUSE) + min(jitter, self.first)
 
 
 def read_retry_after(value: str | None) -> float | None:

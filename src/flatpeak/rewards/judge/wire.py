@@ -38,6 +38,19 @@ def error_text(error: Any) -> str:
     return str(body or error.response.text)
 
 
+def error_in(answer: Any) -> tuple[int | None, str] | None:
+    """The status and the words of an error that came as a success (HTTP 200), as OpenRouter sends them; else None."""
+    choices = getattr(answer, "choices", None)
+    first = choices[0] if isinstance(choices, list) and choices else None
+    error = getattr(first, "error", None) or (getattr(answer, "error", None) if first is None else None)
+    if not error and getattr(first, "finish_reason", None) != "error":
+        return None
+    fields = error if isinstance(error, Mapping) else {}
+    code = fields.get("code")
+    text = str(fields.get("message") or error or "it says only that something went wrong")
+    return code if isinstance(code, int) and not isinstance(code, bool) else None, text
+
+
 def as_reply(answer: Any, *, latency: float) -> JudgeReply:
     """Whatever came back, read with care: servers that are nearly compatible leave fields out."""
     try:
