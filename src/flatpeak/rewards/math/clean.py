@@ -7,14 +7,14 @@ import unicodedata
 from collections.abc import Callable
 from typing import Final
 
+from flatpeak.rewards.math.environments import ROW_END, without_environment
 from flatpeak.rewards.math.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_RAW_CHARACTERS, OverLimitError, nesting
+from flatpeak.rewards.math.units import ABBREVIATIONS
 
 FUNCTIONS: Final = (
     "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sech|csch|sin|cos|tan|cot|sec|csc|log|ln|lg|exp"
 )
 """Names that mean the same with and without a backslash."""
-ROW_END: Final = "\ue000"
-"""Stands for the end of a matrix row. From the private use area, which no answer has anything to say in."""
 
 _CHARACTERS: Final = {
     ord(character): spelled
@@ -48,6 +48,10 @@ _CHARACTERS: Final = {
         "\u201c\u201d": '"',
         "\u2018\u2019": "'",
         "\u3001": ",",
+        "\u3002": ".",
+        "\u21d2\u27f9": r"\Rightarrow ",
+        "\u03a9\u2126": r"\Omega ",
+        "\u00b5\u03bc": r"\mu ",
     }.items()
     for character in characters
 }
@@ -60,6 +64,29 @@ _Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 
 def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> tuple[_Rule, ...]:
     return tuple((re.compile(pattern), replacement) for pattern, replacement in rules)
+
+
+def _operator_name(match: re.Match[str]) -> str:
+    name = match[1]
+    return rf"\text{{{name}}}" if name in ABBREVIATIONS - {"min", "deg"} or len(name) == 1 else rf"\{name} "
+
+
+def _colored(match: re.Match[str]) -> str:
+    """Nothing where the color begins a term; after a digit or a letter its braces would multiply."""
+    before = match.string[: match.start()].rstrip()
+    return match[0] if before[-1:].isalnum() or before[-1:] in ("}", ")") else ""
+
+
+def _repeating(match: re.Match[str]) -> str:
+    r"""`0.1666...` as `0.1\overline{6}`: a period of one or two digits is shown three times, a longer one twice."""
+    whole, digits = match.groups()
+    for length in range(1, len(digits) // 2 + 1):
+        period, times = digits[-length:], 1
+        while digits.endswith(period * (times + 1)):
+            times += 1
+        if times > 2 or (times == 2 and length > 2):
+            return rf"{whole}.{digits[: len(digits) - length * times]}\overline{{{period}}}"
+    return match[0]
 
 
 _LAYOUT: Final = _rules(
@@ -75,7 +102,13 @@ _LAYOUT: Final = _rules(
     (r"\\(?:[hv]?phantom|hspace|vspace|label|tag)\s*\*?(?:\{[^{}]*\}|[^{\w\\])", ""),
     (r"\\(?:quad|qquad|thinspace|enspace|space|medspace|thickspace)(?![A-Za-z])|\\[,;:>/ ]|~", " "),
     (r"\\(?:textrm|textbf|textit|textnormal|textsf|texttt|emph|mbox|hbox|mathrm|rm)(?![A-Za-z])", r"\\text"),
-    (r"\\operatorname\s*\*?\{\s*([A-Za-z]+)\s*\}", r"\\\1 "),
+    (r"\\operatorname\s*\*?\{\s*([A-Za-z]+)\s*\}", _operator_name),
+    (r"\\(?:textcolor\s*(?:\[[A-Za-z]+\]\s*)?|color\s*)\{\s*(?!white|transparent)[A-Za-z][\w!,. ]*\}", _colored),
+    (r"\\pounds(?![A-Za-z])", "\u00a3"),
+    (r"\\(?:implies|Longrightarrow)(?![A-Za-z])", r"\\Rightarrow "),
+    (r"(?<=[\d.])\s*[xX]\s*(?=10\s*\^)", r"\\cdot "),
+    (r"\u6216\u8005?", " or "),
+    (r"[\u548c\u4e0e\u53ca\u4e14]", " and "),
     (r"\\(?:underline|underbar|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|bf)(?![A-Za-z])", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
@@ -92,6 +125,7 @@ _LAYOUT: Final = _rules(
     (r"\\lbrack(?![A-Za-z])", "["),
     (r"\\rbrack(?![A-Za-z])", "]"),
     (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
+    (r"\\(?:lVert|rVert|Vert)(?![A-Za-z])", r"\\|"),
     (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset "),
     (r"\\(?:colon)(?![A-Za-z])", ":"),
     (r"\\(?:degree|degrees)(?![A-Za-z])|\^\s*\{?\\text\s*\{o\}\}?", r"^\\circ "),
@@ -105,6 +139,7 @@ _LAYOUT: Final = _rules(
     # Around a part of the text, $5$ cm; unlike $5 and $10, where nothing ends at the second.
     (r"(?<![\\\w$])\$([^\s$](?:[^$]*[^\s$\\])?)\$(?![\d$])", r"\1"),
     (r"(?<=[\d,}+])\s*\.{3,}", r"\\ldots "),
+    (r"(?<![\d.])(\d+)\.(\d{3,60})\s*\\[lc]?dots(?![A-Za-z])", _repeating),
     (r"\\([%$#&])", r"\1"),
     (r"\*\*", "^"),
     (
@@ -117,8 +152,15 @@ _LAYOUT: Final = _rules(
     (r"\s+", " "),
     (r"(?<=\()\s+|\s+(?=\))|(?<=\{)\s+(?!\w*\})|\s+(?=\})", ""),
 )
+_ENDS: Final = r"[^\[\](),;]+[,;]\s*[^\s\[\](),;][^\[\](),;]*"
+_OPEN_ENDS: Final = _rules(
+    (rf"\]({_ENDS})\[", r"(\1)"),
+    (rf"\]({_ENDS})(?=[\])])", r"(\1"),
+    (rf"(?<=[\[(])({_ENDS})\[", r"\1)"),
+)
+"""Intervals that turn a bracket away from what is not in them, `]1,2]`, as those that have a parenthesis there."""
 _BEFORE_SPACES: Final = re.compile(r"(?<![\w.,}])\d{1,3}(?: \d{3})+(?![\d/]| \d| ?/)")
-_THOUSANDS: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS: Final = re.compile(r"(?<![\d.,])(?!0,)\d{1,3}(?:,\d{3})+(?![\d,])")
 _MIXED: Final = re.compile(r"(?<![\d./)}^_])(\d+) (\d+) ?/ ?(\d+)(?![\d.])")
 _DELIMITERS: Final = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"), ('"', '"'))
 
@@ -133,8 +175,8 @@ def clean(text: str, *, join_thousands: bool = True) -> str:
     text = _undelimited(_plain_characters(text))
     for pattern, replacement in _LAYOUT:
         text = pattern.sub(replacement, text)
-    text = _undelimited(text.strip())
-    text = without_redundant_brackets(text)
+    text = _undelimited(without_environment(text.strip()))
+    text = without_redundant_brackets(_with_parentheses(text))
     if len(text) > MAX_CHARACTERS or nesting(text) > MAX_DEPTH:
         raise OverLimitError(f"{len(text)} characters, {nesting(text)} deep")
     text = _BEFORE_SPACES.sub(lambda match: match[0].replace(" ", ""), text)
@@ -158,6 +200,18 @@ def without_redundant_brackets(text: str) -> str:
         if start < 2 or text[start - 2] != "\\"
     }
     return "".join(character for place, character in enumerate(text) if place not in redundant)
+
+
+def _with_parentheses(text: str) -> str:
+    depth = 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if depth < 0:
+            break
+    if depth:  # brackets that close before they open, or never
+        for pattern, replacement in _OPEN_ENDS:
+            text = pattern.sub(replacement, text)
+    return text
 
 
 def _plain_characters(text: str) -> str:

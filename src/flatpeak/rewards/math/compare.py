@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Final
 
 from flatpeak.rewards.math.arithmetic import UndefinedError
+from flatpeak.rewards.math.intervals import merged
 from flatpeak.rewards.math.nodes import Node, integer, operation
 from flatpeak.rewards.math.reading import Reading, plain
 from flatpeak.rewards.math.values import Expression, proportional, same_value
 
 Verdict = bool | None
-_MONEY: Final = frozenset({"usd", "eur", "gbp", "jpy", "inr", "cent"})
+_MONEY: Final = frozenset({"usd", "eur", "gbp", "jpy", "inr", "cny", "cent"})
+_POINTS: Final = re.compile(r"(?:\\(?:triangle|angle)\s*)?(?:\\(?:overline|bar)\s*)?\{?(?P<points>[A-Z]{2,8})\}?")
+_OPEN_UNIT: Final = re.compile(r"unit(?:\^(?P<power>-?\d+))?")
 
 
 def equal(gold: Reading, answer: Reading) -> Verdict:
@@ -40,11 +44,16 @@ def _without_names(gold: Reading, answer: Reading) -> tuple[Reading, Reading]:
     """Without `x =` where both have the same or one has none."""
     if gold.kind == answer.kind == "named":
         return (gold.items[0], answer.items[0]) if gold.label == answer.label else (gold, answer)
-    if gold.kind == "named" and answer.kind not in ("equation", "inequality"):
+    if gold.kind == "named" and not _is_relation(answer):
         return gold.items[0], answer
-    if answer.kind == "named" and gold.kind not in ("equation", "inequality"):
+    if answer.kind == "named" and not _is_relation(gold):
         return gold, answer.items[0]
     return gold, answer
+
+
+def _is_relation(reading: Reading) -> bool:
+    r"""Whether a name is needed beside it: not for `x \ne 3`, which is a union."""
+    return reading.kind == "equation" or (reading.kind == "inequality" and reading.label != r"\ne")
 
 
 def _single(reading: Reading) -> Reading:
@@ -104,16 +113,40 @@ def _scalars(gold: Reading, answer: Reading) -> Verdict:
         return _with_percent(gold, answer) if gold.unit is None and answer.unit is None else False
     if all(names) and not _same_unit(*names):
         return False
+    points = _named_points(gold, answer)
+    if points is not None:
+        return points
     if one.node.kind == other.node.kind == "symbol":
         return one.node.name == other.node.name or (gold.label == "choice" and one.node.name == other.node.name.upper())
     return same_value(one, other)
 
 
+def _named_points(gold: Reading, answer: Reading) -> bool | None:
+    """Capitals alone are points, digits or words, in their order: `AB` is no product. None for anything else."""
+    one, other = _POINTS.fullmatch(gold.text), _POINTS.fullmatch(answer.text)
+    return None if one is None or other is None else one["points"] == other["points"]
+
+
 def _same_unit(first: str, second: str) -> bool:
-    names = {first, second}
-    if "unit" in names:  # which one is left open, but it is no angle and no money
-        return not any(name.startswith("deg") or name in _MONEY for name in names)
-    return first == second or names in ({"deg", "deg C"}, {"deg", "deg F"})
+    for name, other in ((first, second), (second, first)):
+        if unit := _OPEN_UNIT.fullmatch(name):
+            return _fits_open_unit(unit["power"], other)
+    return first == second or {first, second} in ({"deg", "deg c"}, {"deg", "deg f"})
+
+
+def _fits_open_unit(power: str | None, other: str) -> bool:
+    """Whether `units` to a power may be another unit; which one is left open, but it is no angle and no money."""
+    if other.startswith("deg") or other in _MONEY:
+        return False
+    second = _OPEN_UNIT.fullmatch(other)
+    if power is None or (second is not None and second["power"] is None):
+        return True  # plain `units` are said of areas and volumes too
+    return _power(other) == power
+
+
+def _power(unit: str) -> str:
+    """The exponent of a single unit, `1` if none is written."""
+    return unit.rpartition("^")[2] if "^" in unit else "1"
 
 
 def _values(gold: Reading, answer: Reading) -> tuple[Expression, Expression]:
@@ -134,14 +167,17 @@ def _values(gold: Reading, answer: Reading) -> tuple[Expression, Expression]:
 def _with_percent(gold: Reading, answer: Reading) -> Verdict:
     """A percent sign on one side only: a unit left out (50% and 50), or hundredths (50% and 0.5).
 
-    But 5000% is not meant by 50, although it is 50: a whole number beyond 1 is no count of hundredths.
+    A gold with the sign may be meant either way. For one without it, a whole number beyond 1 is no count of hundredths
+    (5000% is not meant by 50), and up to 1 it is nothing else (0.5% is not meant by 0.5).
     """
     stated, bare = (gold, answer) if gold.percent else (answer, gold)
     if stated.expression is None or bare.expression is None:
         return False
-    verdict = same_value(stated.expression, bare.expression)
     value = _exact(bare.expression)
-    if verdict is False and value is not None and (abs(value) <= 1 or value.denominator > 1):
+    unit = gold.percent or value is None or value == 0 or abs(value) > 1
+    hundredths = value is not None and (gold.percent or abs(value) <= 1 or value.denominator > 1)
+    verdict = same_value(stated.expression, bare.expression) if unit else False
+    if verdict is False and hundredths:
         hundredth = Node("number", number=Fraction(1, 100))
         return same_value(Expression(node=operation("mul", stated.expression.node, hundredth)), bare.expression)
     return verdict
@@ -160,10 +196,11 @@ def _bases(gold: Reading, answer: Reading) -> Verdict:
 
 
 def _ratios(gold: Reading, answer: Reading) -> Verdict:
-    literal = _in_order(gold, answer) if gold.label == answer.label else False
-    if literal or gold.label or answer.label:
-        return literal
-    return same_value(_quotient(gold), _quotient(answer))
+    """Times of day are equal digit by digit. What may be one, `6:10`, is a ratio beside what cannot be, `3:5`."""
+    labels = {gold.label, answer.label}
+    if labels in ({"clock"}, {"either"}):
+        return _in_order(gold, answer)
+    return False if "clock" in labels else same_value(_quotient(gold), _quotient(answer))
 
 
 def _ratio_and_scalar(gold: Reading, answer: Reading) -> Verdict:
@@ -191,6 +228,38 @@ def _equations(gold: Reading, answer: Reading) -> Verdict:
     return proportional(gold.expression, answer.expression)
 
 
+def _unions(gold: Reading, answer: Reading) -> Verdict:
+    """Part by part, or with the parts that touch or overlap as one; a single interval is a union too."""
+    parts = [reading.items if reading.kind == "union" else (reading,) for reading in (gold, answer)]
+    verdict = _in_any_order(*(Reading(kind="union", text="", items=each) for each in parts))
+    if verdict:
+        return True
+    joined = [merged(each) for each in parts]
+    if joined[0] is None or joined[1] is None or len(joined[0]) != len(joined[1]):
+        return verdict
+    return _all(_equal(one, other) for one, other in zip(joined[0], joined[1], strict=True))
+
+
+def _union_and_exception(gold: Reading, answer: Reading) -> Verdict:
+    r"""`x \ne 3` and `(-\infty,3)\cup(3,\infty)`."""
+    inequality, union = (gold, answer) if gold.kind == "inequality" else (answer, gold)
+    if inequality.label != r"\ne" or len(inequality.items) != 2:
+        return False
+    values = [item for item in inequality.items if item.expression is not None and not item.expression.letters]
+    if len(values) != 1 or not any(_is_letter(item) for item in inequality.items):
+        return False
+    ends = [Reading(kind="scalar", text=text, expression=Expression(node=node)) for text, node in _INFINITIES]
+    parts = (
+        Reading(kind="ordered", text="", items=(ends[0], values[0]), label="()"),
+        Reading(kind="ordered", text="", items=(values[0], ends[1]), label="()"),
+    )
+    return _unions(union, Reading(kind="union", text="", items=parts))
+
+
+def _is_letter(reading: Reading) -> bool:
+    return reading.expression is not None and reading.expression.node.kind == "symbol"
+
+
 def _inequalities(gold: Reading, answer: Reading) -> Verdict:
     if gold.label != answer.label or len(gold.items) != len(answer.items):
         return False
@@ -200,6 +269,8 @@ def _inequalities(gold: Reading, answer: Reading) -> Verdict:
     return _all(_equal(one, other) for one, other in zip(gold.items, answer.items[::-1], strict=True))
 
 
+_INFINITY: Final = Node("symbol", name="infty")
+_INFINITIES: Final = (("-\\infty", operation("neg", _INFINITY)), ("\\infty", _INFINITY))
 _RULES: Final[dict[tuple[str, str], Callable[[Reading, Reading], Verdict]]] = {
     ("scalar", "scalar"): _scalars,
     ("based", "based"): _bases,
@@ -214,7 +285,11 @@ _RULES: Final[dict[tuple[str, str], Callable[[Reading, Reading], Verdict]]] = {
     ("list", "set"): _in_any_order,
     ("set", "list"): _in_any_order,
     ("set", "set"): _in_any_order,
-    ("union", "union"): _in_any_order,
+    ("union", "union"): _unions,
+    ("union", "ordered"): _unions,
+    ("ordered", "union"): _unions,
+    ("union", "inequality"): _union_and_exception,
+    ("inequality", "union"): _union_and_exception,
     ("matrix", "matrix"): _in_order,
     ("equation", "equation"): _equations,
     ("named", "equation"): _equations,

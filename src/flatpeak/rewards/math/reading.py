@@ -52,7 +52,8 @@ class Reading:
     percent: bool = False
     label: str = ""
     """Of an ordered one its brackets, of a based one its base, of a matrix its columns, of a named one its name, of an
-    inequality its signs, of a letter that may be written small `choice`."""
+    inequality its signs, of a letter that may be written small `choice`, of a ratio `clock` if it is a time of day and
+    `either` if it may be one."""
 
 
 def plain(text: str) -> str:

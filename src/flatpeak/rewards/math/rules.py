@@ -10,8 +10,10 @@ from flatpeak.rewards.math.arithmetic import UndefinedError
 from flatpeak.rewards.math.clean import clean
 from flatpeak.rewards.math.compare import equal
 from flatpeak.rewards.math.limits import OverLimitError
+from flatpeak.rewards.math.options import chosen_letter, gold_letter
 from flatpeak.rewards.math.reading import Reading, has_words
 from flatpeak.rewards.math.structures import read
+from flatpeak.rewards.math.surroundings import bare_answer
 from flatpeak.rewards.math.values import PRECISE
 
 _PROSE: Final = re.compile(r"\\text|\\[a-z]?dots|\.\.")
@@ -57,7 +59,7 @@ def worth_asking(answer: str, gold: str) -> bool:
 def read_answer(text: str, *, join_thousands: bool = True) -> tuple[str, Reading]:
     """(cleaned, read); OverLimitError if it is too long or too deep."""
     cleaned = clean(text, join_thousands=join_thousands)
-    return cleaned, read(cleaned)
+    return cleaned, read(bare_answer(cleaned))
 
 
 def normalized(answer: str) -> str:
@@ -85,6 +87,9 @@ def _rules(answer: str, gold: str) -> bool | None:
     (given, stated), (expected, reference) = read_answer(answer), read_answer(gold)
     if not given or not expected or given == expected:
         return given == expected != ""
+    letter = gold_letter(expected)
+    if letter is not None and (chosen := chosen_letter(bare_answer(given))) is not None:
+        return chosen == letter
     verdict = equal(reference, stated)
     return _as_lists(gold, answer) if verdict is False and "," in gold + answer else verdict
 

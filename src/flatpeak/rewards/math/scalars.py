@@ -9,16 +9,20 @@ from typing import Final
 
 from flatpeak.rewards.math.expression import parse_expression
 from flatpeak.rewards.math.limits import UnreadableError
-from flatpeak.rewards.math.nodes import Node, integer, operation
-from flatpeak.rewards.math.reading import TEXT_GROUP, Reading, has_functions, has_words, plain, split
-from flatpeak.rewards.math.units import ABBREVIATIONS, NUMBER_WORDS, SINGLE, Unit, read_unit
+from flatpeak.rewards.math.nodes import Node, operation
+from flatpeak.rewards.math.number_words import NUMBER_WORDS, spelled_number
+from flatpeak.rewards.math.reading import TEXT_GROUP, Reading, has_functions, has_words, split
+from flatpeak.rewards.math.unit_products import chinese_unit, latex_unit
+from flatpeak.rewards.math.units import ABBREVIATIONS, SINGLE, Unit, read_unit
 from flatpeak.rewards.math.values import Expression
 
-_CURRENCY: Final = re.compile(r"^([+-]?)\s*(?:US)?([$€£¥₹]|USD|EUR)\s*([+-]?)\s*(?=[\d.\\({])")
+_CURRENCY: Final = re.compile(
+    r"^([+-]?)\s*(?:\\text\s*\{\s*)?(?:US)?([$€£¥₹]|USD|EUR|INR|RMB|Rs\.?)(?:\s*\})?\s*([+-]?)\s*(?=[\d.\\({])"
+)
 _CURRENCY_AFTER: Final = re.compile(r"^(.*[\d}])\s*([$€£¥₹¢])$")
 _DEGREE: Final = re.compile(r"^(.+?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:\\text\{\s*([CF])\s*\}|([CF]))?$")
 _PERCENT: Final = re.compile(r"^(.+?)\s*(?:%|\\text\{\s*(?:%|percent|pct)\s*\}|percent|pct)$")
-_TEXT_TAIL: Final = re.compile(rf"^(.*?)\s*{TEXT_GROUP}\s*(\^(?:\{{\d\}}|\d))?$")
+_TEXT_TAIL: Final = re.compile(rf"^(.*?)\s*{TEXT_GROUP}\s*(\^(?:\{{-?\d\}}|\d))?$")
 _NOTE: Final = re.compile(r"^(.*\S)\s*\(([A-Za-z][A-Za-z ./-]*)\)$")
 _WORDS_TAIL: Final = re.compile(
     r"^(?P<body>.*?(?:[\d)}!]|\d\.|\\pi))(?P<gap>\s*)(?P<words>[A-Za-z][A-Za-z./ ]*?)(?P<exponent>\^(?:\{\d\}|\d))?$"
@@ -44,7 +48,7 @@ _COUNTING_LETTERS: Final = frozenset("abcdxyz")
 
 def read_scalar(text: str) -> Reading | None:
     """A scalar, a ratio, a time of day or a number in a base; None where the text is none of them."""
-    for reader in (_based, _clock, _ratio, _number_word, _measured):
+    for reader in (_based, _clock, _ratio, _measured):
         reading = reader(text)
         if reading is not None:
             return reading
@@ -86,13 +90,14 @@ def _ratio(text: str) -> Reading | None:
     except UnreadableError:
         return None
     clock = len(parts) > 2 or any(part.startswith("0") for part in parts)
-    clock = clock or (_MINUTES.fullmatch(parts[1]) is not None and _HOUR.fullmatch(parts[0]) is not None)
-    return Reading(kind="ratio", text=text, items=items, label="clock" if clock else "")
+    either = _MINUTES.fullmatch(parts[1]) is not None and _HOUR.fullmatch(parts[0]) is not None
+    return Reading(kind="ratio", text=text, items=items, label="clock" if clock else "either" if either else "")
 
 
-def _number_word(text: str) -> Reading | None:
-    word = NUMBER_WORDS.get(plain(text))
-    return None if word is None else scalar(text, integer(int(word)))
+def read_number_words(text: str) -> Reading | None:
+    """A number in English words as a whole: `twenty-five`, `two thirds`."""
+    value = spelled_number(text)
+    return None if value is None else scalar(text, Node("number", number=value))
 
 
 def _measured(text: str) -> Reading | None:
@@ -102,7 +107,7 @@ def _measured(text: str) -> Reading | None:
     elif match := _PERCENT.match(text):
         body, percent = match[1], True
     elif (match := _DEGREE.match(text)) and not has_functions(match[1]):
-        body, unit = match[1], Unit(name=f"deg {match[2] or match[3] or ''}".strip())
+        body, unit = match[1], Unit(name=f"deg {match[2] or match[3] or ''}".strip().lower())
     elif match := _CURRENCY_AFTER.match(text):
         body, unit = match[1], read_unit(match[2])
     else:
@@ -125,12 +130,14 @@ def _measured(text: str) -> Reading | None:
 
 
 def _without_words(text: str) -> tuple[str, Unit | None]:
+    if product := latex_unit(text):
+        return product
     for body, words, exponent in _tails(text):
         inner = _INNER_EXPONENT.match(words)
         unit = read_unit(inner[1], inner[2]) if inner else read_unit(words, exponent)
         if body and unit is not None:
             return body, unit
-    return text, None
+    return chinese_unit(text) or (text, None)
 
 
 def _tails(text: str) -> list[tuple[str, str, str]]:

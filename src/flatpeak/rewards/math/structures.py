@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from flatpeak.rewards.math.clean import ROW_END
+from flatpeak.rewards.math.chains import contradict, contradicting
+from flatpeak.rewards.math.environments import ROW_END
 from flatpeak.rewards.math.expression import parse_expression
+from flatpeak.rewards.math.intervals import intersection
 from flatpeak.rewards.math.limits import UnreadableError
 from flatpeak.rewards.math.nodes import Node, operation
 from flatpeak.rewards.math.reading import TEXT_GROUP, Kind, Reading, enclosed, has_words, plain, split
-from flatpeak.rewards.math.scalars import read_scalar, scalar
+from flatpeak.rewards.math.scalars import read_number_words, read_scalar, scalar
 from flatpeak.rewards.math.values import Expression
 
 _SEPARATOR: Final = re.compile(
@@ -22,6 +24,8 @@ _BUILDER: Final = re.compile(r"^\\\{\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*
 _COMMA: Final = re.compile(r"\s*[,;]\s*")
 _UNION: Final = re.compile(r"\s*\\cup(?![A-Za-z])\s*")
 _RELATION: Final = re.compile(r"\s*(?:\\(?:le|ge|ne|in|approx)(?![A-Za-z])|[=<>])\s*")
+_IMPLIES: Final = re.compile(r"\s*\\Rightarrow(?![A-Za-z])\s*")
+_AND: Final = re.compile(r"^(?:,?\s*(?:and|\\text\s*\{\s*,?\s*and\s*\})|\\land|,)$")
 _INEQUALITY: Final = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
 _WHOLE_TEXT: Final = re.compile(rf"^{TEXT_GROUP}$")
 _MATRIX: Final = re.compile(
@@ -33,18 +37,23 @@ _ROW: Final = re.compile(rf"\s*{ROW_END}\s*")
 _PLUS_MINUS: Final = re.compile(r"\\(pm|mp)(?![A-Za-z])\s*")
 _NAME: Final = re.compile(
     r"^(?:\\[a-z]+(?<!\\pi)|\{?[A-Za-z]+\}?|\\text\s*\{[A-Za-z ]+\}|\\(?:overline|vec)\s*\{?[A-Za-z]{1,3}\}?"
-    r"|m?\s*\\angle\s*[A-Za-z]{1,3})'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
+    r"|m?\s*\\angle\s*[A-Za-z]{1,3}|\|\s*(?:\\(?:overline|vec|overrightarrow)\s*)?\{?[A-Z]{2,3}\}?\s*\|"
+    r"|\|\s*\\(?:vec|overrightarrow)\s*\{?[A-Za-z]\}?\s*\||\\\|[^|]{1,24}\\\|)'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
 )
 _NAMES: Final = re.compile(r"^\(\s*[A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)+\s*\)$")
 _TRAILING: Final = " .,;:!"
 _FLIPPED: Final = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _INFINITE: Final = ("-\\infty", "\\infty")
+_ALL_REAL: Final = frozenset(
+    {"allrealnumbers", "allreals", "allrealnumber", "thesetofallrealnumbers", "thesetofrealnumbers"}
+)
+_TWO_POINTS: Final = re.compile(r"\.\s*\.$")
 
 
 def read(text: str) -> Reading:
     """What a text from `clean` says; `unread` where the rules do not know. OverLimitError where it is too deep."""
     text = _trimmed(text)
-    for reader in (_wrapped, _separated, _union, _matrix, _bracketed, _related, _plus_minus, read_scalar):
+    for reader in _READERS:
         reading = reader(text)
         if reading is not None:
             return reading
@@ -57,7 +66,15 @@ def _trimmed(text: str) -> str:
     text = text.strip()
     if text.endswith("!"):
         return text.lstrip(" ,;:")
+    if _TWO_POINTS.search(text):  # a sentence ends with one
+        return text
     return text.strip(" ,;:").rstrip(_TRAILING) if not text.startswith(".") else text.rstrip(_TRAILING)
+
+
+def _all_real(text: str) -> Reading | None:
+    if text == r"\mathbb{R}" or (text[-1:].lower() in "srn}" and plain(text) in _ALL_REAL):
+        return _interval(text, "()", *_INFINITE)
+    return None
 
 
 def _wrapped(text: str) -> Reading | None:
@@ -73,8 +90,23 @@ def _wrapped(text: str) -> Reading | None:
     return reading
 
 
+def _implied(text: str) -> Reading | None:
+    """What follows the last arrow, if what stands before it are relations or numbers that do not contradict it."""
+    parts = [part for _, part in split(text, _IMPLIES)]
+    if len(parts) < 2 or not all(parts):
+        return None
+    *premises, answer = map(read, parts)
+    for part, premise in zip(parts, premises, strict=False):
+        comparable = premise.kind != "named" or answer.kind != "named" or premise.label == answer.label
+        number = premise.kind == "scalar" and premise.expression is not None and not premise.expression.letters
+        if (comparable and contradict(premise, answer)) or not (number or _RELATION.search(part)):
+            return Reading(kind="unread", text=text)
+    return answer
+
+
 def _separated(text: str) -> Reading | None:
-    parts = [part for _, part in split(text, _SEPARATOR)]
+    separated = split(text, _SEPARATOR)
+    parts = [part for _, part in separated]
     if len(parts) < 2 or not any(parts):
         return None
     items = _flat((read(part) if part else Reading(kind="unread", text="") for part in parts), "list")
@@ -82,9 +114,12 @@ def _separated(text: str) -> Reading | None:
     named = items[0].label if items[0].kind == "named" else ""
     if named and names <= {named, ""}:
         flat = _flat(_flat(items, "named"), "list")
-        # `x < 1 or x > 3` is a union of intervals.
-        union = all(_INEQUALITY.search(part) for part in parts) and all(item.kind == "ordered" for item in flat)
-        return _named(text, named, Reading(kind="union" if union else "list", text=text, items=flat))
+        if not all(_INEQUALITY.search(part) for part in parts) or any(item.kind != "ordered" for item in flat):
+            return _named(text, named, Reading(kind="list", text=text, items=flat))
+        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` what they share.
+        both = all(_AND.match(separator) for separator, _ in separated[1:])
+        shared = intersection(flat) if both else None
+        return _named(text, named, shared or Reading(kind="union", text=text, items=flat))
     return Reading(kind="list", text=text, items=items)
 
 
@@ -119,8 +154,6 @@ def _multiplied(text: str, factor: Node, cell: Reading) -> Reading:
 def _bracketed(text: str) -> Reading | None:
     if text in (r"\emptyset", r"\{\}"):
         return Reading(kind="set", text=text)
-    if text == r"\mathbb{R}":
-        return _interval(text, "()", *_INFINITE)
     found = enclosed(text)
     builder = _BUILDER.match(text)
     condition = read(builder[2]) if builder is not None else None
@@ -167,7 +200,7 @@ def _related(text: str) -> Reading | None:
         return None
     signs, sides = [sign for sign, _ in parts[1:]], [side for _, side in parts]
     if r"\approx" in signs:
-        return read(next((side for side in sides if side and not _NAME.match(side)), ""))
+        return _approximation(text, signs, sides)
     if not all(sides):
         return None
     if signs == [r"\in"]:
@@ -177,18 +210,30 @@ def _related(text: str) -> Reading | None:
     return None if {"=", r"\in"} & set(signs) else _inequality(text, signs, sides)
 
 
+def _approximation(text: str, signs: list[str], sides: list[str]) -> Reading | None:
+    """The first side that is no name: the approximation of a value is not the value."""
+    values = [read(side) for side in sides]
+    if not set(signs) <= {"=", r"\approx"} or contradicting(values, signs):
+        return Reading(kind="unread", text=text)
+    return next((value for value, side in zip(values, sides, strict=True) if side and not _NAME.match(side)), None)
+
+
 def _equation(text: str, sides: list[str]) -> Reading | None:
     if _NAME.match(sides[0]) or _NAMES.match(sides[0]):
-        return _named(text, sides[0], read(sides[-1]))
+        values = [read(side) for side in sides[1:]]
+        false = contradicting(values, ["="] * (len(values) - 1))
+        return Reading(kind="unread", text=text) if false else _named(text, sides[0], values[-1])
     nodes = _expressions(sides)
     if nodes is not None and len(sides) == 2 and any(Expression(node=node).letters for node in nodes):
         if _NAME.match(sides[1]) and not Expression(node=nodes[0]).letters:
             return _named(text, sides[1], read(sides[0]))
         return Reading(kind="equation", text=text, expression=_difference(*nodes))
-    first = read(sides[0])
-    if first.kind == "scalar" and first.expression is not None and not first.expression.letters:
-        return read(sides[-1])
-    return None
+    values = [read(side) for side in sides]
+    if contradicting(values, ["="] * (len(values) - 1)):
+        return Reading(kind="unread", text=text)
+    first = values[0]
+    numeric = first.kind == "scalar" and first.expression is not None and not first.expression.letters
+    return values[-1] if numeric else None
 
 
 def _named(text: str, name: str, value: Reading) -> Reading:
@@ -242,3 +287,18 @@ def _expressions(sides: list[str]) -> list[Node] | None:
 
 def _difference(left: Node, right: Node) -> Expression:
     return Expression(node=operation("add", left, operation("neg", right)))
+
+
+_READERS: Final = (
+    _all_real,
+    read_number_words,
+    _wrapped,
+    _implied,
+    _separated,
+    _union,
+    _matrix,
+    _bracketed,
+    _related,
+    _plus_minus,
+    read_scalar,
+)

@@ -1,105 +1,93 @@
-"""Units beside a number, in one spelling each: `cm`, `centimeters`, `square feet`, `ft^2`, `$`, degrees, `ways`."""
+"""Units of numbers: `cm`, `centimeters`, `square feet`, `ft^2`, `m/s`, `$`, degrees, `ways`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
+from flatpeak.rewards.math.number_words import DENOMINATORS, MAGNITUDES
+
 _SPELLINGS: Final = {
-    "mm": "millimeter millimetre",
-    "cm": "centimeter centimetre cms",
-    "dm": "decimeter decimetre",
-    "m": "meter metre",
-    "km": "kilometer kilometre kms",
-    "in": "inch inche",
-    "ft": "foot feet",
+    "mm": "millimeter millimetre 毫米",
+    "cm": "centimeter centimetre cms 厘米 公分",
+    "dm": "decimeter decimetre 分米",
+    "m": "meter metre 米",
+    "km": "kilometer kilometre kms 千米 公里",
+    "in": "inch inche 英寸",
+    "ft": "foot feet 英尺",
     "yd": "yard yds",
-    "mi": "mile",
-    "mg": "milligram",
-    "g": "gram gramme gm gms",
-    "kg": "kilogram kilo kgs",
+    "mi": "mile 英里",
+    "mg": "milligram 毫克",
+    "g": "gram gramme gm gms 克",
+    "kg": "kilogram kilo kgs 千克 公斤",
+    "t": "ton tonne 吨",
     "lb": "pound lbs",
     "oz": "ounce",
-    "ml": "milliliter millilitre",
-    "l": "liter litre",
+    "ml": "milliliter millilitre 毫升",
+    "l": "liter litre 升",
     "gal": "gallon",
-    "ms": "millisecond",
-    "s": "second sec secs",
-    "min": "minute mins",
-    "h": "hour hr hrs",
-    "deg": "degree",
+    "ms": "millisecond 毫秒",
+    "s": "second sec secs 秒 秒钟",
+    "min": "minute mins 分钟",
+    "h": "hour hr hrs 小时",
+    "day": "天 日",
+    "year": "yr 年",
+    "deg": "degree 度",
     "rad": "radian",
-    "usd": "dollar buck $ us$",
-    "eur": "euro €",
+    "usd": "dollar buck $ us$ 美元",
+    "eur": "euro € 欧元",
     "gbp": "£",
     "jpy": "yen ¥",
-    "inr": "rupee ₹",
+    "inr": "rupee ₹ rs",
+    "cny": "yuan rmb 元 人民币",
     "cent": "¢ penny pennie",
-    "n": "newton",
-    "j": "joule",
-    "w": "watt",
-    "v": "volt",
-    "hz": "hertz",
-    "pa": "pascal",
-    "mol": "mole",
+    "n": "newton 牛 牛顿",
+    "j": "joule 焦 焦耳",
+    "w": "watt 瓦 瓦特",
+    "v": "volt 伏 伏特",
+    "a": "amp ampere",
+    "ohm": "Ω 欧姆",
+    "k": "kelvin",
+    "hz": "hertz 赫兹",
+    "pa": "pascal 帕",
+    "mol": "mole 摩尔",
     "people": "person",
     "children": "child",
     "men": "man",
     "women": "woman",
 }
-_CANONICAL: Final = {word: unit for unit, words in _SPELLINGS.items() for word in (unit, *words.split())}
-_WHOLE: Final = {
-    "mph": "mi/h",
-    "kph": "km/h",
-    "kmph": "km/h",
-    "fps": "ft/s",
-    "units": "unit",
-    "unit": "unit",
-    "c": "deg c",
-}
+CANONICAL: Final = {word: unit for unit, words in _SPELLINGS.items() for word in (unit, *words.split())}
+_WHOLE: Final = {"mph": "mi/h", "kph": "km/h", "kmph": "km/h", "kmh": "km/h", "fps": "ft/s", "c": "deg c"}
+_MEGA: Final = frozenset({"MW", "MV", "MN", "MJ", "MHz", "MPa", "Mg", "Mm", "Ms"})
+"""Small letters would make them a thousandth."""
+_LARGE: Final = frozenset("NJWVAKL")
+"""Units of one capital; another capital is no spelling of the small letter's unit."""
 _ABBREVIATIONS: Final = (
     "mm cm dm km in ft yd mi mg kg lb lbs oz ml mL gal ms min mins sec hr hrs mph kph kmph kmh fps Hz kHz MHz Pa kPa "
-    "mol rad deg USD usd EUR kW kWh gm gms cms kms pts"
+    "mol rad deg USD usd EUR kW kWh gm gms cms kms pts Rs INR RMB"
 )
 ABBREVIATIONS: Final = frozenset(_ABBREVIATIONS.split())
 """Bare letters that are a unit right after a number, with or without a space; single letters need one."""
 SINGLE: Final = frozenset("mgshLlNJWV")
-MAGNITUDES: Final = {
-    "ten": 10,
-    "dozen": 12,
-    "hundred": 100,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-}
-_FRACTIONS: Final = (
-    "half third quarter fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth"
-)
-_DENOMINATORS: Final = {
-    **dict(zip(_FRACTIONS.split(), (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 100, 10**3, 10**6), strict=True)),
-    "halve": 2,
-    "fourth": 4,
-}
 _FACTORS: Final = {
     **{word: Fraction(value) for word, value in MAGNITUDES.items()},
-    **{word: Fraction(1, value) for word, value in _DENOMINATORS.items()},
+    **{word: Fraction(1, value) for word, value in DENOMINATORS.items()},
 }
-_POWERS: Final = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3", "squared": "^2", "cubed": "^3"}
-# A phrase with one of these is a sentence about the number and no unit of it.
+_BEFORE: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_AFTER: Final = {"squared": 2, "cubed": 3}
+# A phrase with one of these is a sentence about the number and no unit of it; `mil` is three things.
 _NO_NOUNS_TEXT: Final = (
-    "a am an and answer be but choose equal equals factorial false for from "
-    "if incorrect is it less minus more no none nor not nothing "
-    "only or other over plus pm so than that the then this times to true was with wrong yes you"
+    "a about almost am an and answer approximately approx around be but choose cubed doubled equal equals factorial "
+    "fake false for from gross guess halved if incorrect inverse inverted is it less maybe mil minus mod modulo more "
+    "nearly negated negative never no none nope nor not nothing only or other otherwise over perhaps plus pm possibly "
+    "probably quadrupled reciprocal remainder roughly score so than that the then this times to tripled true unless "
+    "untrue was with wrong yes you"
 )
 _NO_NOUNS: Final = frozenset(_NO_NOUNS_TEXT.split())
-_NUMBERS: Final = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen twenty"
-)
-NUMBER_WORDS: Final = {word: str(value) for value, word in enumerate(_NUMBERS.split())}
+_PART: Final = re.compile(r"[^\W\d_]+|[/$€£¥₹¢]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,41 +95,93 @@ class Unit:
     """What stands beside a number."""
 
     name: str
-    """Canonical; `unit` for `units` and `square units`, empty for none."""
+    """Canonical: factors with their exponents, `m·s^-1`, `unit^2` for `square units`; empty for none."""
     factor: Fraction = Fraction(1)
     """Of a magnitude: a million for `5 million`."""
 
 
 def read_unit(words: str, exponent: str = "") -> Unit | None:
     """The unit that words and an exponent after a number are; None if they are none."""
-    parts = re.findall(r"[^\W\d_]+|[/$€£¥₹¢]", words.replace(".", "").replace("$", " usd "))
-    if not parts or parts[0].lower() in ("squared", "cubed") or _NO_NOUNS.intersection(map(str.lower, parts)):
+    parts = _PART.findall(words.replace(".", "").replace("$", " usd ").replace(r"\cdot", " "))
+    if not parts or parts == ["k"] or parts[0].lower() in _AFTER or _NO_NOUNS.intersection(map(str.lower, parts)):
         return None
     factor = Fraction(1)
     while parts and parts[0].lower().removesuffix("s") in _FACTORS:
         factor *= _FACTORS[parts.pop(0).lower().removesuffix("s")]
     if parts and parts[0].lower() in ("of", "per", "/") and len(parts) == 1:
         return None
-    name = " ".join(parts)
-    if name in _WHOLE or name.lower() in _WHOLE:
-        return Unit(name=_WHOLE.get(name, _WHOLE.get(name.lower(), "")), factor=factor)
-    power, names = exponent.strip("^{}"), []
+    if parts[:1] == ["of"]:  # `5 million of them`, `two thirds of a cup`
+        parts = parts[1:]
+    whole = _WHOLE.get(" ".join(parts).lower())
+    if whole is not None:
+        parts = whole.split() if " " in whole else _PART.findall(whole)
+    factors = _factors(parts)
+    if factors is None:
+        return None
+    if exponent and factors:
+        factors[-1] = (factors[-1][0], int(exponent.strip("^{}")) * (-1 if factors[-1][1] < 0 else 1))
+    return Unit(name=unit_name(factors), factor=factor)
+
+
+def unit_name(factors: Iterable[tuple[str, int]]) -> str:
+    """One spelling of a product of canonical units, each with its exponent."""
+    powers: dict[str, int] = {}
+    for name, power in factors:
+        powers[name] = powers.get(name, 0) + power
+    ordered = sorted((name, power) for name, power in powers.items() if power)
+    return "·".join(name if power == 1 else f"{name}^{power}" for name, power in ordered)
+
+
+def _factors(parts: list[str]) -> list[tuple[str, int]] | None:
+    """(canonical name, exponent) of each unit; what follows `per` divides, and a phrase of nouns is one unit."""
+    factors: list[tuple[str, int]] = []
+    sign, power, phrase = 1, 1, list[str]()
+
+    def close() -> None:
+        nonlocal power
+        if not phrase:
+            return
+        known = all(each.lower() in CANONICAL or each in _MEGA for each in map(_singular, phrase))
+        names = [word_unit(each) for each in phrase] if known else [" ".join(map(word_unit, phrase))]
+        factors.extend((name, sign) for name in names[:-1])
+        factors.append((names[-1], sign * power))
+        phrase.clear()
+        power = 1
+
     for part in parts:
-        if part.lower() in _POWERS:
-            power = _POWERS[part.lower()].strip("^")
-        elif part.lower() == "per":
-            names.append("/")
+        word = part.lower()
+        if word in ("per", "/"):
+            close()
+            sign = -1
+        elif word in _BEFORE:
+            close()
+            power = _BEFORE[word]
+        elif word in _AFTER:
+            power = _AFTER[word]
+            close()
         else:
-            names.append(_word(part))
-    name = " ".join(names).replace(" / ", "/")
-    if name == "unit" or not name:
-        return Unit(name=name, factor=factor)  # of length, area or volume alike
-    return Unit(name=f"{name}^{power}" if power else name, factor=factor)
+            phrase.append(part)
+    if power != 1 and not phrase:
+        return None
+    close()
+    return factors
 
 
-def _word(word: str) -> str:
+def word_unit(word: str) -> str:
+    """The canonical name of one word."""
+    if word in _MEGA:
+        return f"mega{word[1:].lower()}"
+    if len(word) == 1 and word.isupper() and word not in _LARGE:
+        return word
+    singular = _singular(word)
+    return CANONICAL.get(singular, singular)
+
+
+def _singular(word: str) -> str:
+    if word in _MEGA:
+        return word
     word = word.lower()
     for spelled in (word, word.removesuffix("s"), word.removesuffix("es")):
-        if spelled in _CANONICAL:
-            return _CANONICAL[spelled]
+        if spelled in CANONICAL:
+            return spelled
     return word.removesuffix("s") if len(word) > 3 else word

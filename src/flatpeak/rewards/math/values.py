@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Final
 
+from flatpeak.rewards.math.absorption import absorbs
 from flatpeak.rewards.math.arithmetic import EXACT, ROUGH, InexactError, Operations, UndefinedError, mpmath, precise
 from flatpeak.rewards.math.nodes import Node
 
@@ -42,6 +43,18 @@ class Expression:
     def letters(self) -> frozenset[str]:
         """The symbols that are no constants."""
         return frozenset(_symbols(self.node) - _CONSTANTS)
+
+    @cached_property
+    def infinity(self) -> int:
+        """1 or -1 for infinity alone and its negative, else 0; UndefinedError for arithmetic with it."""
+        if not any(letter.startswith("infty") for letter in self.letters):
+            return 0
+        node, sign = self.node, 1
+        while node.kind == "neg":
+            node, sign = node.args[0], -sign
+        if node.kind != "symbol" or node.name != "infty":
+            raise UndefinedError("arithmetic with infinity")
+        return sign
 
     @cached_property
     def exact(self) -> Fraction | None:
@@ -91,15 +104,21 @@ class Expression:
 def same_value(first: Expression, second: Expression) -> bool | None:
     """Whether two expressions are equal; None where the rules cannot tell. An undefined one equals nothing."""
     try:
+        if first.infinity or second.infinity:
+            return first.infinity == second.infinity
         if first.exact is not None and second.exact is not None:
             return first.exact == second.exact
         points = range(POINTS if first.letters or second.letters else 1)
         if any(_clearly_differ(first, second, point) for point in points[:2]):
             return False
-        if not PRECISE.get():
-            return None
-        agreed = [_agree(first, second, point) for point in points]
+        return _same_by_digits(first, second, points) if PRECISE.get() else None
     except UndefinedError:
+        return False
+
+
+def _same_by_digits(first: Expression, second: Expression, points: range) -> bool | None:
+    agreed = [_agree(first, second, point) for point in points]
+    if any(agreed) and (absorbs(first.node) or absorbs(second.node)):
         return False
     if len(set(agreed)) == 1:
         return agreed[0]
@@ -227,9 +246,13 @@ def proportional(first: Expression, second: Expression) -> bool | None:
         return None
     library, digits = mpmath(), _DIGITS[0]
     try:
+        if first.infinity or second.infinity or absorbs(first.node) or absorbs(second.node):
+            return False
         with library.workdps(digits):
             ratios = [first.precise(point, digits) / second.precise(point, digits) for point in range(POINTS)]
             spread = max(abs(ratio - ratios[0]) for ratio in ratios)
             return bool(ratios[0] and spread < abs(ratios[0]) * library.mpf(10) ** -40)
-    except (UndefinedError, ZeroDivisionError):
+    except UndefinedError:
+        return False if "infty" in first.letters | second.letters else None
+    except ZeroDivisionError:
         return None
