@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flatpeak.runs.checkpoints import checkpoint_name, checkpoint_steps
 from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.seal import MANIFEST, seal
 from flatpeak.runs.summary import read_summary
 from flatpeak.training.learner import Learner
 
@@ -82,6 +84,22 @@ def die() -> None:
     raise Death
 
 
+def steps_of(run: Path) -> list[Path]:
+    """Every checkpoint, those of SFT first."""
+    parents = (run / "checkpoints" / "sft", run / "checkpoints")
+    return [parent / checkpoint_name(step) for parent in parents for step in checkpoint_steps(parent)]
+
+
+def as_before(run: Path) -> None:
+    """Lay a run's checkpoints out as versions before did: the trainer's state beside the model."""
+    for path in steps_of(run):
+        for kind in ("safetensors", "json"):
+            (path / "trainer" / f"state.{kind}").rename(path / f"trainer.{kind}")
+        (path / "trainer").rmdir()
+        (path / MANIFEST).unlink()
+        seal(path, step=int(path.name.removeprefix("step_")))
+
+
 class Run:
     """One run of a recipe, which may be interrupted and go on."""
 
@@ -104,12 +122,12 @@ class Run:
 def outcome(path: Path) -> dict[str, Any]:
     """All that a run leaves behind, but for times."""
     last = path / "checkpoints" / "last"
-    state = json.loads((last / "trainer.json").read_text())
+    state = json.loads((last / "trainer" / "state.json").read_text())
     del state["history"]["seconds"]
     summary = read_summary(path / "summary.json")
     return {
         "weights": load_file(last / "model.safetensors"),
-        "optimizer": load_file(last / "trainer.safetensors"),
+        "optimizer": load_file(last / "trainer" / "state.safetensors"),
         "state": state,
         "metrics": [
             {name: value for name, value in row.items() if not name.startswith(TIMES)}

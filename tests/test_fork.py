@@ -202,10 +202,10 @@ def test_a_damaged_checkpoint_is_not_forked(recipe: Recipe, train: Train) -> Non
 def test_a_fork_whose_best_checkpoint_is_gone_takes_the_best_of_those_at_hand(recipe: Recipe, train: Train) -> None:
     first = run(recipe, train)
     path = first / "checkpoints" / "step_000003"
-    state = json.loads((path / "trainer.json").read_text())
+    state = json.loads((path / "trainer" / "state.json").read_text())
     assert state["history"]["best_step"] == 0
     state["history"] |= {"best_step": 1, "best_value": 0.9}
-    (path / "trainer.json").write_text(json.dumps(state))
+    (path / "trainer" / "state.json").write_text(json.dumps(state))
     (path / "manifest.json").unlink()
     seal(path, step=3)
     forked = flatpeak.fork(first, 3, name="second", reward=odd)

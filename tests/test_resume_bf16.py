@@ -132,7 +132,9 @@ def test_a_bfloat16_model_of_the_callers_trains_on_masters_and_resumes_to_the_sa
             begun = {key: value.clone() for key, value in model.bfloat16().state_dict().items()}
             given = {"model": model, "tokenizer": tokenizer, "reward": Judge()}
             result = train(config, **given, progress=watch({} if resume else stop), resume=resume)
-        ends.append((model.state_dict(), load_file(result.path / "checkpoints" / "last" / "trainer.safetensors")))
+        ends.append(
+            (model.state_dict(), load_file(result.path / "checkpoints" / "last" / "trainer" / "state.safetensors"))
+        )
     (weights, trainer), (again, trainer_again) = ends
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
     assert any(not torch.equal(value, begun[name]) for name, value in weights.items())

@@ -31,7 +31,7 @@ def train_rows(found: dict[str, Any], key: str) -> list[float]:
 
 
 def saved_reference(checkpoint: Path) -> dict[str, torch.Tensor]:
-    saved = load_file(checkpoint / "trainer.safetensors")
+    saved = load_file(checkpoint / "trainer" / "state.safetensors")
     return {name.removeprefix(PREFIX): tensor for name, tensor in saved.items() if name.startswith(PREFIX)}
 
 

@@ -77,7 +77,7 @@ def whole_and_cut(
 
 
 def stage_state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / "checkpoints" / "last" / "trainer.json").read_text())["stage"]
+    state: dict[str, Any] = json.loads((path / "checkpoints" / "last" / "trainer" / "state.json").read_text())["stage"]
     return state
 
 

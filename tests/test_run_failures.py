@@ -329,7 +329,7 @@ def test_the_best_checkpoint_is_chosen_by_the_same_questions_at_every_step(
     result = train(recipe(evaluation=evaluation, training={"steps": 3}), reward=ByQuestion())
     assert [e.size for e in result.summary.evaluations] == [2, 6, 6, 2]
     assert result.summary.best_step == 1
-    state = json.loads((tmp_path / "runs" / "tiny" / "checkpoints" / "last" / "trainer.json").read_text())
+    state = json.loads((tmp_path / "runs" / "tiny" / "checkpoints" / "last" / "trainer" / "state.json").read_text())
     assert [row["choice"] for row in state["history"]["evaluations"]] == [0.0, 1.0, 0.0, 0.0]
 
 

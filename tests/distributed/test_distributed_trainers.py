@@ -242,8 +242,9 @@ def test_a_penalty_that_is_used_again_and_what_is_saved_of_it_are_those_of_one_p
         assert distance(step, one) <= 1e-6
         assert same_bits(step, other)
     one, found = (outputs("looksam", where) / "checkpoint-3" for where in ("single", way))
-    assert kept(found) == kept(one) == ["gradient_regularization.json", "gradient_regularization.safetensors"]
-    wanted, memory = (load_file(directory / "gradient_regularization.safetensors") for directory in (one, found))
+    assert kept(found) == kept(one) == ["gradient_regularization", "gradient_regularization.json"]
+    places = (directory / "gradient_regularization" / "memory.safetensors" for directory in (one, found))
+    wanted, memory = map(load_file, places)
     assert len(wanted) > 10
     assert distance(memory, wanted) <= 1e-3 * max(tensor.abs().max().item() for tensor in wanted.values())
 

@@ -35,14 +35,20 @@ def test_dropout_masks_are_those_of_the_first_pass_and_no_numbers_are_drawn(tmp_
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["present", "former"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, layout: str) -> None:
     settings: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 6}
     settings |= {"grad_reg_strength": "ratio:0.5", "grad_reg_every": 2, "save_strategy": "steps", "save_steps": 3}
     model = partial(saved_model, tmp_path, "gpt2", dropout=0.1)
     whole = trained(plain_trainer(tmp_path, model=model(), **settings))
     checkpoint = tmp_path / "run" / "checkpoint-3"
     kept = {path.name for path in checkpoint.iterdir() if path.name.startswith("gradient_regularization")}
-    assert kept == {"gradient_regularization.json", "gradient_regularization.safetensors"}
+    assert kept == {"gradient_regularization", "gradient_regularization.json"}
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["model.safetensors"]
+    if layout == "former":
+        memory = checkpoint / "gradient_regularization" / "memory.safetensors"
+        memory.rename(checkpoint / "gradient_regularization.safetensors")
+        memory.parent.rmdir()
     resumed = plain_trainer(tmp_path, model=model(), **settings)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert logged(resumed, "gradreg/strength") == logged(whole, "gradreg/strength")

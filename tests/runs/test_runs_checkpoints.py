@@ -23,8 +23,8 @@ FILES = (
     "config.json",
     "model.safetensors",
     "extra/tokenizer.json",
-    "trainer.safetensors",
-    "trainer.json",
+    "trainer/state.safetensors",
+    "trainer/state.json",
     MANIFEST,
 )
 
@@ -115,16 +115,16 @@ def test_a_missing_file_is_found(tmp_path, write, name):
 
 def test_a_broken_newest_checkpoint_is_told_by_a_warning_by_default(tmp_path, write):
     older = write(tmp_path, 1)
-    (write(tmp_path, 2) / "trainer.json").unlink()
-    with pytest.warns(UserWarning, match=r"step_000002/trainer\.json: missing; an older checkpoint is used"):
+    (write(tmp_path, 2) / "trainer/state.json").unlink()
+    with pytest.warns(UserWarning, match=r"step_000002/trainer/state\.json: missing; an older checkpoint is used"):
         assert newest_valid(tmp_path) == older
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused_rather_than_begun_anew(tmp_path, write):
     for step in (1, 2):
-        (write(tmp_path, step) / "trainer.json").unlink()
+        (write(tmp_path, step) / "trainer/state.json").unlink()
     told: list[str] = []
-    with pytest.raises(UserError, match=r"step_000002/trainer.json: missing; .*step_000001/.*--overwrite"):
+    with pytest.raises(UserError, match=r"step_000002/trainer/state.json: missing; .*step_000001/.*--overwrite"):
         newest_valid(tmp_path, notice=told.append)
     assert not told
 
@@ -151,7 +151,7 @@ def test_a_pickle_is_refused_and_never_run(tmp_path, write):
             return (Path.touch, (canary,))
 
     path = write(tmp_path, 1)
-    (path / "trainer.safetensors").write_bytes(pickle.dumps(Malicious()))
+    (path / "trainer/state.safetensors").write_bytes(pickle.dumps(Malicious()))
     (path / MANIFEST).unlink()
     seal(path, step=1)
     with pytest.raises(UserError, match="not a trainer's checkpoint"):

@@ -295,7 +295,7 @@ def outcome(path: Path) -> dict[str, Any]:
     summary = read_summary(path / "summary.json")
     return {
         "weights": load_file(last / "model.safetensors"),
-        "optimizer": load_file(last / "trainer.safetensors"),
+        "optimizer": load_file(last / "trainer" / "state.safetensors"),
         "metrics": [
             {name: value for name, value in row.items() if not name.startswith("time/")}
             for row in read_metrics(path / "metrics.jsonl")

@@ -1,9 +1,12 @@
 """Checkpoints that are whole or absent: written aside, synced, sealed by checksums, then renamed into place.
 
 ```
-checkpoints/step_000050/  the model in Hugging Face format  trainer.safetensors  trainer.json  manifest.json
+checkpoints/step_000050/  the model in Hugging Face format  trainer/state.safetensors  trainer/state.json  manifest.json
             best -> step_000050   last -> step_000050
 ```
+
+The trainer's state has a folder of its own because vLLM, SGLang and others load every `*.safetensors` file beside
+config.json as weights. Checkpoints of earlier versions, which kept it there, are read too.
 
 The order of a write is what makes it safe against a kill or a power cut at any point: every file is on disk before the
 manifest, the manifest before the rename, and the rename before the older checkpoints are pruned. There is no pickle:
@@ -35,8 +38,11 @@ JSON = Any
 
 BEST = "best"
 LAST = "last"
-_TENSORS = "trainer.safetensors"
-_STATE = "trainer.json"
+_TRAINER = "trainer"
+_TENSORS = f"{_TRAINER}/state.safetensors"
+_STATE = f"{_TRAINER}/state.json"
+_FORMER_TENSORS = "trainer.safetensors"
+_FORMER_STATE = "trainer.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _TEMPORARY = ".tmp-"
 _REPLACED = ".replaced-"
@@ -97,6 +103,7 @@ def _write_files(
     from safetensors.torch import save_file
 
     save_model(directory)
+    (directory / _TRAINER).mkdir()
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / _TENSORS)
     (directory / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
@@ -113,7 +120,8 @@ def _rename_into_place(temporary: Path, final: Path) -> None:
 
 def verify_checkpoint(path: Path) -> None:
     """UserError where a checkpoint is not as it was written; any other directory passes."""
-    broken = broken_file(path) if (path / _STATE).exists() else None
+    is_checkpoint = any((path / name).exists() for name in (_TENSORS, _STATE, _FORMER_TENSORS, _FORMER_STATE))
+    broken = broken_file(path) if is_checkpoint else None
     if broken is not None:
         raise UserError(f"{path / broken.name}: {broken.problem}; use another checkpoint of the run")
 
@@ -126,9 +134,10 @@ def read_checkpoint(path: Path) -> CheckpointState:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    former = (path / _FORMER_STATE).exists()
     try:
-        tensors = load_file(path / _TENSORS)
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        tensors = load_file(path / (_FORMER_TENSORS if former else _TENSORS))
+        state = json.loads((path / (_FORMER_STATE if former else _STATE)).read_text(encoding="utf-8"))
     except (SafetensorError, ValueError, OSError) as error:
         raise UserError(f"{path}: not a trainer's checkpoint ({error}); use another checkpoint of the run") from error
     return CheckpointState(tensors=tensors, state=state, step=read_manifest(path)["step"], path=path)
