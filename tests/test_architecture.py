@@ -27,7 +27,7 @@ ORDER = (
     {"recipe_errors", "recipe_yaml"},
     {"recipe"},
     {"experiments"},
-    {"checks", "samplers"},
+    {"checks", "progress", "samplers"},
     {"graders"},
     {"assembly"},
     {"saved"},

@@ -16,6 +16,7 @@ import pytest
 
 from flatpeak.policy.support import PROVEN
 from flatpeak.recipe import load_recipe, parse_config, shipped_recipes
+from flatpeak.runs.directory import WRITTEN
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Example
 from recipe_parts import unsaid
@@ -91,6 +92,11 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
     rows = read_metrics(result.path / "metrics.jsonl")
     assert {row["stage"] for row in rows} == {"sft", "train", "eval"}
     assert sorted({general(name) for row in rows for name in row if "/" in name}) == sorted(defined_metrics())
+
+
+def test_docs_list_every_file_that_a_run_writes() -> None:
+    listed = re.findall(r"^\| `([\w.]+)", read(ROOT / "docs" / "metrics.md").partition("## Files of a run")[2], re.M)
+    assert sorted(listed) == sorted(WRITTEN)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)

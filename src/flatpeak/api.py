@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.experiments.report import write_report
 from flatpeak.policy.passes import training_layers
+from flatpeak.progress import as_progress
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunDirectory, RunPaths
+from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
 from flatpeak.samplers import announce_decoding
@@ -33,6 +35,9 @@ from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.silence import SilentSteps
 from flatpeak.training.stage import History, restore_schedule
 from flatpeak.training.trainer import Trainer, TrainerConfig
+
+Recipe = RunConfig | Mapping[str, Any] | str | Path
+"""A checked recipe, the mapping of one, or the path or name of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,25 +60,15 @@ class RunResult:
         return best if best.exists() else self.path / "checkpoints" / "sft" / "last"
 
 
-class Silence:
-    """A Progress that shows nothing."""
-
-    def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def notice(self, text: str) -> None:
-        """Nothing."""
-
-
 def train(
-    config: RunConfig | Mapping[str, Any] | str | Path,
+    config: Recipe,
     *,
     model: Any = None,
     tokenizer: Any = None,
     task: Task | None = None,
     reward: Any = None,
     sampler: Sampler | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     resume: bool = False,
     overwrite: bool = False,
     command: Sequence[str] | None = None,
@@ -81,80 +76,93 @@ def train(
     """Run a recipe: SFT where it asks for it, then reinforcement learning.
 
     `config` is a RunConfig, the mapping of a recipe, or a recipe's path or name. Any of model (with its tokenizer),
-    task, reward and sampler may be the caller's own object. Raises UserError for bad input, before a run directory is
-    made; a run name that exists needs `resume` or `overwrite`.
+    task, reward and sampler may be the caller's own object. `progress` shows the run: None is an occasional line on
+    stderr, False is silence, else an object like `protocols.Progress`. Raises UserError for bad input, before a run
+    directory is made; a run name that exists needs `resume` or `overwrite`.
     """
     given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
-    return _run(
-        config, given, progress=progress, resume=resume, overwrite=overwrite, command=command, with_training=True
-    )
+    start = _Start(config=config, resume=resume, overwrite=overwrite, command=command)
+    return _run(start, given, progress=progress, with_training=True)
 
 
 def sft(
-    config: RunConfig | Mapping[str, Any] | str | Path,
+    config: Recipe,
     *,
     model: Any = None,
     tokenizer: Any = None,
     task: Task | None = None,
     reward: Any = None,
     sampler: Sampler | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     resume: bool = False,
     overwrite: bool = False,
     command: Sequence[str] | None = None,
 ) -> RunResult:
     """Only the SFT stage of a recipe; the arguments of `train`. Raises UserError where the recipe has no SFT steps."""
-    config = as_config(config)
-    if not config.sft.steps:
-        raise UserError("sft.steps=0: there is nothing to train; set sft.steps to how many steps SFT should take")
     given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
-    return _run(
-        config, given, progress=progress, resume=resume, overwrite=overwrite, command=command, with_training=False
-    )
+    start = _Start(config=config, resume=resume, overwrite=overwrite, command=command)
+    return _run(start, given, progress=progress, with_training=False)
 
 
-def _run(
-    config: RunConfig | Mapping[str, Any] | str | Path,
-    given: Given,
-    *,
-    progress: Progress | None,
-    resume: bool,
-    overwrite: bool,
-    command: Sequence[str] | None,
-    with_training: bool,
-) -> RunResult:
-    recipe = as_config(config)
-    progress = progress or Silence()
-    if given.model is not None:
-        named = None if isinstance(config, Mapping) else str(config) if isinstance(config, str | Path) else "the recipe"
-        recipe = without_source(recipe, named=named, progress=progress)
-    if recipe.run.threads:
-        torch.set_num_threads(recipe.run.threads)
-    saved = read_saved(recipe, progress) if resume else Saved()
-    with closing(assemble(recipe, given, checkpoint=saved.checkpoint, progress=progress)) as parts:
-        announce_decoding(parts.policy, parts.test, progress, max_new_tokens=recipe.rollout.max_new_tokens)
-        saved.announce(parts.policy, progress)
-        with (
-            training_layers(
-                parts.policy.causal,
-                recompute=recipe.training.activation_checkpointing,
-                compiled=recipe.training.compile,
-            ),
-            # Rewards check themselves once the run's name is ours, since a judge is paid.
-            RunDirectory.create(
-                recipe.run,
-                recipe.model_dump(mode="json"),
-                resume=resume,
-                overwrite=overwrite,
-                command=command,
-                before=parts.prepare,
-            ) as run,
-            StopSignals() as stop,
-        ):
-            journal = _journal(recipe, parts, run, stop, progress, saved)
-            parts.attach(run.path, stop)
-            summary = conduct(journal, lambda: _stages(recipe, parts, journal, saved, with_training=with_training))
-    return RunResult(path=run.path, summary=summary, report=report_on(run, progress), exit_code=stop.exit_code)
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """How the caller asks for a run."""
+
+    config: Recipe
+    resume: bool
+    overwrite: bool
+    command: Sequence[str] | None
+
+    @property
+    def named(self) -> str | None:
+        """What the recipe is called in a notice; None where it was written for this call."""
+        if isinstance(self.config, Mapping):
+            return None
+        return str(self.config) if isinstance(self.config, str | Path) else "the recipe"
+
+
+def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_training: bool) -> RunResult:
+    recipe = as_config(start.config)
+    if not with_training and not recipe.sft.steps:
+        raise UserError("sft.steps=0: there is nothing to train; set sft.steps to how many steps SFT should take")
+    with open_notices(progress, metric=recipe.evaluation.metric) as (shown, notices):
+        if given.model is not None:
+            recipe = without_source(recipe, named=start.named, progress=shown)
+        if recipe.run.threads:
+            torch.set_num_threads(recipe.run.threads)
+        saved = read_saved(recipe, shown) if start.resume else Saved()
+        with closing(assemble(recipe, given, checkpoint=saved.checkpoint, progress=shown)) as parts:
+            announce_decoding(parts.policy, parts.test, shown, max_new_tokens=recipe.rollout.max_new_tokens)
+            saved.announce(parts.policy, shown)
+            with (
+                training_layers(
+                    parts.policy.causal,
+                    recompute=recipe.training.activation_checkpointing,
+                    compiled=recipe.training.compile,
+                ),
+                # Rewards check themselves once the run's name is ours, since a judge is paid.
+                RunDirectory.create(
+                    recipe.run,
+                    recipe.model_dump(mode="json"),
+                    resume=start.resume,
+                    overwrite=start.overwrite,
+                    command=start.command,
+                    before=parts.prepare,
+                ) as run,
+                StopSignals() as stop,
+            ):
+                journal = _journal(recipe, parts, run, stop, shown, notices, saved)
+                parts.attach(run.path, stop)
+                summary = conduct(journal, lambda: _stages(recipe, parts, journal, saved, with_training=with_training))
+        return RunResult(path=run.path, summary=summary, report=report_on(run, shown), exit_code=stop.exit_code)
+
+
+@contextmanager
+def open_notices(progress: Progress | bool | None, *, metric: str) -> Iterator[tuple[Progress, NoticeLog]]:
+    """What shows a run, and the log that keeps its notices once the run's directory is there."""
+    watching = as_progress(progress, metric=metric)
+    with closing(NoticeLog(failed=watching.notice)) as log:
+        yield RecordedProgress(watching, log), log
 
 
 def report_on(run: RunPaths, progress: Progress) -> Path:
@@ -224,12 +232,19 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Saved) 
 
 
 def _journal(
-    config: RunConfig, parts: Parts, run: RunDirectory, stop: StopSignals, progress: Progress, saved: Saved
+    config: RunConfig,
+    parts: Parts,
+    run: RunDirectory,
+    stop: StopSignals,
+    progress: Progress,
+    notices: NoticeLog,
+    saved: Saved,
 ) -> Journal:
     newest = saved.newest
+    stage = "train" if saved.train else "sft"
     if run.resumed:
-        stage = "train" if saved.train else "sft"
         run.rewind(newest.step if newest else None, stage=stage, evaluated=saved.evaluated)
+    notices.open(run.notices, stage=stage if newest else START, step=newest.step if newest else 0)
     journal = Journal(
         run,
         config=config.run,
@@ -237,6 +252,7 @@ def _journal(
         evaluator=lambda size, robustness: parts.evaluate(parts.test[:size], robustness=robustness),
         stop=stop,
         progress=progress,
+        notices=notices,
         history=History(**newest.state["history"]) if newest else History(),
         silent_steps=SilentSteps(
             progress.notice,
@@ -251,7 +267,7 @@ def _journal(
     return journal
 
 
-def as_config(config: RunConfig | Mapping[str, Any] | str | Path) -> RunConfig:
+def as_config(config: Recipe) -> RunConfig:
     """What callers pass as `config`, checked."""
     if isinstance(config, RunConfig):
         return config

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatpeak.api import Silence
 from flatpeak.assembly import Given, open_evaluation
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.compare import Comparison
 from flatpeak.evaluation.locate import Located, locate_model, locate_stages
 from flatpeak.evaluation.result import Evaluation
+from flatpeak.progress import Silence
 from flatpeak.protocols import Progress
 from flatpeak.recipe import apply_overrides, load_recipe, merge, parse_config
 
@@ -60,7 +60,7 @@ def compare_checkpoints(
     Raises UserError where nothing says what to evaluate on, and for a run that was asked, or judged, in another way
     than the first and would be asked in the first one's way here.
     """
-    progress = progress or Silence()
+    progress = Silence() if progress is None else progress
     models = [model for name in names for model in _models(name, stages=stages, several=len(names) > 1)]
     base = next((model.recipe for model in models if model.recipe), {})
     said = list(overrides)

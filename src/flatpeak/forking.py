@@ -42,7 +42,7 @@ def fork(
     task: Task | None = None,
     reward: Any = None,
     sampler: Sampler | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     command: Sequence[str] | None = None,
 ) -> RunResult:
     """Train a new run, `name`, on from the checkpoint of `step` of RL of `run`, and give its result.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from flatpeak.api import RunResult, Silence, as_config, report_on
+from flatpeak.api import Recipe, RunResult, as_config, open_notices, report_on
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
@@ -22,6 +22,7 @@ from flatpeak.rewards.model.template import COMPLETION, PROMPT, Record, pick_tem
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunDirectory, RunPaths
+from flatpeak.runs.notices import START, NoticeLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.tasks.config_science import PreferencesConfig
 from flatpeak.tasks.preferences import Preferences, load_preferences
@@ -38,11 +39,11 @@ REFERENCE_PAIRS = 256
 
 
 def train_reward_model(
-    config: RunConfig | Mapping[str, Any] | str | Path,
+    config: Recipe,
     *,
     model: Any = None,
     tokenizer: Any = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     resume: bool = False,
     overwrite: bool = False,
     command: Sequence[str] | None = None,
@@ -50,24 +51,25 @@ def train_reward_model(
     """Train a reward model on the pairs of `task`, by the section `reward_model` of a recipe.
 
     `config` is a RunConfig, the mapping of a recipe, or a recipe's path or name. `model`, with its tokenizer, may be
-    the caller's own sequence-classification model with one output. Raises UserError for bad input, before a run
-    directory is made; a run name that exists needs `resume` or `overwrite`.
+    the caller's own sequence-classification model with one output; `progress` is that of
+    `flatpeak.train`. Raises UserError for bad input, before a run directory is made; a run name that exists needs
+    `resume` or `overwrite`.
     """
     recipe = as_config(config)
-    progress = progress or Silence()
-    if recipe.run.threads:
-        torch.set_num_threads(recipe.run.threads)
-    saved = _saved(recipe, progress) if resume else None
-    parts = _assemble(recipe, model, tokenizer, saved=saved, progress=progress)
-    with (
-        RunDirectory.create(
-            recipe.run, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite, command=command
-        ) as run,
-        StopSignals() as stop,
-    ):
-        journal = _journal(recipe, parts, run, stop, progress, saved)
-        summary = conduct(journal, lambda: _train(recipe, parts, journal, saved))
-    return RunResult(path=run.path, summary=summary, report=report_on(run, progress), exit_code=stop.exit_code)
+    with open_notices(progress, metric="accuracy") as (shown, notices):
+        if recipe.run.threads:
+            torch.set_num_threads(recipe.run.threads)
+        saved = _saved(recipe, shown) if resume else None
+        parts = _assemble(recipe, model, tokenizer, saved=saved, progress=shown)
+        with (
+            RunDirectory.create(
+                recipe.run, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite, command=command
+            ) as run,
+            StopSignals() as stop,
+        ):
+            journal = _journal(recipe, parts, run, stop, shown, notices, saved)
+            summary = conduct(journal, lambda: _train(recipe, parts, journal, saved))
+        return RunResult(path=run.path, summary=summary, report=report_on(run, shown), exit_code=stop.exit_code)
 
 
 def _train(config: RunConfig, parts: _Parts, journal: Journal, saved: CheckpointState | None) -> None:
@@ -227,11 +229,13 @@ def _journal(
     run: RunDirectory,
     stop: StopSignals,
     progress: Progress,
+    notices: NoticeLog,
     saved: CheckpointState | None,
 ) -> Journal:
     evaluated = saved is None or bool(saved.state.get("evaluated", True))
     if run.resumed:
         run.rewind(saved.step if saved else None, evaluated=evaluated)
+    notices.open(run.notices, stage="train" if saved else START, step=saved.step if saved else 0)
     section = config.reward_model
     journal = Journal(
         run,
@@ -242,6 +246,7 @@ def _journal(
         ),
         stop=stop,
         progress=progress,
+        notices=notices,
         history=History(**saved.state["history"]) if saved else History(),
         evaluated=evaluated,
     )

@@ -1,6 +1,7 @@
 import io
 
-from flatpeak.cli.progress import LiveProgress, PlainProgress, open_progress
+from flatpeak.cli.progress import LiveProgress, open_progress
+from flatpeak.progress import PlainProgress
 
 
 class Clock:

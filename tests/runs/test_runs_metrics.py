@@ -95,10 +95,10 @@ def test_rows_after_a_torn_one_are_whole(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path, notice=lambda text: None) as writer:
         writer.write(1, "train", {"x": 1.0})
-        whole = writer._file
-        writer._file = HalfWriter(whole)
+        whole = writer._lines._file
+        writer._lines._file = HalfWriter(whole)
         writer.write(2, "train", {"x": 2.0})
-        writer._file = whole
+        writer._lines._file = whole
         writer.write(3, "train", {"x": 3.0})
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
 

@@ -205,6 +205,9 @@ class QuietJournal(NoJournal):
     stopped = False
     evaluated = True
 
+    def begin_step(self, *step: Any) -> None:
+        pass
+
     def evaluation_due(self, *step: Any, **settings: Any) -> bool:
         return False
 

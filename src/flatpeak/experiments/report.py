@@ -27,6 +27,7 @@ from flatpeak.experiments.overoptimization import reward_weights
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.notices import START, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.runs.silence import silence
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
@@ -63,6 +64,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "summary": summary,
         "headline": headline(summary, shown, rows),
         "silence": silent_steps(rows, evaluations, config),
+        "notices": [(_place(row), row["text"]) for row in read_notices(run.notices)],
         "charts": charts(rows, evaluations, weights=reward_weights(config), metric=metric),
         "asked": "pairs" if ranked else "questions",
         "metric_table": metric_table(shown),
@@ -156,6 +158,13 @@ def example_rollouts(run: RunPaths) -> dict[str, Any] | None:
     ranked = sorted(group, key=lambda row: row["reward"], reverse=True)
     picked = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
     return {"step": step, "prompt": ranked[0]["prompt"], "gold": ranked[0]["gold"], "size": len(group), "rows": picked}
+
+
+def _place(notice: Row) -> str:
+    """Where in the run a notice was given."""
+    if notice["stage"] == START:
+        return "start"
+    return f"{'SFT' if notice['stage'] == 'sft' else 'training'} step {notice['step']}"
 
 
 def _spread(group: Sequence[Row]) -> float:

@@ -19,14 +19,16 @@ from flatpeak.runs.files import write_atomic
 from flatpeak.runs.lock import RunLock
 from flatpeak.runs.manifest import describe_start
 from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
+from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.redact import redact
 from flatpeak.runs.resume import check_resumable
 from flatpeak.runs.rollout_log import truncate_rollouts
 
 _LOCK = ".lock"
-_WRITTEN = (
+WRITTEN = (
     "config.yaml",
     "metrics.jsonl",
+    "notices.jsonl",
     "rollouts",
     "evaluations",
     "judge",
@@ -36,6 +38,7 @@ _WRITTEN = (
     "errors.log",
     "manifest.json",
 )
+"""Files and folders of a run, in the order in which they are deleted."""
 
 
 class RunPaths:
@@ -46,6 +49,7 @@ class RunPaths:
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
+        self.notices = path / "notices.jsonl"
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
         self.checkpoints = path / "checkpoints"
@@ -157,6 +161,7 @@ class RunDirectory(RunPaths):
         step's checkpoint is written; with `evaluated` false all but its evaluation, which is forgotten too.
         """
         truncate_metrics(self.metrics, step=step, stage=stage, evaluated=evaluated)
+        truncate_notices(self.notices, step=step, stage=stage)
         truncate_rollouts(self.rollouts, step=step if step is not None and stage == "train" else -1)
 
     def discard_if_empty(self) -> bool:
@@ -201,7 +206,7 @@ class RunDirectory(RunPaths):
 
 
 def _written(path: Path) -> list[Path]:
-    return [path / name for name in _WRITTEN if (path / name).exists()]
+    return [path / name for name in WRITTEN if (path / name).exists()]
 
 
 def _run_path(config: RunSectionConfig) -> Path:

@@ -15,6 +15,7 @@ from flatpeak.runs.checkpoints import CheckpointState, checkpoint_name, checkpoi
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.manifest import describe_start
 from flatpeak.runs.metrics import truncate_metrics
+from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.redact import redact
 from flatpeak.runs.resume import changes
 from flatpeak.runs.rollout_log import logged_steps
@@ -81,6 +82,9 @@ def _copy(source: RunPaths, origin: CheckpointState, target: RunPaths) -> None:
     shutil.copy(source.metrics, target.metrics)
     evaluated = bool(origin.state.get("evaluated", True))
     truncate_metrics(target.metrics, step=origin.step, stage="train", evaluated=evaluated)
+    if source.notices.exists():  # runs of earlier versions have none
+        shutil.copy(source.notices, target.notices)
+        truncate_notices(target.notices, step=origin.step, stage="train")
     target.rollouts.mkdir()
     for step, path in logged_steps(source.rollouts).items():
         if step <= origin.step:

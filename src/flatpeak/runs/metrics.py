@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flatpeak.runs.lines import LineWriter, Row, read_lines
 from flatpeak.runs.notices import warn
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Tracker
 
-Row = dict[str, Any]
 STAGES = ("sft", "train")
 """The stages that take steps, in their order; rows of evaluations stand between theirs."""
 
@@ -33,14 +31,13 @@ class MetricsWriter:
         self._trackers = tuple(trackers)
         self._notice = notice
         self._told: set[str] = set()
-        self._file = path.open("ab", buffering=0)
-        self._torn = False
+        self._lines = LineWriter(path)
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append one row, and hand the metrics to every tracker."""
         row = {"step": step, "stage": stage} | {name: _json_number(value) for name, value in metrics.items()}
         try:
-            self._append(json.dumps(row, ensure_ascii=False, allow_nan=False))
+            self._lines.write(row)
         except OSError as error:
             self._tell_once("file", f"{self.path}: {error.strerror}; metrics are lost until there is room again")
         for tracker in self._trackers:
@@ -51,15 +48,6 @@ class MetricsWriter:
                 name = type(tracker).__name__
                 self._tell_once(name, f"{name} failed ({error}); metrics are still in {self.path}")
 
-    def _append(self, text: str) -> None:
-        # After a torn write the rest of the line is missing: the newline ends it, so that only that row is lost.
-        data = ("\n" * self._torn + text + "\n").encode(errors="backslashreplace")
-        self._torn = True
-        written = self._file.write(data)
-        if written != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._torn = False
-
     def _tell_once(self, key: str, text: str) -> None:
         if key not in self._told:
             self._told.add(key)
@@ -67,7 +55,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file and the trackers."""
-        self._file.close()
+        self._lines.close()
         for tracker in self._trackers:
             try:
                 tracker.close()
@@ -86,7 +74,7 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[Row]:
     """The rows of a metrics.jsonl, in order; lines that a crash or a full disk left torn are skipped."""
-    return [row for _, row in _lines(path)]
+    return [row for _, row in read_lines(path)]
 
 
 def truncate_metrics(path: Path, *, step: int | None, stage: str, evaluated: bool = True) -> None:
@@ -100,7 +88,7 @@ def truncate_metrics(path: Path, *, step: int | None, stage: str, evaluated: boo
     if not path.exists():
         return
     end, reached = 0, False
-    for line_end, row in _lines(path):
+    for line_end, row in read_lines(path):
         if step is None or row["stage"] in later or (row["stage"] == stage and row["step"] > step):
             break
         if not evaluated and reached and row["stage"] == "eval":
@@ -108,25 +96,6 @@ def truncate_metrics(path: Path, *, step: int | None, stage: str, evaluated: boo
         reached = reached or (row["stage"] == stage and row["step"] == step)
         end = line_end
     os.truncate(path, end)
-
-
-def _lines(path: Path) -> list[tuple[int, Row]]:
-    """(byte offset of the line's end, row) of every whole line."""
-    if not path.exists():
-        return []
-    found: list[tuple[int, Row]] = []
-    offset = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        offset += len(line)
-        if not line.endswith(b"\n"):
-            break
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "step" in row and "stage" in row:
-            found.append((offset, row))
-    return found
 
 
 def _json_number(value: float) -> float | int | None:

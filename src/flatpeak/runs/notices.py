@@ -1,10 +1,124 @@
-"""Where notices go unless the caller says otherwise."""
+"""notices.jsonl: the notices of a run, each with its time and step."""
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatpeak.runs.lines import LineWriter, Row, read_lines
+from flatpeak.runs.redact import redact
+
+if TYPE_CHECKING:
+    from flatpeak.protocols import Progress
+
+START = "start"
+"""The stage of notices from before the first step."""
+_ORDER = (START, "sft", "train")
 
 
 def warn(text: str) -> None:
-    """Python's warnings."""
+    """Python's warnings: where notices go unless the caller says otherwise."""
     warnings.warn(text, stacklevel=3)
+
+
+class NoticeLog:
+    """Appends rows `{"time": ..., "stage": "train", "step": 12, "text": ...}`, without secrets.
+
+    Rows from before the run's directory exists wait in memory for `open`. A notice is worth less than the run: where
+    the disk is full, `failed` is called once and training goes on.
+    """
+
+    def __init__(self, *, failed: Callable[[str], None] = warn) -> None:
+        self._failed = failed
+        self._path: Path | None = None
+        self._lines: LineWriter | None = None
+        self._waiting: list[Row] = []
+        self._written_before: frozenset[str] = frozenset()
+        self._place: Row = {"stage": START, "step": 0}
+
+    def open(self, path: Path, *, stage: str = START, step: int = 0) -> None:
+        """Write down what waits, as of `step` of `stage`; from here on every notice is written at once.
+
+        A text that an earlier start of the run has written is not written again: each start repeats what it finds in
+        the recipe, and counts failures anew.
+        """
+        self._path = path
+        self.begin_step(stage, step)
+        waiting, self._waiting = self._waiting, []
+        try:
+            self._written_before = frozenset(row["text"] for row in read_notices(path))
+            self._lines = LineWriter(path)
+        except OSError as error:
+            self._failed(f"{path}: {error.strerror}; notices are not kept")
+        for row in waiting:
+            self._write(row | self._place)
+
+    def begin_step(self, stage: str, step: int) -> None:
+        """Date what follows by this step, the evaluation and the checkpoint after it included."""
+        self._place = {"stage": stage, "step": step}
+
+    def add(self, text: str) -> None:
+        """Keep one notice."""
+        row = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **self._place, "text": redact(text)}
+        if self._lines is None:
+            self._waiting.append(row)
+        else:
+            self._write(row)
+
+    def _write(self, row: Row) -> None:
+        if self._lines is None or row["text"] in self._written_before:
+            return
+        try:
+            self._lines.write(row)
+        except OSError as error:
+            failed, self._failed = self._failed, lambda text: None
+            failed(f"{self._path}: {error.strerror}; notices are not kept until there is room again")
+
+    def close(self) -> None:
+        """Close the file; what comes later is not kept."""
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.close()
+
+
+class RecordedProgress:
+    """A Progress whose notices are kept in a log too."""
+
+    def __init__(self, progress: Progress, log: NoticeLog) -> None:
+        self._progress = progress
+        self._log = log
+
+    def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """See protocols.Progress."""
+        self._progress.update(stage, step=step, total=total, metrics=metrics)
+
+    def notice(self, text: str) -> None:
+        """See protocols.Progress."""
+        self._log.add(text)
+        self._progress.notice(text)
+
+
+def read_notices(path: Path) -> list[Row]:
+    """The rows of a notices.jsonl, in order; none where there is no such file."""
+    return [row for _, row in read_lines(path) if "text" in row]
+
+
+def truncate_notices(path: Path, *, step: int | None, stage: str) -> None:
+    """Cut the file before the first notice of a later step than `step` of `stage`, and drop a torn last line.
+
+    `step` None empties the file.
+    """
+    if not path.exists():
+        return
+    end = 0
+    for line_end, row in read_lines(path):
+        if row["stage"] not in _ORDER:
+            continue
+        if step is None or (_ORDER.index(row["stage"]), row["step"]) > (_ORDER.index(stage), step):
+            break
+        end = line_end
+    os.truncate(path, end)

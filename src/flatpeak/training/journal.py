@@ -22,6 +22,7 @@ from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.metrics import MetricsWriter
+from flatpeak.runs.notices import NoticeLog
 from flatpeak.runs.rollout_log import RolloutLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
@@ -47,6 +48,7 @@ class Journal:
         evaluator: Evaluator,
         stop: StopSignals,
         progress: Progress,
+        notices: NoticeLog,
         history: History,
         silent_steps: SilentSteps | None = None,
         evaluated: bool = True,
@@ -57,6 +59,7 @@ class Journal:
         self.evaluator = evaluator
         self.stop = stop
         self.progress = progress
+        self.notices = notices
         self.history = history
         self.metrics = MetricsWriter(run.metrics, notice=progress.notice)
         self.rollout_log = RolloutLog(run.rollouts, notice=progress.notice)
@@ -73,6 +76,10 @@ class Journal:
     def stopped(self) -> bool:
         """Whether a signal asked to stop."""
         return self.stop.signal is not None
+
+    def begin_step(self, stage: Stage, step: int) -> None:
+        """Date notices by this step, until the next one begins."""
+        self.notices.begin_step(stage.name, step)
 
     def record(self, stage: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Log one step's metrics and show them."""
@@ -110,6 +117,7 @@ class Journal:
 
         Whether it reaches the goal already.
         """
+        self.begin_step(stage, 0)
         self.evaluate_start(size=self._large_size)
         value = float(self.history.evaluations[-1]["choice"])
         self._consider(0, value)

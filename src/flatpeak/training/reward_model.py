@@ -185,6 +185,7 @@ class RewardModelTrainer:
         for step in range(first_step, total + 1):
             if self.journal.stopped:
                 break
+            self.journal.begin_step(self.stage, step)
             metrics = self.train_step(step)
             due = self.journal.evaluation_due(step, total=total)
             self.journal.complete(self.stage, step, total, metrics, evaluation_due=due)

@@ -96,6 +96,7 @@ class SFTTrainer:
         for step in range(first_step, self.config.steps + 1):
             if self.finished or self.journal.stopped:
                 break
+            self.journal.begin_step(self, step)
             with seeded(derive_seed(self.stream.seed, "dropout", step)):
                 metrics = self.train_step(step)
             self.learner.zero_grad()

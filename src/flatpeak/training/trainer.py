@@ -79,6 +79,7 @@ class Trainer:
         for step in range(first_step, config.steps + 1):
             if self.reached or self.journal.stopped:
                 break
+            self.journal.begin_step(self, step)
             with seeded(derive_seed(self.config.seed, "dropout", step)):
                 metrics = self.train_step(step)
             self.learner.zero_grad()  # evaluation and the next rollouts can have the memory
