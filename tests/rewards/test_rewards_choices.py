@@ -180,7 +180,7 @@ def test_the_robust_extraction_reads_what_is_stated_last(text, letter):
         "A dog barked. I ran.",
         "The answer is a matter of taste",
         "The answer is A good thing",
-        "The answer is Rome",
+        "The answer is Berlin",
         "The answer is f(a)",
         "The answer is not (A).",
         "the answer isn't B",
@@ -188,10 +188,10 @@ def test_the_robust_extraction_reads_what_is_stated_last(text, letter):
         "Is the answer B?",
         "Both (A) and (B).",
         "The answer is none of these.",
-        "The answer is vitamin C.",
+        "The answer is vitamin C, or so.",
         "\\boxed{A \\text{ or } B}",
         "<answer>E</answer>",
-        "\\boxed{42}",
+        "\\boxed{43}",
         "The answer is A or B.",
         "The answer is A, B, or C",
         "The answer is (A) or (B)",
@@ -208,6 +208,112 @@ def test_the_robust_extraction_reads_what_is_stated_last(text, letter):
 )
 def test_the_robust_extraction_finds_nothing_where_nothing_is_stated(text):
     assert stated(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Therefore, C is correct.", "C"),
+        ("Therefore C is the correct answer.", "C"),
+        ("A is wrong, so B is correct.", "B"),
+        ("Since A is not right, C is correct.", "C"),
+        ("C is correct because the others are not.", "C"),
+        ("I conclude that D is right.\nDone", "D"),
+        ("Vitamin C is correct.", None),
+        ("It is not true that C is correct.", None),
+        ("We ask whether C is correct.", None),
+        ("We ask if option C is correct.", None),
+        ("I do not think (C) is correct.", None),
+        ("A or B is correct.", None),
+        ("#### C", "C"),
+        ("So it is.\n#### (c)\n", "C"),
+        ("#### B. Rome", "B"),
+        ("#### A\nParis is one.\n#### B\nRome is one.", None),
+        ("#### A\nParis is one.\nThe answer is B.", "B"),
+        ("答案：C", "C"),
+        ("答案是C", "C"),
+        ("答案是C。", "C"),
+        ("正确答案为（B），因为", "B"),
+        ("所以答案选 D。", "D"),
+        ("答案是选项C", "C"),
+        ("答案是C选项", "C"),
+        ("故选B", "B"),
+        ("答案不是C", None),
+        ("不应选C", None),
+        ("答案是A类", None),
+        ("答案是A或B", None),
+        ("答案是A、B", None),
+    ],
+)
+def test_a_letter_is_read_in_the_forms_that_models_write(text, letter):
+    assert stated(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("It is Rome.", "B"),
+        ("It's Rome", "B"),
+        ("<answer>Rome</answer>", "B"),
+        ("<answer> vitamin  c. </answer>", "C"),
+        ("The answer is Rome", "B"),
+        ("The answer is “Rome”. It is old.", "B"),
+        ("**Answer:** Vitamin C", "C"),
+        ("\\boxed{42}", "D"),
+        ("$\\boxed{\\text{Rome}}$", "B"),
+        ("So I say:\nRome", "B"),
+        ("答案是Rome。", "B"),
+        ("It is Paris. No, it is Rome.", "B"),
+        ("It is Paris. But the answer is (B).", "B"),
+        ("It is not Rome.", None),
+        ("It is Rome or Paris.", None),
+        ("It is Rome that I like", None),
+        ("If it is Rome.", None),
+        ("Rome is old.", None),
+        ("Rome. Then again, no.", None),
+        ("It is 42.5", None),
+        ("Let us see whether it is 42.", None),
+    ],
+)
+def test_an_option_in_its_own_words_is_its_letter(text, letter):
+    assert stated(text) == letter
+
+
+def test_words_that_two_options_share_or_that_no_row_gives_name_none():
+    assert stated("It is Rome.", ["Rome", "Rome", "Paris"]) is None
+    assert stated("It is Rome.", None) is None
+    assert stated("It is c1", ["a1", "b1", "c1", "d1"]) == "C"
+    assert stated("<answer>New York City</answer>", ["New York", "New York City"]) == "B"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is (C)(D)",
+        "The answer is (C) (D).",
+        "(C)(D)",
+        "<answer>(C)(D)</answer>",
+        "\\boxed{(C)(D)}",
+        "C\nD",
+        "C\n\nD",
+        "A\nB\nB",
+        "<answer>C\nD</answer>",
+        "<answer>A. Rome</answer>",
+        "\\boxed{A. Rome}",
+        "The answer is (A) Rome.",
+        "The answer is A. Rome",
+        "Answer: A) Rome",
+    ],
+)
+def test_a_letter_beside_another_or_beside_the_words_of_another_is_no_answer(text):
+    assert stated(text) is None
+
+
+def test_a_letter_after_another_counts_where_the_text_goes_on_in_between():
+    assert stated("C\nWait, no.\nD") == "D"
+    assert stated("C\nC") == "C"
+    assert stated("The answer is (C) (A) is wrong") == "C"
+    assert stated("The answer is (B) Rome.") == "B"
 
 
 def test_only_letters_that_the_question_has_are_read():
@@ -227,6 +333,13 @@ def test_long_texts_of_anything_take_linear_time():
     hostile = [
         *("answer is " * 20_000, "answer is A or " * 14_000, "option A is correct " * 10_000, "(A)" * 70_000),
         *("(" * 200_000, " " * 200_000, "\n" * 200_000, "A\n" * 100_000, "\\boxed{" * 30_000, "<answer>" * 25_000),
+        *(
+            "it is " * 35_000,
+            "so A is correct " * 13_000,
+            "答案是" * 70_000,
+            "#### A\n" * 30_000,
+            "it is Rome or " * 15_000,
+        ),
         *("answer:" + " " * 200_000, "Answer: " * 25_000, "\\text{" * 35_000, "if the " * 30_000, "x" * 200_000),
     ]
     for text in hostile:

@@ -13,7 +13,9 @@ from flatpeak.rewards.length import LengthReward
     [
         ("<think>a</think> <answer>5</answer>", "thinking answer nothing_else"),
         ("\n<think>a</think>\n\n<answer>5</answer>\n", "thinking answer nothing_else"),
-        ("<think></think><answer></answer>", "thinking answer nothing_else"),
+        ("<think></think><answer></answer>", ""),
+        ("<think>a</think> <answer> \n </answer>", "thinking"),
+        ("<think>\n\n</think> <answer>5</answer>", "answer"),
         ("<think>a</think> so <answer>5</answer>", "thinking answer"),
         ("<think>a</think> <answer>5</answer> done", "thinking answer"),
         ("<think>a</think> 5", "thinking"),
@@ -40,6 +42,11 @@ def test_each_part_of_the_layout_is_judged_on_its_own(text, held):
 def test_the_format_reward_is_the_mean_of_the_parts(completion, prompt):
     texts = ["<think>a</think> <answer>5</answer>", "<think>a</think> so <answer>5</answer>", "<think>a</think>", "5"]
     assert [FormatReward()(completion(text), prompt()) for text in texts] == [1.0, 2 / 3, 1 / 3, 0.0]
+
+
+def test_tags_with_nothing_in_between_earn_less_than_any_part_that_says_something(completion, prompt):
+    empty, started = "<think></think><answer></answer>", "<think>a</think> it is 5"
+    assert [FormatReward()(completion(text), prompt()) for text in (empty, started)] == [0.0, 1 / 3]
 
 
 def test_an_empty_thought_closed_in_the_prompt_is_not_prefilled(completion, prompt):

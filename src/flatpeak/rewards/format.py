@@ -15,20 +15,26 @@ def format_parts(text: str) -> dict[str, bool]:
     """The three parts of `<think>...</think> <answer>...</answer>`, each judged on its own.
 
     - `thinking`: one `<think>`, with nothing but whitespace before it, closed by one `</think>`, which comes before
-      any answer.
-    - `answer`: one `<answer>`, closed by one `</answer>`.
+      any answer; there is text in it.
+    - `answer`: one `<answer>`, closed by one `</answer>`; there is text in it.
     - `nothing_else`: the two parts above hold, with nothing but whitespace between them and at the end.
+
+    Tags with nothing in between are no layout: they would be the cheapest text to be paid for.
     """
     opening, _, thoughts = text.partition(THINK_OPEN)
     thoughts, closed, rest = thoughts.partition(THINK_CLOSE)
     thinking = (
         not opening.strip()
         and bool(closed)
+        and bool(thoughts.strip())
         and text.count(THINK_OPEN) == text.count(THINK_CLOSE) == 1
         and ANSWER_OPEN not in thoughts
     )
-    answer = text.count(ANSWER_OPEN) == text.count(ANSWER_CLOSE) == 1 and text.index(ANSWER_OPEN) < text.index(
-        ANSWER_CLOSE
+    content = text.partition(ANSWER_OPEN)[2].partition(ANSWER_CLOSE)[0]
+    answer = (
+        text.count(ANSWER_OPEN) == text.count(ANSWER_CLOSE) == 1
+        and text.index(ANSWER_OPEN) < text.index(ANSWER_CLOSE)
+        and bool(content.strip())
     )
     between, after = rest.partition(ANSWER_OPEN)[0], text.rpartition(ANSWER_CLOSE)[2]
     nothing_else = thinking and answer and not between.strip() and not after.strip()

@@ -1,18 +1,20 @@
 """Which letter a text states as its answer to a multiple-choice question, read with care and in linear time.
 
-Read are, after the thinking: `<answer>C</answer>`, `\\boxed{C}`, `the answer is (C)` and its like, `option C is
-correct.`, a line that is a letter alone or one option written out, and a letter in parentheses that ends the text. A
-word between does no harm (`the answer is definitely (C)`), and neither do bold type, LaTeX or small letters. The last
-statement counts; where there is an answer block, that block alone.
+Read are, after the thinking: `<answer>C</answer>`, `\\boxed{C}`, `the answer is (C)` and its like (`答案是C`), `C is
+correct.`, `#### C`, a line that is a letter alone or one option written out, and a letter in parentheses that ends the
+text. A word between does no harm (`the answer is definitely (C)`), and neither do bold type, LaTeX or small letters.
+The last statement counts; where there is an answer block, that block alone. Where no letter is stated, an option in
+its own words is (`<answer>Paris</answer>`, `it is Paris.`).
 
 Not read: an article or a pronoun (`the answer is a matter of taste`, `I think`), what is denied or only supposed, and
-letters that the question does not have. A statement that names several options states none, and takes the earlier
-ones with it.
+letters that the question does not have. A statement that names several options (`A or B`, `(A)(B)`), or a letter and
+the words of another option, states none, and takes the earlier ones with it.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
@@ -20,22 +22,30 @@ from typing import Final
 
 from flatpeak.rewards.layout import after_thinking, last_answer
 
-_WIDE: Final = str.maketrans("（）：．", "():.")
+_WIDE: Final = str.maketrans(
+    {"（": "(", "）": ")", "：": ":", "．": ".", "。": ". ", "，": ", ", "；": "; ", "！": "! ", "、": ", "}
+)
 _TEXT_COMMAND: Final = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf)\s?\{([^{}]{0,80})\}")
 _MARKUP: Final = re.compile(r"[*$`_]|\\[()\[\],;! ]")
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s?\{([^{}]{0,200})\}")
 
 _SAID: Final = re.compile(
-    r"\b(?:answer|choice|option)(?: (?:to|for|here|among|of|from)\b[^.;:?!\n]{0,40}?)?"
-    r"(?: is\b| would be\b| must be\b| should be\b| has to be\b|\s?:|\s=|\s?->|\s?→)+\s{0,4}"
+    r"(?:\b(?:answer|choice|option)(?: (?:to|for|here|among|of|from)\b[^.;:?!\n]{0,40}?)?"
+    r"(?: is\b| would be\b| must be\b| should be\b| has to be\b|\s?:|\s=|\s?->|\s?→)+"
+    r"|答案\s?(?:应该|应|就)?\s?(?:是|为|选(?!项)|:)+(?:选项)?|(?<!不)(?:故|应该|应|因此|所以)选择?\s?:?)\s{0,4}"
     r"(?=(?P<said>[^\n]{0,120}))",
     re.IGNORECASE,
 )
 _CALLED_RIGHT: Final = re.compile(
-    r"(?<!\w)(?:(?:option|choice|answer|letter) [(\[]?(?P<named>[A-Za-z])[)\]]?|[(\[](?P<bracketed>[A-Za-z])[)\]])"
-    r" is (?:the )?(?:correct|right|best)(?: answer| choice| option| one)?(?=[.!\s]{0,3}(?:$|\n)|[.!]\s)",
-    re.IGNORECASE,
+    r"(?:(?<!\w)(?:option|choice|answer|letter) [(\[]?(?P<named>[A-Za-z])[)\]]?"
+    r"|(?<!\w)[(\[](?P<bracketed>[A-Za-z])[)\]]"
+    r"|(?:^|[.!,;:]\s|\b(?:so|thus|hence|therefore|only|that|conclude)\s)\s?(?P<bare>(?-i:[A-Z])))"
+    r" is (?:the )?(?:correct|right|best)(?: answer| choice| option| one)?"
+    r"(?=[.!\s]{0,3}(?:$|\n)|[.!]\s|,? (?:because|since|as)\b)",
+    re.IGNORECASE | re.MULTILINE,
 )
+_CALLED: Final = re.compile(r"\b(?:it|this|that)(?: is\b|['’]s\b| would be\b| must be\b)\s{0,4}", re.IGNORECASE)
+_MARKED: Final = re.compile(r"\s{0,8}#{4}\s(?P<stated>.*)")
 _AT_THE_END: Final = re.compile(r"(?<![\w)])[(\[](?P<letter>[A-Z])[)\]][.!]?\s{0,8}\Z")
 
 _SUPPOSED: Final = re.compile(
@@ -47,21 +57,29 @@ _DENIED: Final = re.compile(
     r"\b(?:not|neither|never|nor|wrong|incorrect|cannot|unclear|unlikely)\b|n['’]t\b", re.IGNORECASE
 )
 _BUT: Final = re.compile(r"\bbut\b", re.IGNORECASE)
+_CLAUSE_END: Final = re.compile(r"[.!?](?=\s|$)|[,;:\n]|\bbut\b", re.IGNORECASE)
 _SENTENCE_END: Final = re.compile(r"[.!?](?=\s|$)")
 
 _DIRECT: Final = re.compile(
     r"(?P<named>(?:definitely |clearly |probably |likely |indeed |therefore )?(?:the )?(?:option |choice |letter )?)"
-    r"['\"“‘]?(?:(?P<letter>[A-Za-z])(?![\w'’-])|[(\[{]\s?(?P<bracketed>[A-Za-z])\s?[)\]}])['\"”]?",
+    r"['\"“‘]?(?:(?P<letter>[A-Za-z])(?!(?![\u4e00-\u9fff])[\w'’-])|[(\[{]\s?(?P<bracketed>[A-Za-z])\s?[)\]}])['\"”]?",
     re.IGNORECASE,
 )
 _BRACKETED: Final = re.compile(r"(?<![\w)])[(\[](?P<letter>[A-Za-z])[)\]]")
-_GOES_ON: Final = re.compile(r"\s?(?:[.,;:!)\]<]|\s[-–—]|$|(?:because|since|as|for|which|due|so|and|or|is|but)\b|[/&])")
+_GOES_ON: Final = re.compile(
+    r"\s?(?:[.,;:!)\]<]|\s[-–—]|$|(?:because|since|as|for|which|due|so|and|or|is|but)\b|[/&]|选?项|因|由于|和|或)"
+)
 _ENDS: Final = re.compile(r"\s?(?:[.,;:!)\]<]|$)")
 _ANOTHER: Final = re.compile(
-    r"\s?(?:,|/|&|\bor\b|\band\b){1,2}\s?(?:,? ?(?:or|and) )?(?:option |choice |maybe |possibly |perhaps )?"
-    r"(?:[(\[](?P<bracketed>[A-Za-z])[)\]]|(?P<letter>[A-Z])(?!\w))(?P<rest>.{0,12})",
+    r"\s?(?:,|/|&|\bor\b|\band\b|和|或){1,2}\s?(?:,? ?(?:or|and) )?(?:option |choice |maybe |possibly |perhaps )?"
+    r"(?:[(\[](?P<bracketed>[A-Za-z])[)\]]|(?P<letter>[A-Z])(?!\w))(?P<rest>.{0,12})"
+    r"|\s?[(\[](?P<beside>[A-Z])[)\]](?P<after>.{0,12})",
     re.DOTALL,
 )
+_BEFORE_WORDS: Final = " \t)].:,-–—"
+_WORDS_END: Final = re.compile(r"[\"'”’)]*(?:[.!\s]*$|[.!]\s)")
+_LAST_PLACES: Final = 20
+"""How many of the places where an option could stand in words are looked at, from the end: a bound on the cost."""
 
 _SUBJECT: Final = re.compile(r"\s(?:is|was|has|does|would|can)")
 _WHOLE: Final = re.compile(r"[(\[{\"'“]?\s?(?P<letter>[A-Za-z])\s?[)\]}\"'”]?[.:,!]?")
@@ -103,25 +121,27 @@ class _Reader:
 
     def of_block(self, content: str) -> str | None:
         """An answer block is a letter, an option written out, or a text that states one."""
-        return self._alone(content) or self._written_out(content, any_text=True) or self.last(content)
+        return self._one_option(content, any_text=True) or self.last(content)
 
     def last(self, text: str) -> str | None:
         latest = max(self._statements(text), key=lambda statement: statement.at, default=None)
-        return None if latest is None else latest.letter
+        return self._in_words(text) if latest is None else latest.letter
 
     def _statements(self, text: str) -> Iterator[_Statement]:
         yield from self._lines(text)
         for box in _BOX.finditer(text):
-            letter = self._alone(box[1]) or self._written_out(box[1], any_text=True)
+            letter = self._one_option(box[1], any_text=True)
             if letter is not None:
                 yield _Statement(box.start(), letter)
         for said in _SAID.finditer(text):
             if not _SUPPOSED.search(text[max(0, said.start() - 40) : said.start()]):
                 yield from self._said(said["said"], at=said.start("said"))
         for called in _CALLED_RIGHT.finditer(text):
-            letter = self._known(called["named"] or called["bracketed"])
-            if letter is not None:
-                yield _Statement(called.start(), letter)
+            letter = self._known(called["named"] or called["bracketed"] or called["bare"])
+            at = max(called.start(), called.start("bare"))
+            clause = _CLAUSE_END.split(text[max(0, at - 80) : at])[-1]
+            if letter is not None and not _DENIED.search(clause) and not _SUPPOSED.search(clause):
+                yield _Statement(at, letter)
         ending = _AT_THE_END.search(text, max(0, len(text) - 20))
         if ending is not None:
             sentence = _SENTENCE_END.split(text[max(0, ending.start() - 80) : ending.start()])[-1]
@@ -151,29 +171,70 @@ class _Reader:
         return (_ENDS if small else _GOES_ON).match(said, direct.end()) is not None
 
     def _unless_another(self, letter: str, rest: str, *, at: int) -> _Statement:
-        """No letter where the text goes on with `or (D)`, `/D`, `, D`."""
+        """No letter where the text goes on with `or (D)`, `/D`, `, D`, `(D)`, or with the words of another option."""
+        if self._begins_with(rest.lstrip(_BEFORE_WORDS)) not in (None, letter):
+            return _Statement(at, None)
         other = _ANOTHER.match(rest)
         if other is None:
             return _Statement(at, letter)
-        second = self._known(other["bracketed"] or other["letter"])
-        named = second is not None and second != letter and not _SUBJECT.match(other["rest"])
-        return _Statement(at, None if named and (other["bracketed"] or _GOES_ON.match(other["rest"])) else letter)
+        second, after = self._known(other["bracketed"] or other["letter"] or other["beside"]), other["rest"]
+        after = other["after"] if after is None else after
+        named = second is not None and second != letter and not _SUBJECT.match(after)
+        return _Statement(at, None if named and (other["letter"] is None or _GOES_ON.match(after)) else letter)
 
     def _lines(self, text: str) -> Iterator[_Statement]:
-        """Lines that are a letter, and the one option that the text writes out in a line."""
+        """Lines that are a letter, and the one option that the text writes out in a line or marks with `####`."""
         at = 0
         written: list[_Statement] = []
+        marked: list[_Statement] = []
+        before: set[str] = set()
         for line in text.split("\n"):
             if len(line) <= 2000 and line.strip():
-                letter = self._alone(line)
+                letter, mark = self._alone(line), _MARKED.match(line)
+                # Of letters in one line after another none is the answer.
+                before = {*before, letter} if letter is not None else set()
                 if letter is not None:
-                    yield _Statement(at, letter)
+                    yield _Statement(at, letter if len(before) == 1 else None)
+                elif mark is not None and (letter := self._one_option(mark["stated"], any_text=False)) is not None:
+                    marked.append(_Statement(at, letter))
                 elif (letter := self._written_out(line, any_text=False)) is not None:
                     written.append(_Statement(at, letter))
             at += len(line) + 1
-        # Several are the question's options told again.
-        if len({statement.letter for statement in written}) == 1:
-            yield written[-1]
+        # Several are the question's options told again, or headings.
+        for statements in (written, marked):
+            if len({statement.letter for statement in statements}) == 1:
+                yield statements[-1]
+
+    def _in_words(self, text: str) -> str | None:
+        """The option that the text states last in the option's own words, and without its letter."""
+        stated = [(len(text), self._named_by(part)) for part in (text, text.rstrip().rpartition("\n")[2])]
+        stated += [(box.start(), self._named_by(box[1])) for box in deque(_BOX.finditer(text), maxlen=_LAST_PLACES)]
+        for pattern in (_SAID, _CALLED):
+            for said in deque(pattern.finditer(text), maxlen=_LAST_PLACES):
+                if not _SUPPOSED.search(text[max(0, said.start() - 40) : said.start()]):
+                    stated.append((said.end(), self._begins_with(text[said.end() :])))
+        return max(((at, letter) for at, letter in stated if letter is not None), default=(0, None))[1]
+
+    def _begins_with(self, text: str) -> str | None:
+        """The letter of the option whose words a text begins with, if a sentence or line ends after them."""
+        if not self._texts:
+            return None
+        line = text.strip()[: 2 * max(map(len, self._texts)) + 40].partition("\n")[0]
+        words = " ".join(line.casefold().split()).lstrip("\"'“‘")
+        for option in sorted(filter(None, self._texts), key=len, reverse=True):
+            if words.startswith(option) and _WORDS_END.match(words, len(option)):
+                return self._named_by(option)
+        return None
+
+    def _named_by(self, text: str) -> str | None:
+        """The letter of the one option whose words a text is."""
+        words = _normal(text) if len(text) <= 2000 else ""
+        if not words or not self._texts or self._texts.count(words) != 1:
+            return None
+        return self._letters[self._texts.index(words)]
+
+    def _one_option(self, text: str, *, any_text: bool) -> str | None:
+        return self._alone(text) or self._written_out(text, any_text=any_text)
 
     def _alone(self, text: str) -> str | None:
         """The text is a letter: `C`, `(c)`, `C.`"""
@@ -186,8 +247,9 @@ class _Reader:
         letter = None if match is None else self._known(match["letter"])
         if match is None or letter is None:
             return None
-        if self._texts is not None and _normal(match["text"]) == self._texts[self._letters.index(letter)]:
-            return letter
+        words = _normal(match["text"])
+        if self._texts is not None and words and words in self._texts:
+            return letter if words == self._texts[self._letters.index(letter)] else None
         return letter if any_text and not _LONE.search(match["text"]) else None
 
     def _known(self, letter: str) -> str | None:

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def r1_zero_answer(response: str) -> str | None:
-    """What is in the last answer block of a response in the r1_zero form; None if it is not in that form."""
+    """What is in the last answer block of a response in the r1_zero form; None if it is not in that form, or blank."""
     if "</think> <answer>" not in response or "</answer>" not in response:
         return None
     try:
-        return block_answer(response)
+        return _unless_blank(block_answer(response))
     except OverLimitError:
         return None
 
 
 def question_only_answer(response: str) -> str | None:
-    """What is in the last box of a response after its thinking; None if no box is complete."""
+    """What is in the last box of a response after its thinking; None if no box is complete, or it is blank."""
     try:
-        return extract_answer(response, "boxed")
+        return _unless_blank(extract_answer(response, "boxed"))
     except OverLimitError:
         return None
 
@@ -46,6 +46,10 @@ def r1_zero_reward(response: str, gold: str, *, grader: MathGrader | None = None
 def question_only_reward(response: str, gold: str, *, grader: MathGrader | None = None) -> dict[str, Score]:
     """The same for an answer in a box."""
     return _rewards(question_only_answer(response), gold, grader)
+
+
+def _unless_blank(answer: str | None) -> str | None:
+    return None if answer is None or not answer.strip() else answer
 
 
 def _rewards(answer: str | None, gold: str, grader: MathGrader | None) -> dict[str, Score]:
