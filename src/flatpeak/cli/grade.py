@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -17,14 +17,29 @@ _SHOWN = 20
 _WORDS = {True: "correct", False: "wrong", None: "failed"}
 
 
+class _Row(NamedTuple):
+    where: str
+    answer: str
+    gold: str
+    question: str
+
+
 def grade(
     file: Annotated[str, typer.Argument(metavar="FILE.jsonl", help="Rows with `answer` (a model's text) and `gold`.")],
     task: Annotated[str, typer.Option(help="Whose rules: math, or gsm8k (numbers only).")] = "math",
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as one JSON object.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer that the rules leave to math-verify.")] = 2.0,
+    evaluated: Annotated[
+        bool,
+        typer.Option(
+            "--evaluated",
+            help="Count answers as wrong that leave operations which the gold does not have, or are copied from the "
+            "row's `question`, where it has one.",
+        ),
+    ] = False,
 ) -> None:
     """Grade answers against gold answers; failed (out of time or memory) is never wrong."""
-    graders = {"math": _grade_math, "gsm8k": _grade_numbers}
+    graders = {"math": _grade_evaluated if evaluated else _grade_math, "gsm8k": _grade_numbers}
     if task not in graders:
         raise UserError(f"--task {task}: choose one of {', '.join(graders)}")
     if not 0 < timeout < math.inf:
@@ -39,8 +54,8 @@ def grade(
         typer.echo(_table(rows, verdicts))
 
 
-def _read(file: str) -> list[tuple[str, str, str]]:
-    """(where, answer, gold) of each row; a UserError that names the line of a bad one."""
+def _read(file: str) -> list[_Row]:
+    """Each row; a UserError that names the line of a bad one."""
     from flatpeak.tasks.sources import read_jsonl
 
     path = Path(file).expanduser()
@@ -48,30 +63,40 @@ def _read(file: str) -> list[tuple[str, str, str]]:
         raise UserError(f"{file} is no file: give JSON lines with `answer` and `gold`")
     rows = []
     for row in read_jsonl(path):
-        values = []
+        values: list[str] = []
         for column in ("answer", "gold"):
             value = row.values.get(column)
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise UserError(f"{row.where}: no text in column {column!r}; rows have `answer` and `gold`")
             values.append(str(value))
-        rows.append((row.where, *values))
+        question = row.values.get("question")
+        rows.append(_Row(row.where, values[0], values[1], question if isinstance(question, str) else ""))
     if not rows:
         raise UserError(f"{file} has no rows: give JSON lines with `answer` and `gold`")
-    return [(where, answer, gold) for where, answer, gold in rows]
+    return rows
 
 
-def _grade_math(rows: Sequence[tuple[str, str, str]], timeout: float) -> list[Verdict]:
+def _grade_math(rows: Sequence[_Row], timeout: float) -> list[Verdict]:
     from flatpeak.rewards.math.grader import MathGrader
 
     with MathGrader(extraction="any", timeout=timeout) as grader:
-        return grader.grade((answer, gold) for _, answer, gold in rows)
+        return grader.grade((row.answer, row.gold) for row in rows)
 
 
-def _grade_numbers(rows: Sequence[tuple[str, str, str]], timeout: float) -> list[Verdict]:
+def _grade_evaluated(rows: Sequence[_Row], timeout: float) -> list[Verdict]:
+    from flatpeak.rewards.math.evaluated import only_evaluated
+    from flatpeak.rewards.math.grader import MathGrader, extracted
+
+    pairs = only_evaluated([(extracted(row.answer, "any"), row.gold) for row in rows], [row.question for row in rows])
+    with MathGrader(timeout=timeout) as grader:
+        return [outcome if isinstance(outcome, bool) else None for outcome in grader.compare(pairs)]
+
+
+def _grade_numbers(rows: Sequence[_Row], timeout: float) -> list[Verdict]:
     from flatpeak.rewards.numbers import extract_answer, parse_number
 
     verdicts: list[Verdict] = []
-    for where, answer, gold in rows:
+    for where, answer, gold, _ in rows:
         expected = parse_number(gold)
         if expected is None:
             expected = extract_answer(gold, "gsm8k_strict")
@@ -82,11 +107,11 @@ def _grade_numbers(rows: Sequence[tuple[str, str, str]], timeout: float) -> list
     return verdicts
 
 
-def _table(rows: Sequence[tuple[str, str, str]], verdicts: Sequence[Verdict]) -> str:
+def _table(rows: Sequence[_Row], verdicts: Sequence[Verdict]) -> str:
     correct, failed, total = verdicts.count(True), verdicts.count(None), len(verdicts)
     lines = [f"{correct} of {total} correct ({correct / total:.1%}), {total - correct - failed} wrong, {failed} failed"]
     others = [(row, verdict) for row, verdict in zip(rows, verdicts, strict=True) if verdict is not True]
-    for (where, answer, gold), verdict in others[:_SHOWN]:
+    for (where, answer, gold, _), verdict in others[:_SHOWN]:
         lines.append(f"{_WORDS[verdict]:8} {where}: {_short(answer)} for {_short(gold)}")
     if len(others) > _SHOWN:
         lines.append(f"and {len(others) - _SHOWN} more; --json has every verdict")

@@ -21,6 +21,8 @@ from typing import Any, Final
 import pytest
 from math_cases import grade
 
+from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
+
 pytestmark = pytest.mark.skipif("FLATPEAK_DATA" not in os.environ, reason="FLATPEAK_DATA names no folder of data sets")
 
 _SPELLING: Final = (
@@ -102,6 +104,28 @@ def test_every_gold_answer_is_equal_to_itself(name: str) -> None:
     answers = golds(name)
     verdicts = grade([(rf"So it is $\boxed{{{gold}}}$.", gold) for gold in answers])
     assert [gold for gold, verdict in zip(answers, verdicts, strict=True) if verdict is not True] == []
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "asdiv", "svamp", "mawps"])
+def test_every_gold_answer_is_worked_out_beside_itself_even_if_the_question_has_it(name: str) -> None:
+    answers = golds(name)
+    pairs = only_evaluated([(gold, gold) for gold in answers], [f"Is it ${gold}$?" for gold in answers])
+    assert [gold for gold, (answer, _) in zip(answers, pairs, strict=True) if answer is None] == []
+    # In the spellings of models, so that it is not for its text alone.
+    respelled = [
+        gold.replace(r"\frac", r"\dfrac ").replace("(", r"\left( ").replace(")", r" \right)") for gold in answers
+    ]
+    pairs = only_evaluated(list(zip(respelled, answers, strict=True)), [""] * len(answers))
+    assert [gold for gold, (answer, _) in zip(answers, pairs, strict=True) if answer is None] == []
+
+
+def test_gold_answers_of_one_value_are_worked_out_beside_each_other() -> None:
+    spellings: dict[object, set[str]] = {}
+    for gold in golds("math"):
+        spellings.setdefault(key(gold), set()).add(gold)
+    pairs = [(one, other) for group in spellings.values() for one in group for other in group if one != other]
+    assert len(pairs) > 1000
+    assert [pair for pair in pairs if not is_evaluated(*pair)] == []
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math", "asdiv", "svamp", "mawps"])

@@ -17,6 +17,9 @@ class _VerifiedConfig(StrictConfig):
     """Seconds that one answer may take where the rules cannot decide; beyond, its score is missing."""
     workers: Annotated[int, Field(ge=1)] = 2
     """Processes for such answers, started when the first one comes."""
+    evaluated: bool = False
+    """Whether an answer has to be worked out as far as the gold answer is: one that leaves operations which the gold
+    does not have, or is copied from the question, is wrong."""
 
 
 class MathConfig(_VerifiedConfig):

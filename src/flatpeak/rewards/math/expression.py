@@ -93,7 +93,7 @@ class _Reader:
             elif self._continues(bars=True):
                 factor, before = self._implicit(before or first), None
                 if node is first and is_mixed(first, factor):
-                    node = operation("add", node, factor)
+                    node = Node("add", (node, factor), name="mixed")
                 else:
                     node = operation("mul", node, factor)
                 first = node

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flatpeak.rewards.math.evaluated import only_evaluated
 from flatpeak.rewards.math.extract import block_answer, extract_answer
 from flatpeak.rewards.math.grader import MathGrader
 from flatpeak.rewards.math.limits import OverLimitError
@@ -35,27 +36,34 @@ def question_only_answer(response: str) -> str | None:
         return None
 
 
-def r1_zero_reward(response: str, gold: str, *, grader: MathGrader | None = None) -> dict[str, Score]:
+def r1_zero_reward(
+    response: str, gold: str, *, grader: MathGrader | None = None, evaluated: bool = False, question: str = ""
+) -> dict[str, Score]:
     """format_reward, answer_reward and reward, each 0 or 1; the last two are None where the verdict failed.
 
     `grader` keeps its workers and its cache over many calls; without one, each call that needs a worker starts one.
+    `evaluated` refuses answers that are not worked out (see `flatpeak.rewards.math.evaluated`), also those that are
+    copied from the `question`.
     """
-    return _rewards(r1_zero_answer(response), gold, grader)
+    return _rewards(r1_zero_answer(response), gold, grader, question if evaluated else None)
 
 
-def question_only_reward(response: str, gold: str, *, grader: MathGrader | None = None) -> dict[str, Score]:
+def question_only_reward(
+    response: str, gold: str, *, grader: MathGrader | None = None, evaluated: bool = False, question: str = ""
+) -> dict[str, Score]:
     """The same for an answer in a box."""
-    return _rewards(question_only_answer(response), gold, grader)
+    return _rewards(question_only_answer(response), gold, grader, question if evaluated else None)
 
 
 def _unless_blank(answer: str | None) -> str | None:
     return None if answer is None or not answer.strip() else answer
 
 
-def _rewards(answer: str | None, gold: str, grader: MathGrader | None) -> dict[str, Score]:
+def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question: str | None) -> dict[str, Score]:
     if grader is None:
         with MathGrader(workers=1) as own:
-            return _rewards(answer, gold, own)
-    verdict = grader.compare([(answer, gold)])[0]
+            return _rewards(answer, gold, own, question)
+    pairs = [(answer, gold)]
+    verdict = grader.compare(pairs if question is None else only_evaluated(pairs, [question]))[0]
     right = None if isinstance(verdict, WorkerError) else float(verdict)
     return {"format_reward": float(answer is not None), "answer_reward": right, "reward": right}

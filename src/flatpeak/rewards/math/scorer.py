@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flatpeak.rewards.layout import judged_text
 from flatpeak.rewards.math.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
+from flatpeak.rewards.math.evaluated import only_evaluated
 from flatpeak.rewards.math.grader import MathGrader, Outcome, extracted
 from flatpeak.rewards.math.r1_zero import question_only_answer, r1_zero_answer
 from flatpeak.rewards.math.rules import normalized
@@ -24,9 +25,17 @@ class MathReward:
     A Scorer with worker processes of its own. Failures are limits on single texts, so they are tolerated.
     """
 
-    def __init__(self, extract: Callable[[str], str | None], *, timeout: float = 2.0, workers: int = 2) -> None:
-        """`timeout` is in seconds, for one answer that the rules leave to the `workers`."""
+    def __init__(
+        self,
+        extract: Callable[[str], str | None],
+        *,
+        timeout: float = 2.0,
+        workers: int = 2,
+        evaluated: bool = False,
+    ) -> None:
+        """`timeout` is in seconds, for one answer that the rules leave to the `workers`; `evaluated` as in a recipe."""
         self._extract = extract
+        self._evaluated = evaluated
         self._grader = MathGrader(timeout=timeout, workers=workers)
 
     def score(self, groups: Sequence[Group]) -> PartScores:
@@ -36,6 +45,10 @@ class MathReward:
             for group in groups
             for completion in group.completions
         ]
+        if self._evaluated:
+            pairs = only_evaluated(
+                pairs, [group.prompt.example.question for group in groups for _ in group.completions]
+            )
         outcomes = self._grader.compare(pairs)
         failures = [outcome for outcome in outcomes if isinstance(outcome, WorkerError)]
         flat = iter(outcomes)
@@ -65,7 +78,7 @@ def build_math_reward(config: MathConfig | R1ZeroConfig | QuestionOnlyConfig) ->
             extract = r1_zero_answer
         case QuestionOnlyConfig():
             extract = question_only_answer
-    return MathReward(extract, timeout=config.timeout, workers=config.workers)
+    return MathReward(extract, timeout=config.timeout, workers=config.workers, evaluated=config.evaluated)
 
 
 def _score(outcome: Outcome) -> Score:

@@ -1,0 +1,328 @@
+r"""Whether an answer is worked out as far as its gold answer is, or leaves operations to whoever reads it.
+
+Values alone do not tell: `\binom84` is 70, and a question that asks for it holds a right answer already. So two things
+are refused beside a gold answer: operations of a kind that the gold does not have (functions, sums, binomials,
+integrals; sums, products and powers of numerals; products of sums beside an expanded gold), and what stands in the
+question word for word, unless it is a plain number or spelled as the gold is. Fractions, radicals, signs, units,
+decimals, scientific notation and common factors are ways to write a result.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from flatpeak.rewards.math.arithmetic import UndefinedError
+from flatpeak.rewards.math.clean import clean
+from flatpeak.rewards.math.extract import gold_answer
+from flatpeak.rewards.math.limits import OverLimitError
+from flatpeak.rewards.math.nodes import (
+    Node,
+    factors_of,
+    form_of,
+    integer,
+    integer_value,
+    is_mixed_number,
+    multiplied_in,
+    symbols_in,
+    terms_of,
+    walk,
+)
+from flatpeak.rewards.math.reading import Reading, split
+from flatpeak.rewards.math.rules import read_answer
+from flatpeak.rewards.math.values import Expression
+
+_KINDS: Final = {
+    **dict.fromkeys(("sin", "cos", "tan", "cot", "sec", "csc"), "trigonometric"),
+    **dict.fromkeys(("arcsin", "arccos", "arctan"), "inverse trigonometric"),
+    **dict.fromkeys(("ln", "log", "lg", "exp", "sinh", "cosh", "tanh", "coth", "sech", "csch"), "exponential"),
+    **dict.fromkeys(("arcsinh", "arccosh", "arctanh"), "exponential"),
+    **dict.fromkeys(("factorial", "binom"), "combinatorial"),
+    **dict.fromkeys(("floor", "ceil", "lfloor", "lceil"), "rounding"),
+    **dict.fromkeys(("bmod", "pmod", "mod"), "modulo"),
+    **dict.fromkeys(("sum", "prod"), "series"),  # as commands; sums and products of numerals are others
+}
+"""The kind of an operation that is not in a class of its own: one of a kind may be written by another."""
+_TRANSCENDENTAL: Final = frozenset({"trigonometric", "inverse trigonometric", "exponential"})
+_CONSTANTS: Final = frozenset({"e", "i", "pi", "infty"})
+_UNREAD: Final = re.compile(
+    r"(?<![A-Za-z])\\?(sum|prod|i*int|oint|lim|max|min|gcd|lcm|[bp]?mod|det|sup|inf|cap|binom|[lr]?floor|[lr]?ceil"
+    r"|(?:arc)?(?:sinh|cosh|tanh|sin|cos|tan)|cot|sec|csc|log|ln|lg|exp)(?![A-Za-z])|(!)(?!=)|([vV]matrix)"
+)
+"""Operations in a text that the rules cannot read as a whole."""
+_E: Final = Node("symbol", name="e")
+_ONE: Final = integer(1)
+_TEN: Final = integer(10)
+_EXPANSIONS: Final = frozenset({"expansion", "expansion of a quotient"})
+"""Products of sums; over letters they are customary, and refused only beside a gold that has none below its line."""
+_REPEATING: Final = re.compile(r"\.\d*\\(?:overline|bar|dot)")
+_EQUALS: Final = re.compile(r"\s*=\s*")
+_SEGMENT_ENDS: Final = re.compile(r"\$+|\\[()\[\]]|(?<=[.?!:;])\s|\n")
+_TOKEN: Final = re.compile(r"\\[A-Za-z]+|[A-Za-z]+|\S")
+_GOES_ON: Final = re.compile(r"[\^_!]|\.?\d")
+_NO_TOKENS: Final = frozenset({"{", "}", "(", ")", "[", "]", "$", "*", r"\cdot", r"\times", r"\text"})
+"""What is written or left out as one likes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Structure:
+    """What an answer is made of."""
+
+    form: str
+    """The same for answers that differ in spelling and in the order of terms and factors only."""
+    operations: frozenset[str]
+    """The kinds of operations that are left to do."""
+    grants: frozenset[str]
+    """Kinds that an answer to this gold may leave: its own, and those that only spell it otherwise."""
+    compound: bool
+    """Whether it is more than a number, a letter, or a product of them."""
+    tokens: tuple[str, ...]
+
+
+def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
+    """Whether an extracted answer leaves no operation that the gold lacks, and is not copied from the question.
+
+    Texts beyond the limits of the grader, which are never right, count as evaluated.
+    """
+    if "".join(answer.split()) == "".join(gold.split()):
+        return True
+    try:
+        given, reference = _structure(answer), _structure(gold)
+    except OverLimitError:
+        return True
+    if given.form == reference.form:
+        return True
+    if not given.operations <= reference.grants:
+        return False
+    if given.compound or given.operations or (reference.operations and not given.tokens[0].isalpha()):
+        return not _is_in(given.tokens, question)
+    return True
+
+
+def only_evaluated(pairs: Iterable[tuple[str | None, str]], questions: Iterable[str]) -> list[tuple[str | None, str]]:
+    """The (extracted answer, gold) pairs, without the answers that `is_evaluated` refuses."""
+    return [
+        (answer if answer is None or is_evaluated(answer, gold_answer(gold), question) else None, gold)
+        for (answer, gold), question in zip(pairs, questions, strict=True)
+    ]
+
+
+@lru_cache(maxsize=8192)
+def _structure(text: str) -> _Structure:
+    reading = _unnamed(read_answer(text)[1])
+    nodes = list(_nodes(reading))
+    operations: frozenset[str] = frozenset().union(*map(_operations, nodes), *map(_of_text, _unread(reading)))
+    grants = set(operations)
+    if any(each == _E for node in nodes for each in walk(node)):
+        grants.add("exponential")
+    if not _EXPANSIONS.isdisjoint(operations) or any(map(_has_letters_below, nodes)):
+        grants |= _EXPANSIONS if "expansion" in operations else {"expansion of a quotient"}
+    if reading.kind == "equation" and reading.expression is not None:
+        nodes.append(reading.expression.node)
+    compound = reading.kind in ("scalar", "equation") and any(map(_is_compound, nodes))
+    return _Structure(
+        form=_answer_form(reading),
+        operations=operations,
+        grants=frozenset(grants),
+        compound=compound or _REPEATING.search(reading.text) is not None,
+        tokens=_tokens(reading.text),
+    )
+
+
+def _unnamed(reading: Reading) -> Reading:
+    while reading.kind == "named":
+        reading = reading.items[0]
+    return reading
+
+
+def _nodes(reading: Reading) -> Iterator[Node]:
+    """The expressions in an answer that have a value, each without what reading put around it.
+
+    An equation has none to find: (x-1)^2 + y^2 = 5^2 is as good as any other.
+    """
+    if reading.expression is not None and reading.kind not in ("named", "equation"):
+        node = reading.expression.node
+        magnitude = reading.unit is not None and reading.unit.factor != 1  # 5 million is no product
+        yield node.args[0] if magnitude and node.kind == "mul" else node
+    for item in reading.items:
+        if reading.kind == "matrix" and not reading.text.startswith("\\begin") and item.expression is not None:
+            yield from item.expression.node.args  # what stands before a matrix is a common factor
+        else:
+            yield from _nodes(item)
+
+
+def _unread(reading: Reading) -> Iterator[str]:
+    """The texts in an answer that the rules cannot read."""
+    if reading.kind == "unread":
+        yield reading.text
+    for item in reading.items:
+        yield from _unread(item)
+
+
+def _of_text(text: str) -> Iterator[str]:
+    """Of `\\sum_{k=1}^{10} k = 55` what follows the last sign."""
+    stated = split(text, _EQUALS)[-1][1]
+    for operator, factorial, determinant in _UNREAD.findall(stated):
+        name = "factorial" if factorial else "det" if determinant else operator
+        yield _KINDS.get(name, name)
+
+
+def _operations(node: Node) -> frozenset[str]:
+    """The kinds of operations that an expression leaves to do."""
+    if node.kind in ("number", "symbol") or is_mixed_number(node):
+        return frozenset()
+    if node.kind == "add":
+        parts = [term for _, term in terms_of(node)]
+        own = {"sum"} if _has_like(parts) else set()
+    elif node.kind in ("mul", "div", "neg", "pow"):
+        factors = [factor for factor, _ in factors_of(node)]
+        parts = [part for factor in factors for part in (factor.args if factor.kind == "pow" else (factor,))]
+        own = _of_product(node).union(*(_of_power(factor) for factor in factors if factor.kind == "pow"))
+    else:
+        parts = list(node.args)
+        free = node.kind in ("root", "degree") or (node.kind == "abs" and _has_letters(node))
+        own = set() if free else {_KINDS.get(node.kind, node.kind)}
+    return frozenset(own).union(*map(_operations, parts))
+
+
+def _has_like(terms: list[Node]) -> bool:
+    """Whether two terms of a sum could be added: they differ in their numerals only."""
+    likes = Counter(
+        tuple(sorted(f"{place}{form_of(factor)}" for factor, place in factors_of(term) if not _is_numeral(factor)))
+        for term in terms
+    )
+    return max(likes.values()) > 1
+
+
+def _of_product(node: Node) -> set[str]:
+    found: set[str] = set()
+    factors = factors_of(node)
+    together = [each for each in multiplied_in(node) if _is_numeral(each)]
+    above, below = ([factor for factor, place in factors if place == side and _is_numeral(factor)] for side in (1, -1))
+    if any(map(_are_several, (together, above, below))):
+        found.add("product")
+    if _sums_above(node) > 1:
+        found.add("expansion of a quotient" if _has_letters_below(node) else "expansion")
+    return found
+
+
+def _of_power(power: Node) -> set[str]:
+    base, exponent = power.args
+    if base == _E:
+        return {"exponential"}
+    if not symbols_in(base) <= {"i"} or _is_ten(power):
+        return set()
+    if symbols_in(exponent):
+        return {"exponential"} if _has_letters(exponent) else set()
+    return {"power"} if integer_value(exponent) is not None or _comes_out(power) else set()
+
+
+def _are_several(numerals: list[Node]) -> bool:
+    """Whether a product of numerals is left to do; a decimal with its power of ten is one numeral."""
+    tens = sum(map(_is_ten, numerals))
+    others = sum(each != _ONE for each in numerals) - tens
+    return tens > 1 or others > 1
+
+
+def _is_ten(node: Node) -> bool:
+    return node.kind == "pow" and node.args[0] == _TEN and integer_value(node.args[1]) is not None
+
+
+def _sums_above(node: Node) -> int:
+    """How many sums are multiplied with each other above the line; a square has two."""
+    total = 0
+    for factor, place in factors_of(node):
+        times = 1
+        while factor.kind == "pow" and (exponent := integer_value(factor.args[1])) is not None and exponent > 0:
+            factor, times = factor.args[0], times * exponent
+        if place > 0 and factor.kind == "add" and not _is_numeral(factor):
+            total += times
+        elif place > 0 and times > 1 and factor.kind in ("mul", "div", "neg"):
+            total += times * _sums_above(factor)
+    return total
+
+
+def _is_compound(node: Node) -> bool:
+    """Whether an expression has sums, radicals, or fractions to be reduced."""
+    for each in walk(node):
+        if each.kind == "root" or (each.kind == "add" and not is_mixed_number(each)):
+            return True
+        if each.kind == "div" and all(part.kind == "number" for part in each.args):
+            above, below = (part.number for part in each.args)
+            if above.denominator == below.denominator == 1 and (below == 1 or math.gcd(int(above), int(below)) > 1):
+                return True
+    return False
+
+
+def _is_numeral(node: Node) -> bool:
+    """Whether an expression is made of digits, without letters, radicals and functions."""
+    for each in walk(node):
+        if each.kind in ("symbol", "root") or _KINDS.get(each.kind) in _TRANSCENDENTAL:
+            return False
+        if each.kind == "pow" and integer_value(each.args[1]) is None:
+            return False
+    return True
+
+
+def _comes_out(node: Node) -> bool:
+    """Whether the value is rational, as that of 8^(2/3)."""
+    try:
+        return Expression(node=node).exact is not None
+    except (OverLimitError, UndefinedError):
+        return False
+
+
+def _has_letters(node: Node) -> bool:
+    return not symbols_in(node) <= _CONSTANTS
+
+
+def _has_letters_below(node: Node) -> bool:
+    return any(each.kind == "div" and _has_letters(each.args[1]) for each in walk(node))
+
+
+def _answer_form(reading: Reading) -> str:
+    """The form of an answer, names and units aside."""
+    reading = _unnamed(reading)
+    if reading.kind == "scalar":
+        return ",".join(map(form_of, _nodes(reading)))
+    items = [_answer_form(item) for item in reading.items]
+    if not items:
+        return "".join(reading.text.split())
+    if reading.kind in ("list", "set", "union"):
+        return f"{{{','.join(sorted(items))}}}"
+    return f"{reading.kind} {reading.label} {','.join(items)}"
+
+
+def _tokens(text: str) -> tuple[str, ...]:
+    return tuple(token for token in _TOKEN.findall(text) if token not in _NO_TOKENS)
+
+
+@lru_cache(maxsize=1024)
+def _segments(question: str) -> tuple[tuple[str, ...], ...]:
+    """The sentences and formulas of a question, each in tokens of the spelling that answers are read in."""
+    found = []
+    for segment in _SEGMENT_ENDS.split(question):
+        try:
+            found.append(_tokens(clean(segment)))
+        except OverLimitError:
+            continue
+    return tuple(found)
+
+
+def _is_in(tokens: tuple[str, ...], question: str) -> bool:
+    """Whether the tokens stand side by side in the question; a part of a number or of a power does not count."""
+    size = len(tokens)
+    for segment in _segments(question):
+        for start in range(len(segment) - size + 1):
+            if segment[start : start + size] != tokens:
+                continue
+            before, after = "".join(segment[:start])[-1:], "".join(segment[start + size : start + size + 2])
+            inside_number = (before or "x") in "0123456789." and tokens[0] in "0123456789."
+            if not inside_number and not (_GOES_ON.match(after) and (after[0] in "^_!" or tokens[-1].isdigit())):
+                return True
+    return False
