@@ -98,15 +98,57 @@ def test_different_numbers_and_texts_that_are_none_are_not_equal(first, second):
         (r"1{,}000", 1000),
         (r"12\,000", 12000),
         (r"18 \text{ dollars}", 18),
+        ("3 eggs + 15 eggs = 18", 18),
+        ("Total cost = 9 * $2 = $18", 18),
+        ("1.8e1", 18),
+        (r"1.8\times10^{1}", 18),
+        ("2 1/2", Fraction(5, 2)),
+        (r"\text{The answer is } 18", 18),
+        ("5 million", 5_000_000),
+        ("2 dozen", 24),
     ],
 )
-def test_answers_may_carry_an_equation_a_unit_or_simple_latex(content, value):
+def test_answers_may_carry_an_equation_a_unit_a_magnitude_or_latex(content, value):
     assert read_answer(content) == value
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [
+        *(r"\boxed{18}", r"so it is \boxed{18}.", "**18**", "18 dollars per day", "18 miles/hour", "18 (dollars)"),
+        *("18 red apples", "$18 per hour", "18 eggs in total", r"$18$ dollars", "eighteen", "18 pcs", "18 USD"),
+        *("18。", "18 元", "18 cm²", r"x = 18\text{ cm}^2", "18 hrs", "18 each"),
+    ],
+)
+def test_what_the_mathematical_reward_takes_for_18_is_18(answer):
+    assert extract_answer(f"<answer>{answer}</answer>", "answer_tag") == 18
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("hundredths", "thirds", "halves", "squared", "factorial", "lakh", "mil", "wrong", "hundred", "million"),
+        *("or 19", "and a half", "cubed", "sixteenths", "dozen", "doubled", "k", "minus 1", "times 2", "R 2", "!"),
+        *("maybe not", "^2", "x", "万", "+ 1", "_9", "is wrong", "to 19", "percent off 20", ", 19", "/ 0"),
+    ],
+)
+@pytest.mark.parametrize("frame", ["<answer>18 {}</answer>", r"\boxed{{18 {}}}", r"\boxed{{18 \text{{ {}}}}}"])
+def test_words_and_signs_that_change_a_number_are_no_unit_of_it(words, frame):
+    extraction = "answer_tag" if "answer" in frame else "boxed"
+    assert extract_answer(frame.format(words), extraction) != 18
+
+
+@pytest.mark.parametrize("answer", ["9 * 2 = 19", "2 + 2 = 5 = 18", "17 = 18", r"18 \approx 25", "18 eggs = 17 eggs"])
+def test_an_equation_that_is_false_states_no_number(answer):
+    assert read_answer(answer) is None
+
+
+@pytest.mark.parametrize(
     "content",
-    ["no", "", "18 =", "20 - 2", "5 or 6", "5 million", "2 dozen", "5k", "x >= 5", "x != 5", "1,00", "18 red eggs"],
+    [
+        *("no", "", "18 =", "20 - 2", "5 or 6", "5k", "x >= 5", "x != 5", "1,00", "0,125", "9 * 2", "2^3", "3!", "x"),
+        *("(1,2)", "3:5", "204_5", "4:30 pm", r"\sqrt{16}", "1/0", r"\infty", r"\binom{5}{2}", "1, 2", r"\pm 3", "18x"),
+    ],
 )
 def test_answers_that_state_no_single_number_are_refused(content):
     assert read_answer(content) is None
@@ -197,6 +239,15 @@ def test_gsm8k_flexible_reads_the_last_thing_like_a_number(text, value):
         ("about 3/4 of it", Fraction(3, 4)),
         (r"that is \frac{3}{4}", Fraction(3, 4)),
         ("18 by variable x2", 18),
+        ("so 18 million people", 18_000_000),
+        ("18-million", 18_000_000),
+        ("2 dozen eggs", 24),
+        ("18 thirds", 6),
+        ("18 quarters", 18),
+        ("18 kilograms", 18),
+        ("18 squared", None),
+        ("18 factorial", None),
+        ("$18k", None),
         ("答案是18", 18),
         ("<think>17</think> so 18", 18),
         ("<think>17", None),

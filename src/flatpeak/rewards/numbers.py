@@ -6,12 +6,19 @@ import re
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.layout import after_thinking, judged_text, last_answer
+from flatpeak.rewards.layout import after_thinking, judged_text
+from flatpeak.rewards.math.extract import block_answer
+from flatpeak.rewards.math.extract import extract_answer as extract_text
+from flatpeak.rewards.math.limits import OverLimitError
+from flatpeak.rewards.math.numerals import in_prose, stated_number
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flatpeak.rewards.config import Extraction
     from flatpeak.types import Completion, Prompt, Score
 
@@ -35,9 +42,6 @@ _GSM8K_FLEXIBLE: Final = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 _RUN: Final = re.compile(
     rf"(?<![A-Za-z0-9_])(?<![0-9][.,/])(?:(?<![)\]])-)?(?:[{_CURRENCY}]-?)?\.?[0-9][0-9.,/]*+(?![eE][+-]?[0-9])"
 )
-_EQUALS: Final = re.compile(r"(?<![<>!])=")
-_UNIT: Final = re.compile(r"\s*([^\W\d_]+)\.?$")
-_MAGNITUDES: Final = frozenset({"k", "dozen", "hundred", "thousand", "million", "billion", "trillion"})
 _BRACES: Final = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _LATEX: Final = (
     (re.compile(r"\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}"), r"\1/\2"),
@@ -79,9 +83,10 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
     """The number a transcript gives as its answer, or None.
 
     - `whole`: the text after the thinking is the number.
-    - `answer_tag`: the last `<answer>` block after the thinking holds it (see `read_answer`).
+    - `answer_tag`: the last `<answer>` block after the thinking holds it, or a box in that block (see `read_answer`).
     - `boxed`: the last balanced `\\boxed{}` after the thinking holds it (see `read_answer`).
-    - `last_number`: the last run of digits after the thinking; None if that run is malformed, as in `1,00`.
+    - `last_number`: the last run of digits after the thinking, with the magnitude behind it (`18 million`); None if
+      that run is malformed, as in `1,00`, or a word makes it another number, as in `18 squared`.
     - `gsm8k_strict`: the last `#### N` anywhere; commas, dollar signs and a final point are ignored.
     - `gsm8k_flexible`: the last thing that looks like a number anywhere, same cleaning.
 
@@ -93,14 +98,11 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
         case "whole":
             return parse_number(after_thinking(text))
         case "answer_tag":
-            content = last_answer(text)
-            return None if content is None else read_answer(content)
+            return _read_content(text, block_answer)
         case "boxed":
-            content = last_boxed(after_thinking(text))
-            return None if content is None else read_answer(content)
+            return _read_content(text, partial(extract_text, extraction="boxed"))
         case "last_number":
-            run = _last_match(_RUN, _without_latex(after_thinking(text)))
-            return None if run is None else parse_number(run.rstrip(".,/"))
+            return _last_number(_without_latex(after_thinking(text)))
         case "gsm8k_strict":
             stated = _last_match(_GSM8K_STRICT, text)
             return None if stated is None else _read_gsm8k(stated.removeprefix("#### "))
@@ -110,18 +112,25 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
 
 
 def read_answer(content: str) -> Fraction | None:
-    """The number that an answer block states, or None.
+    """The number that an answer block states, read as a mathematical answer is (`stated_number`), or None.
 
-    Of an equation, what follows the last `=` counts. The number may carry a currency sign, a percent sign or one word
-    of unit (`18 dollars`, `5km`), but no magnitude (`5 million` is not 5), and simple LaTeX around it is undone.
+    It may carry units and a percent sign, which are dropped, and a magnitude, which counts: `5 million` is not 5.
     """
-    if len(content) > MAX_CHARACTERS:
+    return None if len(content) > MAX_CHARACTERS else stated_number(content)
+
+
+def _read_content(text: str, extract: Callable[[str], str | None]) -> Fraction | None:
+    try:
+        content = extract(text)
+    except OverLimitError:
         return None
-    stated = _EQUALS.split(_without_latex(content))[-1].strip()
-    unit = _UNIT.search(stated)
-    if unit is not None and unit[1].lower().removesuffix("s") not in _MAGNITUDES:
-        stated = stated[: unit.start()]
-    return parse_number(stated)
+    return None if content is None else read_answer(content)
+
+
+def _last_number(text: str) -> Fraction | None:
+    matches = deque(_RUN.finditer(text), maxlen=1)
+    number = parse_number(matches[0].group().rstrip(".,/")) if matches else None
+    return None if number is None else in_prose(number, text[matches[0].end() : matches[0].end() + 32])
 
 
 def last_boxed(text: str) -> str | None:

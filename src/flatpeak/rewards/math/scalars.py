@@ -13,7 +13,7 @@ from flatpeak.rewards.math.nodes import Node, operation
 from flatpeak.rewards.math.number_words import NUMBER_WORDS, spelled_number
 from flatpeak.rewards.math.reading import TEXT_GROUP, Reading, has_functions, has_words, split
 from flatpeak.rewards.math.unit_products import chinese_unit, latex_unit
-from flatpeak.rewards.math.units import ABBREVIATIONS, SINGLE, Unit, read_unit
+from flatpeak.rewards.math.units import ABBREVIATIONS, CANONICAL, SINGLE, Unit, read_unit
 from flatpeak.rewards.math.values import Expression
 
 _CURRENCY: Final = re.compile(
@@ -42,6 +42,7 @@ _MINUTES: Final = re.compile(r"[0-5]\d")
 _CLOCK: Final = re.compile(
     r"^(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*(?:\\text\{)?\s*(am|pm|a\.m\.?|p\.m\.?|AM|PM|A\.M\.?|P\.M\.?)\s*\}?$"
 )
+_CHINESE: Final = re.compile(r"[\u4e00-\u9fff]")
 _VOWELS: Final = frozenset("aeiouy")
 _COUNTING_LETTERS: Final = frozenset("abcdxyz")
 
@@ -115,9 +116,11 @@ def _measured(text: str) -> Reading | None:
     if match := _CURRENCY.match(body):
         sign, symbol, inner = match.groups()
         written = read_unit(symbol)
-        if (sign and inner) or written is None or (unit is not None and unit.name not in ("", written.name)):
+        rate = unit is not None and unit.name.endswith("^-1") and "·" not in unit.name  # `$18 per hour`
+        if (sign and inner) or written is None or not (unit is None or rate or unit.name in ("", written.name)):
             return None
-        body, unit = sign + inner + body[match.end() :], replace(written, factor=unit.factor if unit else Fraction(1))
+        name = "·".join(sorted((unit.name, written.name))) if unit is not None and rate else written.name
+        body, unit = sign + inner + body[match.end() :], Unit(name=name, factor=unit.factor if unit else Fraction(1))
     if has_words(body):
         return None
     try:
@@ -132,6 +135,8 @@ def _measured(text: str) -> Reading | None:
 def _without_words(text: str) -> tuple[str, Unit | None]:
     if product := latex_unit(text):
         return product
+    if (match := _TEXT_TAIL.match(text)) and _CHINESE.search(match[2]):
+        return chinese_unit(f"{match[1]}{match[2].strip()}{match[3] or ''}") or (text, None)
     for body, words, exponent in _tails(text):
         inner = _INNER_EXPONENT.match(words)
         unit = read_unit(inner[1], inner[2]) if inner else read_unit(words, exponent)
@@ -165,7 +170,12 @@ def _are_nouns(words: list[str], *, gap: bool) -> bool:
 
 
 def _is_noun(word: str, *, gap: bool) -> bool:
-    if word in ABBREVIATIONS or word.lower() in ("sq", "cu", "of", "per") or word in ("m", "s", "h", "L", "g"):
+    if (
+        word in ABBREVIATIONS
+        or (gap and len(word) == 3 and word.lower() in CANONICAL)
+        or word.lower() in ("sq", "cu", "of", "per")
+        or word in ("m", "s", "h", "L", "g")
+    ):
         return True
     looks = not _VOWELS.isdisjoint(word.lower()) and not _COUNTING_LETTERS.issuperset(word.lower())
     return looks and (len(word) > 3 or (gap and len(word) == 3))

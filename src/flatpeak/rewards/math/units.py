@@ -67,7 +67,7 @@ _LARGE: Final = frozenset("NJWVAKL")
 """Units of one capital; another capital is no spelling of the small letter's unit."""
 _ABBREVIATIONS: Final = (
     "mm cm dm km in ft yd mi mg kg lb lbs oz ml mL gal ms min mins sec hr hrs mph kph kmph kmh fps Hz kHz MHz Pa kPa "
-    "mol rad deg USD usd EUR kW kWh gm gms cms kms pts Rs INR RMB"
+    "mol rad deg USD usd EUR kW kWh gm gms cms kms pts pcs ppl yrs wks Rs INR RMB"
 )
 ABBREVIATIONS: Final = frozenset(_ABBREVIATIONS.split())
 """Bare letters that are a unit right after a number, with or without a space; single letters need one."""
@@ -87,7 +87,11 @@ _NO_NOUNS_TEXT: Final = (
     "untrue was with wrong yes you"
 )
 _NO_NOUNS: Final = frozenset(_NO_NOUNS_TEXT.split())
-_PART: Final = re.compile(r"[^\W\d_]+|[/$€£¥₹¢]")
+_FILLER: Final = re.compile(r"(?:^|\s)(?:in (?:total|all)|total|altogether|each|left|remaining)$", re.IGNORECASE)
+"""Words after a number that name no unit."""
+_PART: Final = re.compile(r"\^\s*\{?\s*-?\d\s*\}?|\d|[^\W\d_]+|[/$€£¥₹¢]")
+_LETTERS: Final = frozenset("xyz")
+"""Of one letter each, and no unit's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +106,13 @@ class Unit:
 
 def read_unit(words: str, exponent: str = "") -> Unit | None:
     """The unit that words and an exponent after a number are; None if they are none."""
+    filled, words = words, _FILLER.sub("", words.strip(" ."))
+    if filled and not words:
+        return Unit(name="")
     parts = _PART.findall(words.replace(".", "").replace("$", " usd ").replace(r"\cdot", " "))
-    if not parts or parts == ["k"] or parts[0].lower() in _AFTER or _NO_NOUNS.intersection(map(str.lower, parts)):
+    if not parts or parts == ["k"] or _LETTERS.issuperset(parts) or any(map(str.isdigit, parts)):
+        return None
+    if parts[0].lower() in _AFTER or _NO_NOUNS.intersection(map(str.lower, parts)):
         return None
     factor = Fraction(1)
     while parts and parts[0].lower().removesuffix("s") in _FACTORS:
@@ -156,6 +165,11 @@ def _factors(parts: list[str]) -> list[tuple[str, int]] | None:
         elif word in _BEFORE:
             close()
             power = _BEFORE[word]
+        elif word.startswith("^"):
+            close()
+            if not factors:
+                return None
+            factors[-1] = (factors[-1][0], sign * int(word.strip("^{} ")))
         elif word in _AFTER:
             power = _AFTER[word]
             close()
