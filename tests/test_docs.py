@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flatpeak.policy.support import PROVEN
-from flatpeak.recipe import load_recipe, parse_config, shipped_recipes
+from flatpeak.recipe import load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.runs.directory import WRITTEN
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Example
@@ -159,7 +159,7 @@ def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str) -> N
     configs = [node.value for node in assigned if ast.unparse(node.targets[0]) == "config"]
     if configs:
         (config,) = configs
-        parse_config(ast.literal_eval(config))
+        parse_config(read_recipe(ast.literal_eval(config)))
     else:
         names: dict[str, Any] = {}
         exec(block, names)

@@ -6,7 +6,15 @@ import pytest
 
 from flatpeak import recipe
 from flatpeak.errors import UserError
-from flatpeak.recipe import apply_overrides, load_recipe, merge, parse_config, shipped_recipes
+from flatpeak.recipe import (
+    apply_overrides,
+    apply_settings,
+    load_recipe,
+    merge,
+    parse_config,
+    read_recipe,
+    shipped_recipes,
+)
 from flatpeak.recipe_errors import known_keys
 from flatpeak.recipe_yaml import parse_value
 from recipe_parts import unsaid
@@ -199,7 +207,7 @@ def test_the_last_of_two_overrides_wins_and_a_value_may_hold_equal_signs():
         ("steps", "write key.path=value"),
         ("=3", "write key.path=value"),
         ("a..b=3", "write key.path=value"),
-        ("extends=flatpeak:demo", "extends belongs in a recipe file"),
+        ("extends=flatpeak:demo", "extends belongs in a recipe"),
         ("rows.2.path=x", r"rows\.2: rows is a list with elements 0 to 1"),
         ("rows.first=x", r"rows\.first: rows is a list with elements 0 to 1"),
         ("name.x=3", r"name\.x: name is 'demo', which has no keys"),
@@ -209,6 +217,69 @@ def test_the_last_of_two_overrides_wins_and_a_value_may_hold_equal_signs():
 def test_an_override_that_cannot_be_applied_says_why(override, message):
     with pytest.raises(UserError, match=message):
         apply_overrides({"rows": [{"path": "a"}, 1], "name": "demo"}, [override])
+
+
+def test_settings_have_dotted_keys_or_sections_and_values_as_they_are():
+    base = {"task": {"type": "rows", "train": [{"path": "a"}]}, "rollout": {"stop": ["x"], "group_size": 4}}
+    settings = {"training.steps": 2, "rollout": {"group_size": 8}, "task.train.0.path": "no", "prompt.system": "1e-5"}
+    assert apply_settings(base, settings) == {
+        "task": {"type": "rows", "train": [{"path": "no"}]},
+        "rollout": {"stop": ["x"], "group_size": 8},
+        "training": {"steps": 2},
+        "prompt": {"system": "1e-5"},
+    }
+    assert base["rollout"]["group_size"] == 4
+    assert apply_settings(base, ["rollout.group_size=8"]) == apply_settings(base, "rollout.group_size=8")
+    assert apply_settings(base, {"rollout.stop": None})["rollout"] == {"stop": None, "group_size": 4}
+    assert apply_settings(base, {}) == apply_settings(base, []) == base
+
+
+def test_a_type_among_settings_replaces_its_section_wherever_it_stands():
+    base = {"task": {"type": "arithmetic", "max_value": 9}}
+    wanted = {"task": {"type": "gsm8k", "path": "x"}}
+    assert apply_settings(base, {"task.path": "x", "task.type": "gsm8k"}) == wanted
+    assert apply_settings(base, {"task": {"type": "gsm8k", "path": "x"}}) == wanted
+
+
+def test_settings_drop_what_they_leave_without_effect_and_keep_what_they_say():
+    base = {"objective": {"loss": "clipped_surrogate", "clip_high": 0.3}}
+    assert apply_settings(base, {"objective": {"loss": "policy_gradient"}}) == {
+        "objective": {"loss": "policy_gradient"}
+    }
+    contradicting = apply_settings(base, {"objective.loss": "policy_gradient", "objective.clip_high": 0.4})
+    with pytest.raises(UserError, match=r"objective\.clip_high=0\.4 has no effect"):
+        parse_config(contradicting | MODEL)
+
+
+@pytest.mark.parametrize("key", ["", "a..b", 3, None, ".a"])
+def test_a_key_of_settings_that_is_none_is_shown(key):
+    with pytest.raises(UserError, match=f"setting {key!r}: write key.path=value"):
+        apply_settings({}, {key: 1})
+    with pytest.raises(UserError, match="setting 'extends': extends belongs in a recipe"):
+        apply_settings({}, {"extends": "flatpeak:demo"})
+
+
+def test_a_mapping_extends_recipes_like_a_file(shipped, tmp_path, monkeypatch):
+    put(tmp_path / "base.yaml", "extends: flatpeak:demo\nadvantage: {scale: batch_std}\n")
+    monkeypatch.chdir(tmp_path)
+    given = {"extends": ["base", "flatpeak:algorithms/dr_grpo"], "run": {"seed": 3}, "model": {"path": "somewhere"}}
+    wanted = {
+        "objective": {"normalization": "constant"},
+        "advantage": {"scale": "none"},
+        "run": {"name": "demo", "seed": 3},
+        "model": {"path": "somewhere"},
+    }
+    assert read_recipe(given) == wanted
+    assert read_recipe(given, {"run.seed": 4})["run"] == {"name": "demo", "seed": 4}
+    assert "extends" in given
+    assert read_recipe({"extends": tmp_path / "base.yaml"})["advantage"] == {"scale": "batch_std"}
+    assert read_recipe("base", ["run.seed=5"])["run"] == {"name": "demo", "seed": 5}
+    assert read_recipe({"extends": None, **MODEL}) == read_recipe(MODEL) == MODEL
+    for wrong in (3, {"a": "b"}, [["base"]]):
+        with pytest.raises(UserError, match="the recipe: extends must be the name of a recipe or a list of names"):
+            read_recipe({"extends": wrong})
+    with pytest.raises(UserError, match="recipe flatpeak:dmo not found: did you mean flatpeak:demo"):
+        read_recipe({"extends": "flatpeak:dmo"})
 
 
 @pytest.mark.parametrize(

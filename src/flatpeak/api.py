@@ -18,7 +18,7 @@ from flatpeak.experiments.report import write_report
 from flatpeak.policy.passes import training_layers
 from flatpeak.progress import as_progress
 from flatpeak.protocols import Progress, Sampler, Task
-from flatpeak.recipe import load_recipe, parse_config
+from flatpeak.recipe import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunDirectory, RunPaths
@@ -68,6 +68,7 @@ def train(
     task: Task | None = None,
     reward: Any = None,
     sampler: Sampler | None = None,
+    settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -75,13 +76,14 @@ def train(
 ) -> RunResult:
     """Run a recipe: SFT where it asks for it, then reinforcement learning.
 
-    `config` is a RunConfig, the mapping of a recipe, or a recipe's path or name. Any of model (with its tokenizer),
-    task, reward and sampler may be the caller's own object. `progress` shows the run: None is an occasional line on
-    stderr, False is silence, else an object like `protocols.Progress`. Raises UserError for bad input, before a run
-    directory is made; a run name that exists needs `resume` or `overwrite`.
+    `config` is a RunConfig, the mapping of a recipe (which may have `extends`), or a recipe's path or name; `settings`
+    change it: a mapping such as `{"training.steps": 50}`, or `key.path=value` strings. Any of model (with its
+    tokenizer), task, reward and sampler may be the caller's own object. `progress` shows the run: None is an
+    occasional line on stderr, False is silence, else an object like `protocols.Progress`. Raises UserError for bad
+    input, before a run directory is made; a run name that exists needs `resume` or `overwrite`.
     """
     given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
-    start = _Start(config=config, resume=resume, overwrite=overwrite, command=command)
+    start = _Start(config=config, settings=settings, resume=resume, overwrite=overwrite, command=command)
     return _run(start, given, progress=progress, with_training=True)
 
 
@@ -93,6 +95,7 @@ def sft(
     task: Task | None = None,
     reward: Any = None,
     sampler: Sampler | None = None,
+    settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -100,7 +103,7 @@ def sft(
 ) -> RunResult:
     """Only the SFT stage of a recipe; the arguments of `train`. Raises UserError where the recipe has no SFT steps."""
     given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
-    start = _Start(config=config, resume=resume, overwrite=overwrite, command=command)
+    start = _Start(config=config, settings=settings, resume=resume, overwrite=overwrite, command=command)
     return _run(start, given, progress=progress, with_training=False)
 
 
@@ -109,25 +112,29 @@ class _Start:
     """How the caller asks for a run."""
 
     config: Recipe
+    settings: Settings | None
     resume: bool
     overwrite: bool
     command: Sequence[str] | None
 
     @property
-    def named(self) -> str | None:
-        """What the recipe is called in a notice; None where it was written for this call."""
-        if isinstance(self.config, Mapping):
-            return None
+    def own(self) -> dict[str, Any]:
+        """The part of the recipe that was written for this call."""
+        return apply_settings(self.config if isinstance(self.config, Mapping) else {}, self.settings or ())
+
+    @property
+    def named(self) -> str:
+        """What the recipe is called in a notice."""
         return str(self.config) if isinstance(self.config, str | Path) else "the recipe"
 
 
 def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_training: bool) -> RunResult:
-    recipe = as_config(start.config)
+    recipe = as_config(start.config, start.settings)
     if not with_training and not recipe.sft.steps:
         raise UserError("sft.steps=0: there is nothing to train; set sft.steps to how many steps SFT should take")
     with open_notices(progress, metric=recipe.evaluation.metric) as (shown, notices):
         if given.model is not None:
-            recipe = without_source(recipe, named=start.named, progress=shown)
+            recipe = without_source(recipe, own=start.own, named=start.named, progress=shown)
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
         saved = read_saved(recipe, shown) if start.resume else Saved()
@@ -267,10 +274,8 @@ def _journal(
     return journal
 
 
-def as_config(config: Recipe) -> RunConfig:
-    """What callers pass as `config`, checked."""
-    if isinstance(config, RunConfig):
-        return config
-    if isinstance(config, Mapping):
-        return parse_config(dict(config))
-    return parse_config(load_recipe(str(config), []))
+def as_config(config: Recipe, settings: Settings | None = None) -> RunConfig:
+    """What callers pass as `config`, changed by `settings` and checked."""
+    if not isinstance(config, RunConfig):
+        return parse_config(read_recipe(config, settings or ()))
+    return parse_config(apply_settings(config.model_dump(mode="json"), settings)) if settings else config

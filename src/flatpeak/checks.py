@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
@@ -73,17 +74,20 @@ def check_regularization(config: RunConfig, policy: Policy) -> None:
         regularizer.guard.probe(regularizer.perturbation, regularizer.config)
 
 
-def without_source(config: RunConfig, *, named: str | None, progress: Progress) -> RunConfig:
+def without_source(config: RunConfig, *, own: Mapping[str, Any], named: str, progress: Progress) -> RunConfig:
     """The recipe for a model that the caller brings: it names no other.
 
-    What the caller's own mapping says of another model is a UserError. A recipe given by its name, or resolved before
-    (`named`), says it for everybody, so there it is left out, with a notice.
+    What `own`, the part of the recipe that the caller wrote for this call, says of another model is a UserError. A
+    recipe given by its name or resolved before (`named`), or extended, says it for everybody: there it is left out,
+    with a notice.
     """
     said = list(written(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
     if not said:
         return config
-    keys = ", ".join(f"model.{name}" for name in said)
-    if named is None:
+    section = own.get("model", {})
+    contradicted = [name for name in said if not isinstance(section, Mapping) or name in section]
+    keys = ", ".join(f"model.{name}" for name in contradicted or said)
+    if contradicted:
         raise UserError(f"{keys} beside train(model=...), which brings the model: leave {keys} out of the recipe")
     progress.notice(f"{keys} of {named} not used: train(model=...) brings the model")
     return config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flatpeak.api import RunResult, train
 from flatpeak.config import RunConfig
 from flatpeak.errors import RunError, UserError
-from flatpeak.idle_settings import without_superseded
 from flatpeak.protocols import Progress, Sampler, Task
-from flatpeak.recipe import apply_overrides, load_recipe, merge, parse_config
+from flatpeak.recipe import Settings, apply_settings, load_recipe, merge, parse_config
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.fork import copy_run, read_origin
@@ -36,7 +35,7 @@ def fork(
     step: int,
     *,
     name: str,
-    settings: Mapping[str, Any] | Sequence[str] = (),
+    settings: Settings = (),
     model: Any = None,
     tokenizer: Any = None,
     task: Task | None = None,
@@ -89,14 +88,11 @@ def metric_of(run: str | Path) -> str:
     return parse_config(load_recipe(source.config)).evaluation.metric
 
 
-def _recipes(source: RunPaths, name: str, settings: Mapping[str, Any] | Sequence[str]) -> tuple[RunConfig, RunConfig]:
+def _recipes(source: RunPaths, name: str, settings: Settings) -> tuple[RunConfig, RunConfig]:
     """The recipe of the run, and that of its fork."""
     recipe = load_recipe(source.config)
     before = parse_config(recipe)
-    if isinstance(settings, Mapping):
-        changed = without_superseded(merge(recipe, settings), settings)
-    else:
-        changed = apply_overrides(recipe, list(settings))
+    changed = apply_settings(recipe, settings)
     place = {"run": {"name": name, "directory": str(_parent(source, before.run.name))}}
     return before, parse_config(merge(changed, place))
 

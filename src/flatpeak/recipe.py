@@ -19,6 +19,10 @@ from flatpeak.idle_settings import without_superseded
 from flatpeak.recipe_errors import describe
 from flatpeak.recipe_yaml import parse_file, parse_value
 
+Settings = Mapping[str, Any] | Sequence[str]
+"""Changes of a recipe: a mapping whose keys may be dotted (`{"training.steps": 2, "rollout": {"group_size": 8}}`), or
+`key.path=value` strings."""
+
 SHIPPED = "flatpeak:"
 _RECIPES = Path(__file__).parent / "recipes"
 
@@ -31,6 +35,18 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> dict
     """
     recipe = _load(str(path_or_name), directory=Path(), trail=())
     return apply_overrides(recipe, overrides)
+
+
+def read_recipe(recipe: Mapping[str, Any] | str | Path, settings: Settings = ()) -> dict[str, Any]:
+    """A recipe as Python callers give it, a mapping or a path or name, with what it extends; then the settings.
+
+    A mapping may have `extends` as a file has; its relative paths start at the working directory.
+    """
+    if isinstance(recipe, Mapping):
+        resolved = _extend(recipe, directory=Path(), trail=(), where="the recipe")
+    else:
+        resolved = load_recipe(recipe)
+    return apply_settings(resolved, settings)
 
 
 def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
@@ -69,7 +85,17 @@ def apply_overrides(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict
 
     Those that set a `type` go first, since they replace their section: the order of the arguments does not matter.
     """
-    split = [_split(override) for override in overrides]
+    return _apply(recipe, [_split(override) for override in overrides])
+
+
+def apply_settings(recipe: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Settings merged into the recipe as overrides are; the values of a mapping are taken as they are."""
+    if isinstance(settings, Mapping):
+        return _apply(recipe, [(_path(key, shown=f"setting {key!r}"), value) for key, value in settings.items()])
+    return apply_overrides(recipe, [settings] if isinstance(settings, str) else settings)
+
+
+def _apply(recipe: Mapping[str, Any], split: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     resolved = copy.deepcopy(dict(recipe))
     written: dict[str, Any] = {}
     for path, value in sorted(split, key=lambda item: item[0][-1] != "type"):
@@ -87,15 +113,20 @@ def _load(name: str, *, directory: Path, trail: tuple[Path, ...]) -> dict[str, A
     if path in trail:
         chain = " -> ".join(str(step) for step in (*trail[trail.index(path) :], path))
         raise UserError(f"recipes extend each other in a circle: {chain}; remove one `extends`")
-    content = parse_file(path)
+    return _extend(parse_file(path), directory=path.parent, trail=(*trail, path), where=str(path))
+
+
+def _extend(recipe: Mapping[str, Any], *, directory: Path, trail: tuple[Path, ...], where: str) -> dict[str, Any]:
+    """A recipe over what it extends; relative names start at `directory`."""
+    content = dict(recipe)
     bases = content.pop("extends", None) or []
-    if isinstance(bases, str):
+    if isinstance(bases, str | Path):
         bases = [bases]
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise UserError(f"{path}: extends must be the name of a recipe or a list of names")
+    if not isinstance(bases, list | tuple) or not all(isinstance(base, str | Path) for base in bases):
+        raise UserError(f"{where}: extends must be the name of a recipe or a list of names")
     merged: dict[str, Any] = {}
     for base in bases:
-        merged = _layer(merged, _load(base, directory=path.parent, trail=(*trail, path)))
+        merged = _layer(merged, _load(str(base), directory=directory, trail=trail))
     return _layer(merged, content)
 
 
@@ -131,15 +162,23 @@ def _near_recipes(name: str) -> list[str]:
 
 def _split(override: str) -> tuple[tuple[str, ...], Any]:
     key, equals, text = override.partition("=")
-    path = tuple(key.strip().split("."))
-    if not equals or not all(path):
+    if not equals:
         raise UserError(f"override {override!r}: write key.path=value, such as optimizer.learning_rate=1e-5")
-    if path[0] == "extends":
-        raise UserError(f"override {override!r}: extends belongs in a recipe file")
+    path = _path(key.strip(), shown=f"override {override!r}")
     try:
         return path, parse_value(text)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: {text!r} is not a YAML value ({_first_line(error)})") from None
+
+
+def _path(key: Any, *, shown: str) -> tuple[str, ...]:
+    """The parts of a dotted key."""
+    path = tuple(key.split(".")) if isinstance(key, str) else ("",)
+    if not all(path):
+        raise UserError(f"{shown}: write key.path=value, such as optimizer.learning_rate=1e-5")
+    if path[0] == "extends":
+        raise UserError(f"{shown}: extends belongs in a recipe")
+    return path
 
 
 def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:

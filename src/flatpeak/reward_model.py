@@ -17,6 +17,7 @@ from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.policy.loading import cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.protocols import Progress
+from flatpeak.recipe import Settings
 from flatpeak.rewards.model.classifier import Classifier, load_model, locate, make_wording
 from flatpeak.rewards.model.template import COMPLETION, PROMPT, Record, pick_template
 from flatpeak.rollout.randomness import derive_seed
@@ -43,6 +44,7 @@ def train_reward_model(
     *,
     model: Any = None,
     tokenizer: Any = None,
+    settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -51,11 +53,11 @@ def train_reward_model(
     """Train a reward model on the pairs of `task`, by the section `reward_model` of a recipe.
 
     `config` is a RunConfig, the mapping of a recipe, or a recipe's path or name. `model`, with its tokenizer, may be
-    the caller's own sequence-classification model with one output; `progress` is that of
+    the caller's own sequence-classification model with one output; `settings` and `progress` are those of
     `flatpeak.train`. Raises UserError for bad input, before a run directory is made; a run name that exists needs
     `resume` or `overwrite`.
     """
-    recipe = as_config(config)
+    recipe = as_config(config, settings)
     with open_notices(progress, metric="accuracy") as (shown, notices):
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)

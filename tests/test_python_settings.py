@@ -1,0 +1,100 @@
+"""A recipe and its changes, as the Python functions take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import flatpeak.api
+from flatpeak.api import as_config
+from flatpeak.errors import UserError
+from flatpeak.recipe import load_recipe, parse_config
+from flatpeak.runs.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
+CHANGED: dict[str, Any] = {
+    "mapping": {"training.steps": 2, "rollout": {"group_size": 8}},
+    "strings": ["training.steps=2", "rollout.group_size=8"],
+}
+
+
+def odd(completion_ids: list[list[int]]) -> list[float]:
+    """A reward that differs within most groups."""
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+
+def put(path: Path, recipe: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "flatpeak:demo",
+        {"extends": "flatpeak:demo"},
+        {"extends": ["flatpeak:demo"]},
+        parse_config(load_recipe("flatpeak:demo")),
+    ],
+    ids=["name", "mapping", "list", "config"],
+)
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_recipe_and_its_changes_are_the_same_however_they_are_given(given: Any, kind: str) -> None:
+    wanted = parse_config(load_recipe("flatpeak:demo", ["training.steps=2", "rollout.group_size=8"]))
+    found = as_config(given, CHANGED[kind])
+    assert found == wanted
+    assert (found.training.steps, found.rollout.group_size, found.run.name) == (2, 8, "demo")
+    assert as_config(given).training.steps > 2
+
+
+def test_train_and_sft_take_settings_over_an_extended_recipe(recipe: Recipe, train: Train, tmp_path: Path) -> None:
+    base = put(tmp_path / "base.yaml", recipe(sft={"steps": 2, "batch_size": 4}))
+    config = {"extends": str(base), "training": {"steps": 3}}
+    both = train(config, settings={"run.name": "both", "training.steps": 1}, reward=odd, progress=False)
+    rows = read_metrics(both.path / "metrics.jsonl")
+    assert [(row["stage"], row["step"]) for row in rows if row["stage"] != "eval"] == [
+        ("sft", 1),
+        ("sft", 2),
+        ("train", 1),
+    ]
+    alone = flatpeak.api.sft(config, settings=["run.name=alone", "sft.steps=1"], reward=odd, progress=False)
+    assert [row["step"] for row in read_metrics(alone.path / "metrics.jsonl") if row["stage"] == "sft"] == [1]
+    assert yaml.safe_load((alone.path / "config.yaml").read_text())["training"]["steps"] == 3
+    with pytest.raises(UserError, match=r"sft\.steps=0: there is nothing to train"):
+        flatpeak.api.sft(config, settings={"sft.steps": 0}, reward=odd)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"training.stepps": 2}, r"unknown key training\.stepps: did you mean training\.steps"),
+        ({"training": {"steps": "many"}}, r"training\.steps=many"),
+        (["training.steps"], r"override 'training\.steps': write key\.path=value"),
+    ],
+)
+def test_wrong_settings_are_one_line_before_anything_is_made(recipe: Recipe, settings: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        flatpeak.api.train(recipe(), settings=settings)
+    assert not Path(recipe()["run"]["directory"]).exists()
+
+
+@pytest.mark.parametrize("start", ["train", "sft"])
+def test_a_model_beside_the_callers_is_refused_where_the_caller_names_it_and_left_out_where_it_is_inherited(
+    recipe: Recipe, train: Train, make_tiny_model: Any, watch: Any, tmp_path: Path, start: str
+) -> None:
+    base = put(tmp_path / "base.yaml", recipe(sft={"steps": 1, "batch_size": 4}, training={"steps": 1}))
+    model, tokenizer = make_tiny_model()
+    run = getattr(flatpeak.api, start)
+    brought: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "reward": odd}
+    with pytest.raises(UserError, match=r"^model\.dtype beside train\(model=...\)"):
+        run({"extends": str(base), "model": {"dtype": "float32"}}, **brought)
+    with pytest.raises(UserError, match=r"^model\.revision beside train\(model=...\)"):
+        run(base, settings={"model.revision": "main"}, **brought)
+    seen = watch()
+    assert run({"extends": str(base), "model": {"dropout": False}}, **brought, progress=seen).exit_code == 0
+    assert "model.new, model.device of the recipe not used: train(model=...) brings the model" in seen.notices
