@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from flatpeak.errors import UserError
+from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.config import CustomTaskConfig
+from flatpeak.types import Completion
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FACTORY = f"{EXAMPLES / 'custom_task.py'}:largest_number"
@@ -59,6 +62,40 @@ def test_a_recipe_trains_on_the_custom_task(recipe: Callable[..., Any], train: C
         ("largest_of_3", 5, 0),
         ("largest_of_3", 5, 1),
     ]
+
+
+def test_the_custom_sampler_draws_from_the_model_being_trained_and_repeats_itself_less(
+    recipe: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    example = runpy.run_path(str(EXAMPLES / "custom_sampler.py"))
+
+    def odd(completion_ids: list[list[int]]) -> list[float]:
+        return [float(sum(ids) % 2) for ids in completion_ids]
+
+    sections = {"rollout": {"group_size": 8, "max_new_tokens": 2}, "training": {"steps": 3}}
+    texts: dict[str, list[str]] = {}
+    for name, sampler in (("plain", None), ("distinct", example["make_sampler"])):
+        result = train(recipe(run={"name": name}, **sections), sampler=sampler, reward=odd, progress=False)
+        texts[name] = [
+            f"{path.name} {row['group']} {row['text']}"
+            for path in logged_steps(result.path / "rollouts").values()
+            for row in read_rollouts(path)
+        ]
+        rows = read_metrics(result.path / "metrics.jsonl")
+        gaps = [row["rollout/logprob_gap_mean"] for row in rows if row["stage"] == "train"]
+        assert len(gaps) == 3
+        assert max(gaps) < 1e-4
+    assert len(texts["plain"]) == len(texts["distinct"]) == 3 * 4 * 8
+    assert len(set(texts["distinct"])) > len(set(texts["plain"]))
+
+
+def test_the_custom_sampler_prefers_texts_that_no_earlier_completion_has() -> None:
+    distinct_first = runpy.run_path(str(EXAMPLES / "custom_sampler.py"))["distinct_first"]
+    drawn = [
+        Completion(token_ids=(index,), logprobs=(-1.0,), finish_reason="stop", text=text)
+        for index, text in enumerate("abacb")
+    ]
+    assert [completion.token_ids[0] for completion in distinct_first(drawn)] == [0, 1, 3, 2, 4]
 
 
 def test_the_custom_task_prints_a_few_questions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
-from flatpeak.samplers import announce_decoding
+from flatpeak.samplers import SamplerFactory, announce_decoding
 from flatpeak.saved import Saved, read_saved
 from flatpeak.training.journal import Journal
 from flatpeak.training.objective import Objective
@@ -67,7 +67,7 @@ def train(
     tokenizer: Any = None,
     task: Task | None = None,
     reward: Any = None,
-    sampler: Sampler | None = None,
+    sampler: Sampler | SamplerFactory | None = None,
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
@@ -78,9 +78,10 @@ def train(
 
     `config` is a RunConfig, the mapping of a recipe (which may have `extends`), or a recipe's path or name; `settings`
     change it: a mapping such as `{"training.steps": 50}`, or `key.path=value` strings. Any of model (with its
-    tokenizer), task, reward and sampler may be the caller's own object. `progress` shows the run: None is an
-    occasional line on stderr, False is silence, else an object like `protocols.Progress`. Raises UserError for bad
-    input, before a run directory is made; a run name that exists needs `resume` or `overwrite`.
+    tokenizer), task, reward and sampler may be the caller's own object; a sampler that uses the model that is trained
+    is given as a factory, which is called with the policy. `progress` shows the run: None is an occasional line on
+    stderr, False is silence, else an object like `protocols.Progress`. Raises UserError for bad input, before a run
+    directory is made; a run name that exists needs `resume` or `overwrite`.
     """
     given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
     start = _Start(config=config, settings=settings, resume=resume, overwrite=overwrite, command=command)
@@ -94,7 +95,7 @@ def sft(
     tokenizer: Any = None,
     task: Task | None = None,
     reward: Any = None,
-    sampler: Sampler | None = None,
+    sampler: Sampler | SamplerFactory | None = None,
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,

@@ -23,7 +23,7 @@ from flatpeak.rewards.combine import RewardSet
 from flatpeak.rewards.workers import WorkerPool
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.signals import StopSignals
-from flatpeak.samplers import CheckedSampler, build_sampler
+from flatpeak.samplers import SamplerFactory, build_sampler, callers_sampler
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
@@ -46,7 +46,7 @@ class Given:
     tokenizer: Any = None
     task: Task | None = None
     reward: Any = None
-    sampler: Sampler | None = None
+    sampler: Sampler | SamplerFactory | None = None
 
 
 @dataclass(kw_only=True)
@@ -149,7 +149,7 @@ def _assemble(
         own = _closed(first_reward(config, workers=workers, progress=progress), made)
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         shown = (*shown, *first_train) if config.curriculum.in_sft else shown
-    sampler = CheckedSampler(given.sampler, policy.tokenizer) if given.sampler else build_sampler(policy, config)
+    sampler = build_sampler(policy, config) if given.sampler is None else callers_sampler(given.sampler, policy, config)
     return Parts(
         policy=policy,
         sampler=sampler,

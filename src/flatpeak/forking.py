@@ -17,6 +17,7 @@ from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.fork import copy_run, read_origin
 from flatpeak.runs.redact import HIDDEN
 from flatpeak.runs.resume import changes, flatten
+from flatpeak.samplers import SamplerFactory
 
 IN_THE_CHECKPOINT = {
     "model.path": "the model",
@@ -40,7 +41,7 @@ def fork(
     tokenizer: Any = None,
     task: Task | None = None,
     reward: Any = None,
-    sampler: Sampler | None = None,
+    sampler: Sampler | SamplerFactory | None = None,
     progress: Progress | bool | None = None,
     command: Sequence[str] | None = None,
 ) -> RunResult:

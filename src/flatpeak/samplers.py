@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
@@ -66,6 +68,40 @@ class CheckedSampler:
         if completion.text or not completion.token_ids:
             return completion
         return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+
+_GIVE = (
+    "give a sampler, or a factory that is called with the policy and returns one, such as "
+    "sampler=lambda policy: MySampler(NativeEngine(policy))"
+)
+
+SamplerFactory = Callable[[Policy], Sampler]
+"""Makes a sampler of the policy that is trained."""
+
+
+def callers_sampler(given: Sampler | SamplerFactory, policy: Policy, config: RunConfig) -> CheckedSampler:
+    """The caller's sampler, or what its factory makes of the policy. UserError where neither has `generate`."""
+    sampler: Any = given
+    # A class has `generate` too, but nothing to call it on.
+    if callable(sampler) and (isinstance(sampler, type) or not hasattr(sampler, "generate")):
+        _check_factory(sampler, policy)
+        policy.batch_invariant = config.rollout.batch_invariant
+        sampler = sampler(policy)
+    if not callable(getattr(sampler, "generate", None)):
+        made = "" if sampler is given else "the factory returned "
+        raise UserError(f"sampler: {made}{sampler!r} has no generate(prompts, *, group_size, sampling, seed): {_GIVE}")
+    return CheckedSampler(sampler, policy.tokenizer)
+
+
+def _check_factory(factory: Callable[..., Any], policy: Policy) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some of what is written in C has none
+        return
+    try:
+        signature.bind(policy)
+    except TypeError as error:
+        raise UserError(f"sampler: {factory!r} cannot be called with the policy alone ({error}): {_GIVE}") from None
 
 
 def _check_logprobs(completion: Completion, prompt: str, *, greedy: bool) -> None:

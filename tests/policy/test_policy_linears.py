@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from flatpeak.errors import UserError
 from flatpeak.functional import products
 from flatpeak.functional.products import onednn_is_faster
 from flatpeak.policy import linears
@@ -355,6 +356,33 @@ def test_a_policy_holds_fast_layers_and_lends_and_leaves_plain_ones(kind: str) -
     assert kinds(model) == held
     policy.release()
     assert kinds(model) == before
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_fast_layers_that_a_policy_left_behind_are_taken_by_the_next(kind: str) -> None:
+    model = wide(kind)
+    before = kinds(model)
+    Policy(model, Tokenizer())  # and nobody releases it
+    assert len(fast_layers(model)) >= 8
+    policy = Policy(model, Tokenizer())
+    assert policy.native, policy.notice
+    policy.release()
+    assert kinds(model) == before
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_a_second_policy_over_a_held_model_is_refused_by_that_reason(kind: str) -> None:
+    model = wide(kind)
+    policy = Policy(model, Tokenizer())
+    held = kinds(model)
+    with pytest.raises(
+        UserError, match=r"held by another flatpeak Policy: call its release\(\) first; .*sampler=lambda"
+    ):
+        Policy(model, Tokenizer())
+    assert kinds(model) == held
+    assert policy.token_logprobs(uneven_batch(), temperature=1.0)[0].isfinite().all()
+    policy.release()
+    Policy(model, Tokenizer()).release()
 
 
 @pytest.mark.parametrize("kind", WIDE)

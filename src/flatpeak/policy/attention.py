@@ -170,7 +170,9 @@ def attention_forward(
     """The function registered with transformers. Raises UnservedAttentionError at any keyword it would not honour."""
     if attention_context is None:
         raise UnservedAttentionError(
-            "this model is held by a flatpeak policy: call policy.plain_attention() around a forward pass of your own"
+            "this model is held by a flatpeak policy: use `with policy.plain_attention() as model:` around a forward "
+            "pass or generate() of your own; flatpeak.train gives the policy to a sampler that is a factory, "
+            "sampler=lambda policy: MySampler(policy)"
         )
     unknown = sorted(name for name, given in others.items() if given is not None and name not in IGNORABLE)
     if unknown or (attention_mask is not None and attention_mask.numel()):

@@ -24,7 +24,7 @@ from flatpeak.policy.padded import padded_token_logprobs
 from flatpeak.policy.passes import plain_layers, scoring
 from flatpeak.policy.precision import below_float32
 from flatpeak.policy.prompt_memory import fitting_rooms, graded_rooms
-from flatpeak.policy.settings import ModelSettings
+from flatpeak.policy.settings import ModelSettings, register_holder, unregister_holder
 from flatpeak.policy.support import probe, unsupported
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Batch
@@ -50,15 +50,16 @@ class Policy:
         self.causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.eos_token_ids = _eos_token_ids(self.causal, tokenizer)
         self.context_length: int | None = getattr(self.causal.config, "max_position_embeddings", None)
-        self.head = read_head(self.causal)
-        self._before = ModelSettings(model, self.causal)
         self.batch_invariant = True
         """Whether decoding on a CPU pads rows and keys, so that no bit of a completion depends on the others."""
         self._kept_cache: KeyValueCache | None = None
         self.notice = unsupported(self.causal)
         self.native = self.notice is None
+        register_holder(self.causal, self)
+        self._before = ModelSettings(model, self.causal)
         try:
             self._before.give_back_layers()
+            self.head = read_head(self.causal)
             if not dropout:
                 self._before.silence_dropout(model)
             if self.native:
@@ -139,7 +140,12 @@ class Policy:
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """See protocols.Decoder."""
+        """See protocols.Decoder. UserError where the native engine does not serve the model: it would draw nonsense."""
+        if not self.native:
+            raise UserError(
+                f"this model is not decoded natively ({self.notice}): sample with "
+                "flatpeak.samplers.PlainSampler(policy, max_rows=64)"
+            )
         with packed_weights(self.causal):
             yield
 
@@ -219,6 +225,7 @@ class Policy:
     def release(self) -> None:
         """Give the model back as it was, with the weights that it has now."""
         self._before.restore()
+        unregister_holder(self.causal, self)
 
     def save(self, directory: Path) -> None:
         """Write model and tokenizer in Hugging Face format."""

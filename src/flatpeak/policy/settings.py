@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 from torch import Tensor, nn
 
+from flatpeak.errors import UserError
 from flatpeak.policy.attention import NAME
 from flatpeak.policy.dropout import silence_dropout
 from flatpeak.policy.linears import make_plain
+
+_holders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
+"""The policy that holds each model; of no use once either is gone."""
+
+
+def register_holder(causal: nn.Module, policy: object) -> None:
+    """Note that `policy` holds the model. UserError where another does: they would undo each other's changes."""
+    if _is_held(causal):
+        gc.collect()  # a policy that nothing refers to any more may be part of a cycle
+    if _is_held(causal):
+        raise UserError(
+            f"this {type(causal).__name__} is held by another flatpeak Policy: call its release() first; to sample "
+            "from the model being trained, give train a factory, sampler=lambda policy: MySampler(NativeEngine(policy))"
+        )
+    _holders[causal] = weakref.ref(policy)
+
+
+def unregister_holder(causal: nn.Module, policy: object) -> None:
+    """Undo `register_holder`, where it was by this policy."""
+    holder = _holders.get(causal)
+    if holder is not None and holder() is policy:
+        del _holders[causal]
+
+
+def _is_held(causal: nn.Module) -> bool:
+    holder = _holders.get(causal)
+    return holder is not None and holder() is not None
 
 
 class ModelSettings:
