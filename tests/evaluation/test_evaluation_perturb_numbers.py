@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from flatpeak.evaluation.number_roles import find_origins
 from flatpeak.evaluation.perturb import perturb
-from flatpeak.evaluation.worked_steps import find_origins, read_steps, replayed
+from flatpeak.evaluation.perturb_numbers import question_numbers
+from flatpeak.evaluation.worked_steps import read_steps, replayed
 from flatpeak.tasks.arithmetic import arithmetic_examples
 from flatpeak.tasks.config import ArithmeticConfig, GSM8KConfig
 from flatpeak.tasks.gsm8k import gsm8k_examples
 from flatpeak.types import Example
 
 CRATES = (
-    "A grower fills 6 crates with 35 pears each. He sells half of the pears and 20% of what is left spoils. He then "
-    "gets 9 more. How many pears does he have?"
+    "A grower fills 8 crates with 55 pears each. He sells half of the pears and 20% of what is left spoils. He then "
+    "picks 9 pears. How many pears does he have?"
 )
 WORKED = (
-    "There are 6*35=<<6*35=210>>210 pears.\nHe sells 210/2=<<210/2=105>>105.\nThere spoil 105*20/100="
-    "<<105*20/100=21>>21.\nHe has 105-21+9=<<105-21+9=93>>93 left.\n#### 93"
+    "There are 8*55=<<8*55=440>>440 pears.\nHe sells 440/2=<<440/2=220>>220.\nOf them 20% spoil: 220*20/100="
+    "<<220*20/100=44>>44.\nHe has 220-44+9=<<220-44+9=185>>185 pears left.\n#### 185"
 )
 
 
@@ -37,7 +39,7 @@ def row(question: str, gold: str, rationale: str | None = None, id: str = "q") -
 def test_marks_are_computed_again_with_the_new_numbers() -> None:
     seen = set()
     for seed in range(30):
-        found = perturb(row(CRATES, "93", WORKED), "numbers", seed=seed)
+        found = perturb(row(CRATES, "185", WORKED), "numbers", seed=seed)
         if found is None:
             continue
         crates, each, percent, more = numbers(found.question)
@@ -62,7 +64,7 @@ def test_marks_are_computed_again_with_the_new_numbers() -> None:
         # 5 is never used.
         ("I have 12 eggs and 5 hens and 8 eggs more. How many eggs?", "20", "12+8=<<12+8=20>>20\n#### 20"),
         # The smaller of two results was chosen: with other numbers it may be the other.
-        ("A costs 4*6 and B 5*3, which is less?", "15", "<<4*6=24>>24, <<5*3=15>>15\n#### 15"),
+        ("A costs 4*6 and B 5*3, what is less?", "15", "<<4*6=24>>24, <<5*3=15>>15\n#### 15"),
         ("The 3rd of 12 boxes holds 4. How many?", "48", "<<12*4=48>>48\n#### 48"),
         ("From 8:30 on 12 people ate 4 each. How many?", "48", "<<12*4=48>>48\n#### 48"),
         ("12 people ate 4 each. How many?", "48", "<<12*4=49>>49\n#### 48"),
@@ -80,14 +82,16 @@ def test_where_the_working_is_not_sure_there_is_no_new_question(question: str, g
 
 
 def test_no_result_becomes_negative_or_fractional() -> None:
-    question, rationale = "Of 24 eggs 9 break. 3 fit a box. How many boxes?", "<<24-9=15>><<15/3=5>>\n#### 5"
+    question = "Of 24 eggs 9 break. 3 fit a box. How many boxes?"
+    rationale = "After some break, <<24-9=15>>15 eggs.\nBoxes: <<15/3=5>>5\n#### 5"
     seen = [found for seed in range(40) if (found := perturb(row(question, "5", rationale), "numbers", seed=seed))]
-    assert len(seen) > 30
+    assert len(seen) > 20
     for found in seen:
         eggs, broken, fit = numbers(found.question)
         assert eggs >= broken
         assert (eggs - broken) % fit == 0
         assert found.gold == str((eggs - broken) // fit)
+        assert found.gold != "5"  # which a model may know by heart
 
 
 def test_decimals_commas_and_years_are_written_as_they_were() -> None:
@@ -112,10 +116,9 @@ def test_word_problems_without_working_need_equations_that_agree() -> None:
     had, ate = numbers(found.question)
     assert (had, ate) != (31, 12)
     assert found.gold == str(had - ate)
-    # 2 + 2 and 2 * 2 fit alike, and agree on almost no other numbers.
+    # 2 + 2 and 2 * 2 fit alike, and agree on no other numbers.
     for seed in range(20):
-        both = perturb(row("Vera had 2 plums and got 2. How many plums are there?", "4"), "numbers", seed=seed)
-        assert both is None or numbers(both.question) == [2, 2] or both.gold == str(sum(numbers(both.question)))
+        assert perturb(row("Vera had 2 plums and got 2. How many plums are there?", "4"), "numbers", seed=seed) is None
 
 
 @pytest.mark.parametrize(
@@ -149,17 +152,17 @@ def test_arithmetic_is_done_again(operators: tuple[str, ...]) -> None:
 
 def test_columns_that_repeat_question_and_answer_follow() -> None:
     columns = {"question": CRATES, "answer": WORKED, "grade": 5}
-    example = Example(id="q", question=CRATES, gold="93", rationale=WORKED, columns=columns)
+    example = Example(id="q", question=CRATES, gold="185", rationale=WORKED, columns=columns)
     found = next(one for seed in range(20) if (one := perturb(example, "numbers", seed=seed)))
     assert found.columns == {"question": found.question, "answer": f"#### {found.gold}", "grade": 5}
 
 
 def test_replaying_the_same_numbers_gives_the_same_results() -> None:
-    steps = read_steps(WORKED)
-    given = [(Fraction(value), value == 20) for value in (6, 35, 20, 9)]
-    origins = find_origins(steps, given, CRATES)
+    steps, found = read_steps(WORKED), question_numbers(CRATES)
+    assert found is not None
+    origins = find_origins(steps, found, question=CRATES, rationale=WORKED)
     assert origins is not None
-    assert replayed(steps, origins, [value for value, _ in given]) == [210, 105, 21, 93]
+    assert replayed(steps, origins, [number.value for number in found]) == [440, 220, 44, 185]
 
 
 def by_value(before: str, after: str, rationale: str) -> Fraction:
@@ -184,6 +187,6 @@ def by_value(before: str, after: str, rationale: str) -> Fraction:
 def test_gsm8k_with_other_numbers_has_the_answers_of_its_working() -> None:
     train, test = gsm8k_examples(GSM8KConfig(path=str(Path(os.environ["FLATPEAK_DATA"]) / "gsm8k")))
     found = [(example, other) for example in (*train, *test) if (other := perturb(example, "numbers", seed=0))]
-    assert len(found) > 2000
+    assert len(found) > 300
     for example, other in found:
         assert other.gold == str(by_value(example.question, other.question, example.rationale or "")), example.id

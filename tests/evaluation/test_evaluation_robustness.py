@@ -20,7 +20,7 @@ from flatpeak.rewards.build import as_reward
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 QUESTIONS = [
-    *(f"Nadia has {n} plums and gets 5 more. How many plums does she have?" for n in (11, 12, 13)),
+    *(f"Nadia has {n} plums and finds 5 plums. How many plums does she have?" for n in (11, 12, 13)),
     *(f"{n}+1=" for n in (20, 30)),
 ]
 GOLDS = ["16", "17", "18", "21", "31"]

@@ -1,8 +1,9 @@
 """The same question with other numbers, and the gold answer computed from them. Where that is not sure, nothing.
 
-Three sources say how the answer follows from the numbers: an arithmetic row's operands; GSM8K's `<<48/2=24>>` marks;
-and for a word problem of two numbers without a worked solution, the operations that fit the gold answer, which must
-agree on the new one.
+Three sources say how the answer follows from the numbers: an arithmetic row's operands; GSM8K's `<<48/2=24>>` marks,
+where the text says what each number does (`number_roles`); and for a word problem of two numbers without a worked
+solution, the operations that fit the gold answer, which must agree on the new one. The new gold answer is never the
+old one, which a model may know by heart.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
-from flatpeak.evaluation.worked_steps import constants, find_origins, read_steps, replayed
+from flatpeak.evaluation.number_roles import Number, bounds, constants, doubt, find_origins, same_order, still_divides
+from flatpeak.evaluation.worked_steps import read_steps, replayed
 from flatpeak.types import Example
 
-TRIES = 50
+TRIES = 300
 NUMBER = re.compile(r"(?<![\w.,/:^])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w/:]|[.,]\d)")
 _FORMULA = re.compile(r"\\|\$[^$\d][^$]*\$")
 _ASKS = re.compile(r"\bhow (?:many|much|long|far|old|tall|heavy|big|fast)\b", re.IGNORECASE)
 _PARTS = re.compile(
-    r"\b(?:half|twice|double|doubled|triple|third|quarter|dozen|percent|average|remainder|each other)\b|%"
+    r"\b(?:half|twice|double[ds]?|dozen|percent\w*|remainder|(?:hour|minute|day|week|month|year|cent|dollar|inche?|yard)s?"
+    r"|hourly|daily|weekly|monthly|yearly|annual|foot|feet)\b|[%$]"
 )
 
 
@@ -29,56 +32,48 @@ def other_numbers(example: Example, draw: random.Random) -> Example | None:
     """The example with other numbers and its own new gold answer, of the same length and sign where that can be."""
     if {"a", "op", "b"} <= example.columns.keys():
         return _arithmetic(example, draw)
-    found = _numbers(example.question)
+    found = question_numbers(example.question)
     if found is None or _FORMULA.search(example.question):
         return None
     # Working that says nothing exactly (an equation solved in words, say) is not guessed at.
     return _annotated(example, found, draw) if example.rationale else _fitted(example, found, draw)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Number:
-    """A number of a question."""
-
-    span: tuple[int, int]
-    value: Fraction
-    decimals: int
-    percent: bool
-
-    def drawn(self, draw: random.Random) -> Fraction:
-        """Another of about the same size; 0 and 1 stay, which grammar depends on."""
-        scale = 10**self.decimals
-        units = int(self.value * scale)
-        if units <= scale and not self.decimals:
-            return self.value
-        low, high = (units - 20, units + 20) if 1900 <= units <= 2100 and scale == 1 else (units // 2 + 1, 2 * units)
-        if self.percent:
-            high = min(high, 100 * scale if units <= 100 * scale else high)
-        return Fraction(draw.randint(max(low, 2 if scale == 1 else 1), max(high, 2)), scale)
-
-    def written(self, value: Fraction, text: str) -> str:
-        """As the old one was: with its decimals, and with commas where it had them."""
-        whole, part = divmod(int(value * 10**self.decimals), 10**self.decimals)
-        digits = f"{whole:,}" if "," in text or (whole >= 10000 and self.value < 10000) else str(whole)
-        return f"{digits}.{part:0{self.decimals}}" if self.decimals else digits
+def _drawn(number: Number, draw: random.Random) -> Fraction:
+    """Another value of about the same size; 0 and 1 stay, which grammar depends on."""
+    scale = 10**number.decimals
+    units = int(number.value * scale)
+    if units <= scale and not number.decimals:
+        return number.value
+    low, high = (units - 20, units + 20) if 1900 <= units <= 2100 and scale == 1 else (units // 2 + 1, 2 * units)
+    if number.percent:
+        high = min(high, 100 * scale if units <= 100 * scale else high)
+    return Fraction(draw.randint(max(low, 2 if scale == 1 else 1), max(high, 2)), scale)
 
 
-def _numbers(question: str) -> list[_Number] | None:
+def _written(number: Number, value: Fraction, text: str) -> str:
+    """The value as the number was written: with its decimals, and with commas where it had them."""
+    whole, part = divmod(int(value * 10**number.decimals), 10**number.decimals)
+    digits = f"{whole:,}" if "," in text or (whole >= 10000 and number.value < 10000) else str(whole)
+    return f"{digits}.{part:0{number.decimals}}" if number.decimals else digits
+
+
+def question_numbers(question: str) -> list[Number] | None:
     """Every number of a question; None where digits stand in something else (3rd, 8:00, 1/2), or there are none."""
     found = []
     for match in NUMBER.finditer(question):
         _, _, part = match[0].partition(".")
         percent = question[match.end() : match.end() + 1] == "%"
         value = Fraction(match[0].replace(",", ""))
-        found.append(_Number(span=match.span(), value=value, decimals=len(part), percent=percent))
+        found.append(Number(span=match.span(), value=value, decimals=len(part), percent=percent))
     covered = sum(sum(c.isdigit() for c in question[slice(*one.span)]) for one in found)
     return found if found and covered == sum(c.isdigit() for c in question) else None
 
 
-def _rewritten(question: str, numbers: Sequence[_Number], values: Sequence[Fraction]) -> str:
+def _rewritten(question: str, numbers: Sequence[Number], values: Sequence[Fraction]) -> str:
     for number, value in reversed(list(zip(numbers, values, strict=True))):
         start, end = number.span
-        question = f"{question[:start]}{number.written(value, question[start:end])}{question[end:]}"
+        question = f"{question[:start]}{_written(number, value, question[start:end])}{question[end:]}"
     return question
 
 
@@ -99,11 +94,12 @@ def _arithmetic(example: Example, draw: random.Random) -> Example | None:
         return None
     for _ in range(TRIES):
         left, right = _as_long(a, draw), _as_long(b, draw)
-        if (left, right) != (a, b):
+        gold = str(apply(left, right))
+        if gold != example.gold:
             return replace(
                 example,
                 question=example.question.replace(old, f"{left}{op}{right}"),
-                gold=str(apply(left, right)),
+                gold=gold,
                 rationale=None,
                 columns={**example.columns, "a": left, "b": right},
             )
@@ -116,37 +112,46 @@ def _as_long(value: int, draw: random.Random) -> int:
     return -drawn if value < 0 else drawn
 
 
-def _annotated(example: Example, numbers: Sequence[_Number], draw: random.Random) -> Example | None:
-    """By the marks of a worked solution, each of whose operands must have one origin: the question, or a step."""
+def _annotated(example: Example, numbers: Sequence[Number], draw: random.Random) -> Example | None:
+    """By the marks of a worked solution, where the text says what each number does (see `number_roles`)."""
     steps = read_steps(example.rationale or "")
-    known = [(number.value, number.percent) for number in numbers]
-    origins = find_origins(steps, known, example.question) if steps else None
-    if origins is None or str(steps[-1].value) != example.gold:
+    if not steps or str(steps[-1].value) != example.gold or doubt(example.question) is not None:
         return None
+    origins = find_origins(steps, numbers, question=example.question, rationale=example.rationale or "")
+    if origins is None:
+        return None
+    fixed = [*bounds(example.question), *constants(steps, origins)]
     old = [number.value for number in numbers]
+    were = [step.value for step in steps]
     for _ in range(TRIES):
-        values = [number.drawn(draw) for number in numbers]
-        if values != old and (results := replayed(steps, origins, values)) is not None:
+        values = [_drawn(number, draw) for number in numbers]
+        results = replayed(steps, origins, values)
+        if results is None or results[-1] == steps[-1].value:
+            continue
+        ordered = same_order([*fixed, *old, *were], [*fixed, *values, *results])
+        if ordered and still_divides(steps, origins, before=(old, were), after=(values, results)):
             return _changed(example, _rewritten(example.question, numbers, values), results[-1])
     return None
 
 
-def _fitted(example: Example, numbers: Sequence[_Number], draw: random.Random) -> Example | None:
+def _fitted(example: Example, numbers: Sequence[Number], draw: random.Random) -> Example | None:
     """By every operation on its two numbers that fits the gold answer; they must agree on the new one.
 
     Of SVAMP's problems with three numbers one in eight would get a wrong answer, as one number may be irrelevant; of
     those with two none does.
     """
     plain = re.fullmatch(r"\d+", example.gold) and _ASKS.search(example.question)
-    if not plain or len(numbers) != 2 or constants(example.question) or _PARTS.search(example.question):
+    if not plain or len(numbers) != 2 or doubt(example.question) or _PARTS.search(example.question.lower()):
         return None
     old, gold = [number.value for number in numbers], Fraction(example.gold)
     fitting = [apply for apply in _OPERATIONS if _applied(apply, old) == gold]
     for _ in range(TRIES if fitting else 0):
-        values = [number.drawn(draw) for number in numbers]
+        values = [_drawn(number, draw) for number in numbers]
         golds = {_applied(apply, values) for apply in fitting}
         new = golds.pop()
-        if values != old and not golds and new is not None and new >= 0 and new.denominator == 1:
+        if golds or new is None or new < 0 or new.denominator != 1 or new == gold:
+            continue
+        if same_order([*old, gold], [*values, new]):
             return _changed(example, _rewritten(example.question, numbers, values), new)
     return None
 

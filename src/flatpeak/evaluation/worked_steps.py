@@ -7,33 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 _MARK = re.compile(r"<<([^<>=]{1,200})=([^<>=]{1,60})>>")
-_WORDS = {
-    "half twice double doubled pair couple both second": (2,),
-    "third triple thrice": (3,),
-    "quarter quarters fourth": (4,),
-    "dozen dozens": (12,),
-    "week weeks weekly": (7, 52),
-    "hour hours minute minutes hourly": (60,),
-    "day days daily": (24, 7, 30, 365),
-    "month months monthly": (12, 30, 4),
-    "year years yearly annual": (12, 52, 365),
-    "percent percentage": (100,),
-    "cent cents dollar dollars penny pennies nickel dime": (100,),
-    "nickels": (5,),
-    "dimes": (10,),
-    "quarters": (25,),
-    "foot feet inch inches": (12,),
-    "yard yards": (3,),
-    "weekend weekends": (2,),
-    "fifth": (5,),
-    "tenth": (10,),
-}
-_COUNTING = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven"),
-    *("eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen"),
-)
+Place = Literal["term", "factor", "dividend", "divisor"]
+"""How an operand enters its step; `term` is of a sum, a difference, or alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,33 +20,51 @@ class Step:
 
     tree: ast.expr
     operands: tuple[Fraction, ...]
+    places: tuple[Place, ...]
     value: Fraction
+    line: str
+    """The line of the solution that the mark stands in, without marks."""
 
 
 def read_steps(rationale: str) -> list[Step]:
     """Every mark, exactly; empty where one cannot be read or is not what it says."""
     steps = []
-    for match in _MARK.finditer(rationale):
-        try:
-            tree = ast.parse(match[1].replace(",", "").replace("$", "").strip(), mode="eval").body
-            operands = tuple(_literals(tree))
-            value = _evaluated(tree, iter(operands))
-            if value != Fraction(match[2].replace(",", "").replace("$", "").strip()):
+    for line in rationale.splitlines():
+        plain = without_marks(line)
+        for match in _MARK.finditer(line):
+            try:
+                tree = ast.parse(match[1].replace(",", "").replace("$", "").strip(), mode="eval").body
+                found = tuple(_literals(tree, "term"))
+                operands = tuple(operand for operand, _ in found)
+                value = _evaluated(tree, iter(operands))
+                if value != Fraction(match[2].replace(",", "").replace("$", "").strip()):
+                    return []
+            except (SyntaxError, ValueError, ZeroDivisionError):
                 return []
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return []
-        steps.append(Step(tree=tree, operands=operands, value=value))
+            places = tuple(place for _, place in found)
+            steps.append(Step(tree=tree, operands=operands, places=places, value=value, line=plain))
     return steps if rationale.count("<<") == len(steps) else []
 
 
-def _literals(tree: ast.expr) -> Iterator[Fraction]:
+def without_marks(rationale: str) -> str:
+    """The solution as it reads, without its marks and without the last line's `#### 24`."""
+    return re.sub(r"^####.*", "", _MARK.sub("", rationale), flags=re.MULTILINE)
+
+
+def _literals(tree: ast.expr, place: Place) -> Iterator[tuple[Fraction, Place]]:
     """The numbers of an expression from left to right. Raises ValueError for anything but +, -, *, / of numbers."""
     match tree:
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
-            yield from _literals(left)
-            yield from _literals(right)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+            yield from _literals(left, "term")
+            yield from _literals(right, "term")
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            yield from _literals(left, "factor")
+            yield from _literals(right, "factor")
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            yield from _literals(left, "dividend")
+            yield from _literals(right, "divisor")
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            yield Fraction(ast.unparse(tree)) if isinstance(value, float) else Fraction(value)
+            yield (Fraction(ast.unparse(tree)) if isinstance(value, float) else Fraction(value)), place
         case _:
             raise ValueError("not an expression of numbers")
 
@@ -84,45 +80,9 @@ def _evaluated(tree: ast.expr, operands: Iterator[Fraction]) -> Fraction:
     return left * right if isinstance(tree.op, ast.Mult) else left / right
 
 
-Origin = tuple[str, int]
-"""("question", index), ("step", index) or ("constant", 0)."""
-
-
-def find_origins(
-    steps: Sequence[Step], numbers: Sequence[tuple[Fraction, bool]], question: str
-) -> list[list[Origin]] | None:
-    """Where each operand comes from, or None where one could come from two places, or something is not used.
-
-    `numbers` are the question's, in order, each with whether it is a percentage.
-    """
-    known: dict[Fraction, list[Origin]] = {}
-    for index, (value, percent) in enumerate(numbers):
-        known.setdefault(value, []).append(("question", index))
-        if percent:
-            known.setdefault(value / 100, []).append(("percent", index))
-    said = constants(question)
-    found: list[list[Origin]] = []
-    for index, step in enumerate(steps):
-        row: list[Origin] = []
-        for operand in step.operands:
-            places = known.get(operand, []) + [("constant", 0)] * (operand in said)
-            if len(places) != 1:
-                return None
-            row.append(places[0])
-        found.append(row)
-        known.setdefault(step.value, []).append(("step", index))
-    used = {("question" if kind == "percent" else kind, at) for row in found for kind, at in row}
-    needed = {("question", at) for at in range(len(numbers))} | {("step", at) for at in range(len(steps) - 1)}
-    return found if needed <= used else None
-
-
-def constants(question: str) -> set[Fraction]:
-    """What words of the question stand for: 2 for `half`, 12 for `dozen`, 60 for `hour`."""
-    said = set(re.findall(r"[a-z]+", question.lower()))
-    found = {Fraction(value) for keys, values in _WORDS.items() if said & set(keys.split()) for value in values}
-    found |= {Fraction(1, 2)} if "half" in said else set()
-    found |= {Fraction(100)} if "%" in question or "$" in question else set()
-    return found | {Fraction(value) for value, word in enumerate(_COUNTING) if word in said}
+Origin = tuple[Literal["question", "percent", "step", "constant"], int]
+"""Where an operand comes from: the question's number of that index, the same as a percentage, the step of that index,
+or a constant that a word of the question stands for."""
 
 
 def replayed(
@@ -131,16 +91,23 @@ def replayed(
     """Every step's result with other numbers; None where one is negative, or not whole where it was."""
     results: list[Fraction] = []
     for step, row in zip(steps, origins, strict=True):
-        operands = []
-        for (kind, at), old in zip(row, step.operands, strict=True):
-            of = {"question": values, "percent": values, "step": results}.get(kind)
-            new = old if of is None else of[at]
-            operands.append(new / 100 if kind == "percent" else new)
         try:
-            result = _evaluated(step.tree, iter(operands))
+            result = _evaluated(step.tree, iter(entered(step, row, values, results)))
         except ZeroDivisionError:
             return None
         if result < 0 or (step.value.denominator == 1 and result.denominator != 1):
             return None
         results.append(result)
     return results if results[-1].denominator == 1 else None
+
+
+def entered(
+    step: Step, origins: Sequence[Origin], values: Sequence[Fraction], results: Sequence[Fraction]
+) -> list[Fraction]:
+    """The operands of a step, given the question's numbers and the earlier results."""
+    found = []
+    for (kind, at), old in zip(origins, step.operands, strict=True):
+        of = {"question": values, "percent": values, "step": results}.get(kind)
+        new = old if of is None else of[at]
+        found.append(new / 100 if kind == "percent" else new)
+    return found

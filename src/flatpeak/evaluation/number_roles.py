@@ -1,0 +1,270 @@
+"""What each number of a worked question does. Where the text leaves a doubt, nothing is decided.
+
+A solution's mark `<<60*2=120>>` has a 2 that may be the question's "2 slats per foot", or the two sides of a fence that
+the question never mentions. Equal values say nothing about roles, so roles are read from the text: the question may
+hold no word that makes a number a condition or counts something unsaid, each of its numbers enters one step, once, in
+a line that names it, and whatever else the solution says in digits or words must be known from the question.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from flatpeak.evaluation.names import ALIKE
+from flatpeak.evaluation.spans import last_sentence
+from flatpeak.evaluation.worked_steps import Origin, Place, Step, entered, without_marks
+
+_NUMBER_WORD = re.compile(
+    r"\b(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
+    r"|eighteen|nineteen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundreds?|thousands?|millions?"
+    r"|once|thrice|triple[ds]?|tripling|trio|quartet|quintet|twins?|triplets?|pairs?|couples?|both|either|neither|solo"
+    r"|first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|quarters?|thirds|fourths|fifths|dozens|scores?"
+    r"|single)\b"
+)
+"""Words that stand for a number which no perturbation changes."""
+_DOUBTS = {
+    "conditions, limits and choices, under which other numbers may call for another computation": (
+        r"at least|at most|up to|over|under|above|below|exceeds?|exceeding|limit|minimum|maximum|whichever|unless|until"
+        r"|otherwise|instead|enough|only|except|no more|or more|or less|best|worst|least|most|which|overtime|regular"
+        r"|normal\w*|usual\w*|additional\w*|cheap(?:er|est)"
+        r"|(?:old|young|small|larg|bigg|great|high|low|long|short|fast|slow|heavi|few)est"
+    ),
+    "averages and rounding": (
+        r"averag\w*|mean|median|a?round\w*|roughly|about|approximately|nearly|almost|estimate\w*"
+    ),
+    "shapes, bodies, journeys and people whose parts nobody counts": (
+        r"perimeter|areas?|square[ds]?|rectang\w*|triang\w*|circ\w*|cub(?:e|es|ic)|sides?|corners?|edges?|walls?|fences?"
+        r"|legs?|wheels?|tires?|eyes?|ears?|hands?|fingers?|toes|trips?|back|return\w*|way|commut\w*|includ\w*"
+        r"|himself|herself|themselves|parents|family|families|grandparents|siblings|each other|one another"
+    ),
+    "dates, times and parts of weeks": (
+        r"weekends?|weekdays?|business|today|yesterday|tomorrow|decades?|centur(?:y|ies)|ago|a\.m|p\.m|am|pm|noon"
+        r"|midnight|o'clock|clock|(?:mon|tues|wednes|thurs|fri|satur|sun)days?|every other|alternat\w*"
+    ),
+    "relations that are read in two ways": (
+        r"than|ahead|behind|goals?|ratios?|probab\w*|chance|odds|consecutive|interest|compound\w*|others?|another|rest"
+        r"|respectively|same|equal\w*|split|share[ds]?|sharing|divide[ds]?|between|among|for all|cop(?:y|ies)|refill\w*"
+    ),
+    "what the world knows better: how much of one measure makes another": (
+        r"in an? (?:gallon|quart|pint|cup|ton|pound|mile|kilometer|yard)"
+    ),
+}
+_DOUBT = re.compile(
+    rf"\b(?:{'|'.join(_DOUBTS.values())})\b"
+    # Ranges, sizes, remarks; "8 more" of an unsaid thing or than an unsaid number; "9 sheep and goats"; half as a
+    # percentage, which is both what is taken and what is left.
+    r"|[:(;]|\d\s*[-x]\s*\d|\d[- ]by[- ]\d|\d more\b|\d (?:\w+ )?\w+ and (?!\d)\w+[.,?]|\b50 ?%|\b50 percent"
+    r"|% (?:less|off of)"
+)
+_MEASURES: tuple[tuple[int, str, str], ...] = (
+    (60, r"hour|hourly", r"minute"),
+    (60, r"minute", r"second"),
+    (24, r"hour|hourly", r"day|daily"),
+    (7, r"week|weekly", r"day|daily"),
+    (12, r"month|monthly", r"year|yearly|annual"),
+    (52, r"week|weekly", r"year|yearly|annual"),
+    (12, r"inche?", r"foot|feet"),
+    (3, r"foot|feet", r"yard"),
+    (16, r"ounce", r"pound"),
+    (100, r"cent", r"dollar"),
+    (1000, r"gram", r"kilogram|kg"),
+)
+"""How many of one unit make another; the question must name both."""
+_WORDS: tuple[tuple[str, Fraction, tuple[Place, ...]], ...] = (
+    (r"\bhalf\b", Fraction(2), ("divisor",)),
+    (r"\bhalf\b", Fraction(1, 2), ("factor",)),
+    (r"\b(?:twice|doubl\w*)\b", Fraction(2), ("factor",)),
+    (r"\bdozen\b", Fraction(12), ("factor", "dividend", "divisor")),
+    (r"%|\bpercent", Fraction(100), ("term", "factor", "dividend", "divisor")),
+)
+"""What a word of the question multiplies or divides by."""
+_UNSAID = frozenset(
+    {*range(13), 14, 15, 16, 18, 20, 24, 25, 30, 31, 36, 48, 50, 52, 60, 90, 100, 144, 180, 360, 365, 1000}
+)
+"""Numbers that solutions often hold without anybody having said them."""
+_FILLER_WORDS = (
+    "a an the of to in on at for and or is are was were he she they it his her their has have had do does did how many "
+    "much each per by from with that this there will be as than more less if then so but not all some who what when "
+    "where its also can would could should one get gets got take takes took make makes made"
+)
+_FILLERS = frozenset(_FILLER_WORDS.split())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Number:
+    """A number of a question."""
+
+    span: tuple[int, int]
+    value: Fraction
+    decimals: int
+    percent: bool
+
+
+def doubt(question: str) -> str | None:
+    """The first word of a question that leaves the role of its numbers in doubt."""
+    text = question.lower()
+    found = _DOUBT.search(text) or _NUMBER_WORD.search(text)
+    return None if found is None else found[0]
+
+
+def find_origins(
+    steps: Sequence[Step], numbers: Sequence[Number], *, question: str, rationale: str
+) -> list[list[Origin]] | None:
+    """Where each operand comes from; None where that is not certain.
+
+    Every number of the question enters one step, once, and every result but the last enters a later one.
+    """
+    origins = _origins(steps, numbers, question)
+    if origins is None:
+        return None
+    uses = Counter(("question" if kind == "percent" else kind, at) for row in origins for kind, at in row)
+    if any(uses["question", at] != 1 for at in range(len(numbers))):
+        return None
+    if any(
+        uses["step", at] != 1 if steps[at].value in _UNSAID else not uses["step", at] for at in range(len(steps) - 1)
+    ):
+        return None
+    named = all(_named_where_used(at, number, steps, origins, question) for at, number in enumerate(numbers))
+    if not named or _stranger(question, rationale):
+        return None
+    return origins if _says_nothing_else(steps, numbers, rationale) else None
+
+
+def _origins(steps: Sequence[Step], numbers: Sequence[Number], question: str) -> list[list[Origin]] | None:
+    known: dict[Fraction, list[Origin]] = {}
+    for index, number in enumerate(numbers):
+        known.setdefault(number.value, []).append(("question", index))
+        if number.percent:
+            known.setdefault(number.value / 100, []).append(("percent", index))
+    constants: Counter[Fraction] = Counter()
+    found: list[list[Origin]] = []
+    for index, step in enumerate(steps):
+        row: list[Origin] = []
+        for operand, place in zip(step.operands, step.places, strict=True):
+            said = _times_said(operand, place, question)
+            places = known.get(operand, []) + [("constant", 0)] * bool(said)
+            constants[operand] += bool(said)
+            if len(places) != 1 or constants[operand] > said > 0:
+                return None
+            row.append(places[0])
+        found.append(row)
+        known.setdefault(step.value, []).append(("step", index))
+    return found
+
+
+def _times_said(operand: Fraction, place: Place, question: str) -> int:
+    """How many operands in such a place the words of the question may stand for."""
+    text = question.lower().replace("$", " dollar ")
+    counts = [
+        len(re.findall(word, text)) * (2 if operand == 100 else 1)  # 100 - 20 and / 100
+        for word, value, places in _WORDS
+        if value == operand and place in places
+    ]
+    counts += [
+        2
+        for value, one, many in _MEASURES
+        if value == operand and all(re.search(rf"\b(?:{unit})s?\b", text) for unit in (one, many))
+    ]
+    return max(counts, default=0)
+
+
+def _named_where_used(
+    at: int, number: Number, steps: Sequence[Step], origins: Sequence[Sequence[Origin]], question: str
+) -> bool:
+    """Whether a word beside the number stands in the solution's line that uses it too; not asked of rare values."""
+    if number.value not in _UNSAID:
+        return True
+    used = next(
+        step for step, row in zip(steps, origins, strict=True) if {("question", at), ("percent", at)} & set(row)
+    )
+    start, end = number.span
+    before = re.split(r"[.?!;]", question[:start])[-1]
+    after = re.split(r"[.?!;](?:\s|$)", question[end:])[0]
+    beside = {*re.findall(r"[a-z]+", before.lower())[-3:], *re.findall(r"[a-z]+", after.lower())[:4]} - _FILLERS
+    if before.endswith("$"):
+        beside |= {"dollar", "cost"}
+    if number.percent:
+        beside.add("percent")
+    line = used.line.lower().replace("$", " dollar ").replace("%", " percent ")
+    return bool({*map(_stem, beside)} & {*map(_stem, re.findall(r"[a-z]+", line))})
+
+
+def _stranger(question: str, rationale: str) -> bool:
+    """Whether somebody appears once in the question, not in the solution, and another one is asked about."""
+    asked = re.findall(r"[a-z,] ([A-Z][a-z]+)", question[last_sentence(question) :])
+    names = Counter(name for name in re.findall(r"\b[A-Z][a-z]+\b", question) if name in ALIKE)
+    once = [name for name, count in names.items() if count == 1 and name not in asked and name not in rationale]
+    return bool(asked and once)
+
+
+def _stem(word: str) -> str:
+    for ending in ("ies", "es", "s", "ing", "ed"):
+        if word.endswith(ending) and len(word) - len(ending) >= 3:
+            return word[: -len(ending)]
+    return word
+
+
+def _says_nothing_else(steps: Sequence[Step], numbers: Sequence[Number], rationale: str) -> bool:
+    """Whether the solution's words hold only numbers that are known; 1 is in many phrases and changes nothing."""
+    text = without_marks(rationale).lower()
+    known = {Fraction(1), *(number.value for number in numbers), *(step.value for step in steps)}
+    known.update(operand for step in steps for operand in step.operands)
+    digits = {Fraction(found.rstrip(",").replace(",", "")) for found in re.findall(r"\d[\d,]*(?:\.\d+)?|\.\d+", text)}
+    return digits <= known and _NUMBER_WORD.search(text) is None
+
+
+def constants(steps: Sequence[Step], origins: Sequence[Sequence[Origin]]) -> list[Fraction]:
+    """The operands that words of the question stand for."""
+    return [
+        operand
+        for step, row in zip(steps, origins, strict=True)
+        for operand, (kind, _) in zip(step.operands, row, strict=True)
+        if kind == "constant"
+    ]
+
+
+def bounds(question: str) -> list[Fraction]:
+    """What the units of a question let its numbers reach: 7 days a week, 24 hours a day, 100 percent."""
+    text = question.lower()
+    found = [
+        Fraction(value)
+        for value, one, many in _MEASURES
+        if all(re.search(rf"\b(?:{unit})s?\b", text) for unit in (one, many))
+    ]
+    return found + [Fraction(100)] * ("%" in text or "percent" in text)
+
+
+def same_order(before: Sequence[Fraction], after: Sequence[Fraction]) -> bool:
+    """Whether the larger of any two numbers is the larger still: what was more, cheaper or left over remains so."""
+    order = sorted(range(len(before)), key=before.__getitem__)
+    return all(
+        (before[one] < before[other]) == (after[one] < after[other]) and after[one] <= after[other]
+        for one, other in pairwise(order)
+    )
+
+
+def still_divides(
+    steps: Sequence[Step],
+    origins: Sequence[Sequence[Origin]],
+    *,
+    before: tuple[Sequence[Fraction], Sequence[Fraction]],
+    after: tuple[Sequence[Fraction], Sequence[Fraction]],
+) -> bool:
+    """Whether each number that a divisor divided, it divides still: apples bought together, or one by one.
+
+    `before` and `after` are the question's numbers and the results.
+    """
+    for index, (step, row) in enumerate(zip(steps, origins, strict=True)):
+        pairs = zip(entered(step, row, before[0], before[1]), entered(step, row, after[0], after[1]), strict=True)
+        for place, (old, new) in zip(step.places, pairs, strict=True):
+            if place != "divisor" or old <= 1:
+                continue
+            numbers = zip((*before[0], *before[1][:index]), (*after[0], *after[1][:index]), strict=True)
+            if any(one % old == 0 and other % new != 0 for one, other in numbers):
+                return False
+    return True
