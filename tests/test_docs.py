@@ -85,7 +85,7 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
         gradient_regularization={"strength": "ratio:0.3"},
         training={"steps": 1},
         sft={"steps": 1, "batch_size": 2},
-        evaluation={"samples": 2, "k": [1, 2], "robustness": ["paraphrase"]},
+        evaluation={"samples": 2, "k": [1, 2], "robustness": ["framing"]},
     )
     task = SimpleNamespace(name=TASK, train=sums[:6], test=sums[6:])
     result = train(config, task=task, reward={PARTS[0]: varied, PARTS[1]: (faulty, 0)})

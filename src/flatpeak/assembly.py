@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flatpeak.checks import check_aside, check_policy, check_regularization, overlong_demonstrations, recipe_notices
+from flatpeak.checks import (
+    check_aside,
+    check_policy,
+    check_regularization,
+    overlong_demonstrations,
+    recipe_notices,
+    renamed_settings,
+)
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluator, Grader
@@ -191,6 +198,8 @@ def open_evaluation(
             examples = [*task.train, *task.test, *first]
         policy = _policy(config, given, examples, checkpoint=None)
         made.callback(policy.release)
+        for notice in renamed_settings(config):
+            progress.notice(notice)
         prompts = _prompts(task.test, policy, config, progress, what=f"{task.name} test")
         prepare(reward, prompts)
         yield _evaluator(config, policy, build_sampler(policy, config), reward, task.name), prompts

@@ -7,7 +7,7 @@ from typing import Any
 
 from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.evaluation.config import CURRENT_NAMES, EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.idle_settings import written
 from flatpeak.policy.config import ModelConfig
@@ -107,6 +107,16 @@ def overlong_demonstrations(dropped: int, *, left: int, context: int | None) -> 
     )
 
 
+def renamed_settings(config: RunConfig) -> list[str]:
+    """Old names that the recipe uses and that a later version will refuse."""
+    return [
+        f"evaluation.robustness: {old} is deprecated, it is called {new} now and its figures are robustness/{new}: "
+        f"write {new}"
+        for old, new in CURRENT_NAMES.items()
+        if old in config.evaluation.robustness
+    ]
+
+
 def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
     """Notices about choices of a recipe that are valid and easily misread."""
     notices = []
@@ -119,6 +129,7 @@ def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
         )
     if config.rollout.min_new_tokens:
         notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
+    notices += renamed_settings(config)
     buffer, limit = config.objective.overlong_buffer, config.rollout.max_new_tokens
     if config.objective.truncated == "soft_penalty" and buffer > limit / 2:
         notices.append(

@@ -37,14 +37,14 @@ def changed(question: str, kind: Perturbation, *, seed: int = 0, id: str = "q", 
     return found.question
 
 
-@pytest.mark.parametrize("kind", ["distractor", "paraphrase", "rename", "typos"])
+@pytest.mark.parametrize("kind", ["distractor", "framing", "rename", "typos"])
 def test_a_perturbation_depends_on_seed_and_id_alone(kind: Perturbation) -> None:
     assert changed(STORY, kind) == changed(STORY, kind)
     assert len({changed(STORY, kind, seed=seed) for seed in range(12)}) > 1
     assert len({changed(STORY, kind, id=f"q{index}") for index in range(12)}) > 1
 
 
-@pytest.mark.parametrize("kind", ["distractor", "paraphrase", "rename", "typos"])
+@pytest.mark.parametrize("kind", ["distractor", "framing", "rename", "typos"])
 @pytest.mark.parametrize("seed", range(8))
 def test_numbers_formulas_and_options_stay(kind: Perturbation, seed: int) -> None:
     for question in (STORY, CHOICE, FORMULA):
@@ -91,20 +91,28 @@ def test_nothing_in_words_has_nothing_to_distract_from() -> None:
     assert perturb(example("3+4="), "distractor", seed=0) is None
     assert perturb(example("3+4="), "typos", seed=0) is None
     assert perturb(example("3+4="), "rename", seed=0) is None
-    assert changed("3+4=", "paraphrase").endswith("3+4=")
+    assert changed("3+4=", "framing").endswith("3+4=")
 
 
-def test_a_paraphrase_comes_before_the_question_and_rewords_a_known_preamble() -> None:
-    assert changed(STORY, "paraphrase") in {frame.replace("{question}", STORY) for frame in FRAMES}
+def test_a_frame_comes_before_the_question_and_rewords_a_known_preamble() -> None:
+    assert changed(STORY, "framing") in {frame.replace("{question}", STORY) for frame in FRAMES}
     preamble = (
         "The following are multiple choice questions (with answers) about marine biology. Think step by step.\n\n"
     )
-    found = perturb(example(CHOICE, preamble=preamble), "paraphrase", seed=0)
+    found = perturb(example(CHOICE, preamble=preamble), "framing", seed=0)
     assert found is not None
     assert "marine biology" in found.preamble
     assert found.preamble.endswith(" Think step by step.\n\n")
     assert not found.preamble.startswith("The following")
-    assert changed("Is {a} in \\frac{1}{2}?", "paraphrase").endswith("Is {a} in \\frac{1}{2}?")
+    official = preamble.replace("about marine", "about  marine")  # MMLU's own has two spaces
+    assert perturb(example(CHOICE, preamble=official), "framing", seed=0) == found
+    assert changed("Is {a} in \\frac{1}{2}?", "framing").endswith("Is {a} in \\frac{1}{2}?")
+
+
+def test_framing_draws_what_it_drew_under_its_old_name() -> None:
+    assert [changed(STORY, "framing", seed=seed) for seed in range(9)] == [
+        changed(STORY, "paraphrase", seed=seed) for seed in range(9)
+    ]
 
 
 def test_a_person_keeps_one_new_name_of_the_same_list() -> None:

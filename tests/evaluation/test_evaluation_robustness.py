@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def run(*kinds: str, fits: int = 10**6, **settings: object) -> Evaluation:
 
 
 def test_each_kind_stands_beside_the_same_questions_as_they_were() -> None:
-    found = run("numbers", "distractor", "rename", "paraphrase")
+    found = run("numbers", "distractor", "rename", "framing")
     assert found.mean("accuracy") == 1.0
     numbers, distractor = found.robustness["numbers"], found.robustness["distractor"]
     # The sums have no operands in columns and ask `how many` of nothing; the stories are computed again.
@@ -83,7 +84,7 @@ def test_each_kind_stands_beside_the_same_questions_as_they_were() -> None:
     change = paired_bootstrap([1.0] * 3, misled)
     assert distractor.as_dict()["difference"] == change.difference
     assert distractor.as_dict()["difference_interval"] == [change.low, change.high]
-    assert len(found.robustness["paraphrase"].clean) == 5
+    assert len(found.robustness["framing"].clean) == 5
     assert found.robustness["rename"].figure.mean == 1.0
 
 
@@ -101,13 +102,28 @@ def test_the_figures_are_metrics_and_the_questions_are_written_down() -> None:
 
 
 def test_what_fits_no_context_and_what_lies_beyond_the_size_is_not_asked() -> None:
-    assert len(run("paraphrase", robustness_size=2).robustness["paraphrase"].clean) == 2
-    assert run("paraphrase", robustness_size=2).robustness["paraphrase"].asked == 2
-    short = run("paraphrase", fits=50).robustness["paraphrase"]
+    assert len(run("framing", robustness_size=2).robustness["framing"].clean) == 2
+    assert run("framing", robustness_size=2).robustness["framing"].asked == 2
+    short = run("framing", fits=50).robustness["framing"]
     assert (short.asked, len(short.clean)) == (5, 2)
     none = run("numbers", fits=0).robustness["numbers"]
     assert (none.asked, len(none.clean), none.difference) == (5, 0, None)
     assert math.isnan(none.figure.mean)
+
+
+def test_an_old_name_gives_the_figures_of_the_new_one_once() -> None:
+    found = run("paraphrase", "framing")
+    assert list(found.robustness) == ["framing"]
+    assert found.metrics()["robustness/framing"] == run("framing").metrics()["robustness/framing"]
+
+
+def test_an_old_name_is_announced_as_deprecated(recipe: Callable[..., Any], train: Any, watch: Any) -> None:
+    seen = watch()
+    train(recipe(evaluation={"robustness": ["paraphrase"]}, training={"steps": 0}), progress=seen)
+    assert (
+        "evaluation.robustness: paraphrase is deprecated, it is called framing now and its figures are "
+        "robustness/framing: write framing"
+    ) in seen.notices
 
 
 def test_the_first_questions_alone_say_nothing_of_perturbed_ones() -> None:

@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from flatpeak.schema import StrictConfig
 
-Perturbation = Literal["numbers", "distractor", "paraphrase", "rename", "typos"]
+Perturbation = Literal["numbers", "distractor", "framing", "paraphrase", "rename", "typos"]
+CURRENT_NAMES: dict[Perturbation, Perturbation] = {"paraphrase": "framing"}
+"""Old names of perturbations, still read, with a notice."""
 
 
 class EvaluationConfig(StrictConfig):

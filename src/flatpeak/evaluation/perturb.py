@@ -1,4 +1,4 @@
-"""The same question in another guise: with other numbers, an irrelevant sentence, other words, names, or typos.
+"""The same question in another guise: with other numbers, an irrelevant sentence, an introduction, names, or typos.
 
 Every change is decided by (seed, kind, id of the example) alone. Gold answers stay, except for `numbers`, which
 recomputes them (see `perturb_numbers`); numbers, LaTeX, code and lettered options stay as they are.
@@ -58,7 +58,7 @@ _TYPO_EVERY = 12
 
 def perturb(example: Example, kind: Perturbation, *, seed: int) -> Example | None:
     """The perturbed example, with the same id; None where this kind has nothing to change, or cannot do it safely."""
-    return _KINDS[kind](example, random.Random(f"{seed}/{kind}/{example.id}"))
+    return _KINDS[kind](example, random.Random(f"{seed}/{_DRAWN_AS.get(kind, kind)}/{example.id}"))
 
 
 def _distractor(example: Example, draw: random.Random) -> Example | None:
@@ -71,12 +71,14 @@ def _distractor(example: Example, draw: random.Random) -> Example | None:
     return replace(example, question=f"{label}{text[:at]}{gap}{draw.choice(DISTRACTORS)} {text[at:]}{tail}")
 
 
-def _paraphrase(example: Example, draw: random.Random) -> Example | None:
-    """Other words around the question; where a published preamble introduces it, that in other words too."""
+def _framing(example: Example, draw: random.Random) -> Example | None:
+    """A sentence before the question; where a published preamble introduces it, that in other words."""
     label, text, tail = split_question(example.question)
     framed = draw.choice(FRAMES).format(question="\0").replace("\0", text)
     introduced = draw.choice(PREAMBLES)
-    preamble = _PREAMBLE.sub(lambda match: introduced.format(subject=match[1] or "various matters"), example.preamble)
+    preamble = _PREAMBLE.sub(
+        lambda match: introduced.format(subject=(match[1] or "various matters").strip()), example.preamble
+    )
     return replace(example, question=f"{label}{framed}{tail}", preamble=preamble)
 
 
@@ -142,7 +144,10 @@ def _misspelled(word: str, draw: random.Random) -> str:
 _KINDS: dict[Perturbation, Callable[[Example, random.Random], Example | None]] = {
     "numbers": other_numbers,
     "distractor": _distractor,
-    "paraphrase": _paraphrase,
+    "framing": _framing,
+    "paraphrase": _framing,
     "rename": _rename,
     "typos": _typos,
 }
+_DRAWN_AS: dict[Perturbation, str] = {"framing": "paraphrase"}
+"""What a kind was called when its draws were fixed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from flatpeak.evaluation.config import Perturbation
+from flatpeak.evaluation.config import CURRENT_NAMES, Perturbation
 from flatpeak.evaluation.figures import Figure, figure
 from flatpeak.evaluation.perturb import perturb
 from flatpeak.functional.estimators import PairedDifference, paired_bootstrap
@@ -99,7 +99,7 @@ def measure(
     """
     known = {prompt.id: value for prompt, value in zip(prompts, clean, strict=True)}
     found: dict[str, Robustness] = {}
-    for kind in kinds:
+    for kind in dict.fromkeys(CURRENT_NAMES.get(kind, kind) for kind in kinds):
         changed = (perturb(prompt.example, kind, seed=seed) for prompt in prompts)
         examples = [example for example in changed if example is not None]
         worded = prompts_of(examples) if examples else ()
