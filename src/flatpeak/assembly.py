@@ -314,6 +314,7 @@ def _evaluator(config: RunConfig, policy: Policy, sampler: Sampler, reward: Grad
         prompt=config.prompt,
         rollout=config.rollout,
         longest_prompt=_longest_prompt(config, policy),
+        policy=policy,
     )
 
 

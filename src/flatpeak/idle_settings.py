@@ -57,6 +57,12 @@ def _task(section: str) -> tuple[Rule, ...]:
             ),
             instead=f"{section}.source=generated",
         ),
+        *_preferences(section),
+    )
+
+
+def _preferences(section: str) -> tuple[Rule, ...]:
+    return (
         Rule(
             choice=f"{section}.path",
             applies=lambda path: path is not None,
@@ -99,6 +105,13 @@ RULES = (
         applies=lambda baseline: baseline == "none",
         settings=("training.dynamic_sampling.max_resamples",),
         instead="advantage.baseline=mean",
+    ),
+    Rule(
+        choice="evaluation.choices",
+        applies=lambda choices: choices == "rank",
+        settings=("evaluation.max_new_tokens", "evaluation.stop"),
+        instead="evaluation.choices=generate",
+        unless=lambda get: bool(get("evaluation.samples")),
     ),
     *(_optimizer(section) for section in ("optimizer", "sft.optimizer", "reward_model.optimizer")),
     *_task("task"),

@@ -11,6 +11,7 @@ from flatpeak.schema import StrictConfig
 Perturbation = Literal["numbers", "distractor", "framing", "paraphrase", "rename", "typos"]
 CURRENT_NAMES: dict[Perturbation, Perturbation] = {"paraphrase": "framing"}
 """Old names of perturbations, still read, with a notice."""
+ChoiceAnswers = Literal["generate", "rank"]
 
 
 class EvaluationConfig(StrictConfig):
@@ -30,6 +31,9 @@ class EvaluationConfig(StrictConfig):
     greedy: bool = True
     """One greedy completion per question. false, with `samples`: only sampled ones, as some published protocols do;
     then `metric` is sampled/accuracy, sampled/reward, pass@k or the like."""
+    choices: ChoiceAnswers = "generate"
+    """How a question with lettered options is answered, where `greedy` is on: `generate` writes a completion, `rank`
+    takes the letter with the largest log-probability after the prompt, as published figures of MMLU do."""
     samples: Annotated[int, Field(ge=0)] = 0
     """Sampled completions per question beside the greedy one; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -51,6 +55,13 @@ class EvaluationConfig(StrictConfig):
     def _measurable(self) -> EvaluationConfig:
         if not self.greedy and not self.samples:
             raise ValueError("greedy=false with samples=0 asks nothing: set evaluation.samples, or greedy=true")
+        if self.choices == "rank" and (not self.greedy or self.accuracy is None):
+            missing = "greedy=false" if not self.greedy else "accuracy=null"
+            fix = "greedy=true" if not self.greedy else "accuracy to the reward part that reads letters"
+            raise ValueError(
+                f"choices=rank with {missing}: the most probable letter is the greedy answer, and right or wrong; set "
+                f"evaluation.{fix}, or evaluation.choices=generate"
+            )
         if not self.greedy and self.metric == "accuracy" and self.accuracy is not None:
             raise ValueError("metric=accuracy is of greedy answers: with greedy=false set metric=sampled/accuracy")
         if self.accuracy is None:

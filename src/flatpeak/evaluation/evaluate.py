@@ -10,6 +10,7 @@ import numpy as np
 
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.evaluation.ranking import LetterRanker, Ranked
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.robustness import Judged, measure
 from flatpeak.functional.estimators import maj_at_k, pass_at_k
@@ -64,12 +65,14 @@ def evaluate(
     max_new_tokens: int,
     stop: tuple[str, ...] = (),
     prompts_of: Callable[[Sequence[Example]], Sequence[Prompt]] | None = None,
+    rank: LetterRanker | None = None,
 ) -> Evaluation:
     """Greedy decoding once per question (`config.greedy`), and `config.samples` sampled completions beside it.
 
-    With `prompts_of`, which words changed questions as prompts, `config.robustness` is measured too.
+    With `config.choices=rank`, the greedy answer is the letter that `rank` finds most probable. With `prompts_of`,
+    which words changed questions as prompts, `config.robustness` is measured too.
     """
-    ask = _Asking(sampler, reward, config, max_new_tokens=max_new_tokens, stop=stop)
+    ask = _Asking(sampler, reward, config, max_new_tokens=max_new_tokens, stop=stop, rank=rank)
     rows: list[dict[str, Any]] = [_row(prompt) for prompt in prompts]
     values: Values = {}
     if config.greedy:
@@ -85,7 +88,10 @@ def evaluate(
     _add_far_from_training(values, prompts)
     subsets = [prompt.example.subsets for prompt in prompts]
     ids = [prompt.id for prompt in prompts]
-    found = Evaluation(task=task, size=len(prompts), values=values, ids=ids, rows=rows, subsets=subsets)
+    choices = config.choices if any("options" in prompt.example.columns for prompt in prompts) else None
+    found = Evaluation(
+        task=task, size=len(prompts), values=values, ids=ids, rows=rows, subsets=subsets, choices=choices
+    )
     if prompts_of is None or not config.robustness:
         return found
     size = config.robustness_size or len(prompts)
@@ -109,6 +115,8 @@ class _Asked:
     correct: list[list[float | None]] | None
     """1 or 0, None where the grader failed. The whole is None where no part says right or wrong."""
     answers: list[list[str | None]] | None
+    ranked: Sequence[Ranked] = ()
+    """Of answers by rank: what each letter got."""
 
     @property
     def failed(self) -> list[list[float]]:
@@ -126,9 +134,19 @@ class _Asking:
     """Asks questions as a recipe says, and judges the answers."""
 
     def __init__(
-        self, sampler: Sampler, reward: Grader, config: EvaluationConfig, *, max_new_tokens: int, stop: tuple[str, ...]
+        self,
+        sampler: Sampler,
+        reward: Grader,
+        config: EvaluationConfig,
+        *,
+        max_new_tokens: int,
+        stop: tuple[str, ...],
+        rank: LetterRanker | None,
     ) -> None:
         self._sampler, self._reward, self._config = sampler, reward, config
+        if config.choices == "rank" and rank is None:
+            raise ValueError("evaluation.choices=rank needs a ranker of letters")
+        self._ranker = rank if config.choices == "rank" else None
         limit = config.max_new_tokens or max_new_tokens
         stop = stop if config.stop is None else config.stop
         self._greedy = SamplingParams(temperature=0.0, max_new_tokens=limit, stop=stop)
@@ -137,12 +155,12 @@ class _Asking:
         )
 
     def greedy(self, prompts: Sequence[Prompt]) -> _Asked:
-        """One greedy completion each."""
-        return self._judge(prompts, 1, self._greedy)
+        """One greedy completion each, or the most probable letter."""
+        return self._sample(prompts, 1, self._greedy) if self._ranker is None else self._rank(prompts, self._ranker)
 
     def sampled(self, prompts: Sequence[Prompt]) -> _Asked:
         """`samples` completions each."""
-        return self._judge(prompts, self._config.samples, self._sampling)
+        return self._sample(prompts, self._config.samples, self._sampling)
 
     def once(self, prompts: Sequence[Prompt]) -> Judged:
         """Greedily, or by sampling where the recipe has no greedy answers."""
@@ -155,8 +173,21 @@ class _Asking:
             rows=[_row(prompt) | row for prompt, row in zip(prompts, answered, strict=True)],
         )
 
-    def _judge(self, prompts: Sequence[Prompt], size: int, sampling: SamplingParams) -> _Asked:
-        groups = self._sampler.generate(prompts, group_size=size, sampling=sampling, seed=self._config.seed)
+    def _sample(self, prompts: Sequence[Prompt], size: int, sampling: SamplingParams) -> _Asked:
+        return self._judge(self._sampler.generate(prompts, group_size=size, sampling=sampling, seed=self._config.seed))
+
+    def _rank(self, prompts: Sequence[Prompt], ranker: LetterRanker) -> _Asked:
+        ranked = ranker(prompts)
+        asked = self._judge([one.group for one in ranked])
+        for one, (answer,) in zip(ranked, asked.answers or (), strict=True):
+            if answer != one.letter:
+                raise UserError(
+                    f"evaluation.choices=rank: the reward {self._config.accuracy} reads {answer!r} where the answer is "
+                    f"the letter {one.letter}; set rewards.{self._config.accuracy}.type=choice with extraction=letter"
+                )
+        return replace(asked, ranked=ranked)
+
+    def _judge(self, groups: Sequence[Group]) -> _Asked:
         scores = self._reward(groups)
         part = self._config.accuracy
         if part is None:
@@ -224,6 +255,8 @@ def _greedy_rows(asked: _Asked) -> list[dict[str, Any]]:
         row = {"text": completion.text, "finish_reason": completion.finish_reason, "length": len(completion.token_ids)}
         if asked.answers is not None:
             row["answer"] = asked.answers[index][0]
+        if asked.ranked:
+            row["letter_logprobs"] = dict(asked.ranked[index].logprobs)
         rows.append(row | {"scores": {name: part[index][0] for name, part in asked.scores.parts.items()}})
     return rows
 

@@ -8,6 +8,7 @@ import torch
 
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator, Grader, evaluate
+from flatpeak.evaluation.ranking import LetterRanker, Scorer
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.protocols import Sampler, Tokenizer
 from flatpeak.rewards.combine import RewardSet
@@ -27,12 +28,16 @@ def make_evaluator(
     prompt: PromptConfig,
     rollout: RolloutConfig,
     longest_prompt: int,
+    policy: Scorer,
 ) -> Evaluator:
     """Evaluates on prompts, with `config` and what it leaves to `rollout`; the random state stays as it was.
 
+    `policy` scores letters where `config.choices` is `rank`; all else is asked of the sampler.
     A perturbed question may be longer than `longest_prompt` tokens: it is left out, and the coverage says so.
     """
     wording = prompt if prompt.overlong == "truncate_left" else prompt.model_copy(update={"overlong": "drop"})
+
+    rank = LetterRanker(policy=policy, tokenizer=tokenizer) if config.choices == "rank" else None
 
     def prompts_of(examples: Sequence[Example]) -> tuple[Prompt, ...]:
         return build_prompts(examples, tokenizer, wording, max_tokens=longest_prompt).prompts
@@ -50,6 +55,7 @@ def make_evaluator(
                 max_new_tokens=rollout.max_new_tokens,
                 stop=rollout.stop,
                 prompts_of=prompts_of if robustness else None,
+                rank=rank,
             )
 
     return run

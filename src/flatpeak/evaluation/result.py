@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flatpeak.evaluation.config import ChoiceAnswers
 from flatpeak.evaluation.figures import Figure, figure
 from flatpeak.evaluation.robustness import Robustness
 from flatpeak.evaluation.subsets import SubsetTable, subset_tables
@@ -33,6 +34,8 @@ class Evaluation:
     """Per question, what tables are made by: {"subject": "algebra"}."""
     robustness: Mapping[str, Robustness] = field(default_factory=dict)
     """What perturbed questions did, by kind."""
+    choices: ChoiceAnswers | None = None
+    """How questions with lettered options were answered; None where there are no such questions."""
 
     @cached_property
     def figures(self) -> dict[str, Figure]:
@@ -99,6 +102,7 @@ class Evaluation:
         return {
             "task": self.task,
             "size": self.size,
+            **({} if self.choices is None else {"choices": self.choices}),
             "metrics": self.metrics(),
             "intervals": {metric: list(found.interval) for metric, found in self.figures.items() if found.interval},
             "methods": {metric: found.method for metric, found in self.figures.items() if found.method},

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from flatpeak.evaluation.config import ChoiceAnswers
 from flatpeak.evaluation.figures import shown
 from flatpeak.evaluation.result import Evaluation
 
@@ -16,6 +17,9 @@ METHODS = (
     "95% intervals: Wilson's for shares of questions (every value 0 or 1), else a bootstrap of the questions; "
     "differences: a paired bootstrap. 'of 98' marks a mean of fewer questions than there are."
 )
+
+ANSWERED: dict[ChoiceAnswers, str] = {"generate": "answers generated", "rank": "letters ranked by log-probability"}
+"""How the title says what `evaluation.choices` was."""
 
 
 def render(
@@ -47,7 +51,8 @@ def _metrics(
 ) -> Table:
     """One row per metric, one column per model, and the change since the first where there are two."""
     first = evaluations[0]
-    table = _table(f"{first.task}, {first.size} questions", "metric", labels)
+    answered = "" if first.choices is None else f", {ANSWERED[first.choices]}"
+    table = _table(f"{first.task}, {first.size} questions{answered}", "metric", labels)
     for label in labels[1:]:
         table.add_column(f"{label} - {labels[0]}", justify="right", overflow="fold")
     table.add_column("interval")

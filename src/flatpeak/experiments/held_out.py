@@ -89,6 +89,7 @@ def metric_table(shown: Sequence[Shown]) -> dict[str, Any] | None:
     ordered = sorted(names, key=_order)
     return {
         "columns": [{"label": one.label, "size": one.evaluation.size} for one in shown],
+        "ranked": [one.label for one in shown if one.evaluation.choices == "rank"],
         "sizes_differ": len({one.evaluation.size for one in shown}) > 1,
         "with_sampled": any(name.startswith("sampled/") for name in ordered),
         "rows": [

@@ -39,6 +39,8 @@ class StageEvaluation:
     """[column]: `values` (each with size, metrics, intervals, counted), `micro` and `macro` averages."""
     robustness: Mapping[str, Any] = field(default_factory=dict)
     """[kind of perturbation]: coverage, accuracy, the clean accuracy of the same questions, their difference."""
+    choices: str | None = None
+    """How questions with lettered options were answered, `generate` or `rank`; None where there were none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
