@@ -45,7 +45,7 @@ def test_the_original_tree_gives_five_shot_prompts_of_the_same_subject(tree):
     assert task.name == "mmlu"
     assert (len(task.train), len(task.test)) == (4, 6)
     example = by_id(task.test)["test/human_aging/2"]
-    assert example.preamble == "The following are multiple choice questions (with answers) about human aging.\n\n"
+    assert example.preamble == "The following are multiple choice questions (with answers) about  human aging.\n\n"
     assert example.question == "human_aging test 2?\nA. w2\nB. x2\nC. y2\nD. z2\nAnswer:"
     assert len(example.shots) == 5
     assert example.shots[1] == "human_aging dev 1?\nA. w1\nB. x1\nC. y1\nD. z1\nAnswer: B\n\n"
@@ -61,6 +61,16 @@ def test_line_breaks_quotes_and_commas_inside_cells_survive(tree):
         'Which of these,\nif any, is "round"?\nA. a "wheel"\nB. b,c\nC. a\nline\nD. 42\nAnswer:'
     )
     assert example.gold == "D"
+
+
+def test_official_questions_keep_their_own_spaces_and_plain_ones_lose_them(tree):
+    for split in ("dev", "test"):
+        with (tree / split / f"astronomy_{split}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([[f" {split} {i}? ", "w", "x ", "y", "z", "A"] for i in range(5)])
+    example = by_id(build(tree).test)["test/astronomy/3"]
+    assert example.shots[4] == " dev 4? \nA. w\nB. x \nC. y\nD. z\nAnswer: A\n\n"
+    assert example.question == " test 3? \nA. w\nB. x \nC. y\nD. z\nAnswer:"
+    assert by_id(build(tree, wording="plain").test)["test/astronomy/3"].question.startswith("test 3?\n\nA. w")
 
 
 def test_fewer_shots_are_the_first_ones_and_none_leave_the_preamble(tree):

@@ -8,8 +8,11 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.rewards.choices import official_letter
 from flatpeak.tasks.build import build_task
+from flatpeak.tasks.config import PromptConfig
 from flatpeak.tasks.config_benchmarks import MMLUProConfig
 from flatpeak.tasks.mmlu_pro import CATEGORIES
+from flatpeak.tasks.prompts import build_prompts
+from run_parts import tiny_model
 
 CUE = "Answer: Let's think step by step."
 
@@ -69,7 +72,7 @@ def test_a_test_question_follows_five_worked_examples_of_its_category_in_the_off
     example = by_id(task.test)["test/900"]
     assert example.preamble == (
         "The following are multiple choice questions (with answers) about math. Think step by step and then finish "
-        'your answer with "the answer is (X)" where X is the correct letter choice.\n'
+        'your answer with "the answer is (X)" where X is the correct letter choice.\n\n\n\n'
     )
     options = "\n".join(f"{letter}. o{n}" for n, letter in enumerate("ABCDEFGHIJ"))
     assert len(example.shots) == 5
@@ -80,6 +83,52 @@ def test_a_test_question_follows_five_worked_examples_of_its_category_in_the_off
     assert example.question.endswith(f"\nJ. t9\n{CUE}")
     assert (example.gold, example.rationale, example.subsets) == ("J", None, {"category": "math"})
     assert example.columns["src"] == "own"
+
+
+FIVE = ("biology", "computer science", "law", "other", "psychology")
+
+
+def odd_rows(category, base):
+    """Five worked examples and a test question, with spaces and line breaks where published rows have them."""
+    questions = ["Is it so?", " Leading space?", "Trailing space? ", "Two\nlines?", "A break at its end?\n"]
+    endings = ["", "\n", " ", "\n\n", ""]
+    options = ["first", " second", "N/A", "third ", "fourth\n"]
+    shots = [
+        row(base + i, category, options, "ABDEA"[i], worked=f"A: Let's think step by step. By {i}.{endings[i]}")
+        | {"question": questions[i]}
+        for i in range(5)
+    ]
+    return shots, row(base + 9, category, options, "D") | {"question": f"{category}:\n what? "}
+
+
+def published_prompt(shots, asked):
+    """By the rules of the published script (TIGER-AI-Lab/MMLU-Pro, commit f418b11), written down anew.
+
+    The instruction is a file that ends in three line breaks, `{$}` in it is the category, and one more break follows.
+    """
+    category = asked["category"]
+    text = f"The following are multiple choice questions (with answers) about {category}. Think step by step and then "
+    text += 'finish your answer with "the answer is (X)" where X is the correct letter choice.' + "\n" * 3 + "\n"
+    for one in [*shots, asked]:
+        real = [option for option in one["options"] if option != "N/A"]
+        lines = ["Question:", one["question"], "Options:", *(f"{'ABCDE'[n]}. {real[n]}" for n in range(len(real)))]
+        text += "".join(f"{line}\n" for line in lines)
+        text += f"{CUE}" if one is asked else one["cot_content"].replace(f"A: {CUE[8:]}", CUE) + "\n\n"
+    return text
+
+
+def test_the_prompts_of_five_categories_are_the_published_ones_byte_for_byte(tmp_path):
+    rows = {category: odd_rows(category, 100 * index) for index, category in enumerate(FIVE)}
+    for split, found in (
+        ("validation", [one for shots, _ in rows.values() for one in shots]),
+        ("test", [asked for _, asked in rows.values()]),
+    ):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    _, tokenizer = tiny_model()
+    prompts = build_prompts(build(tmp_path).test, tokenizer, PromptConfig(), max_tokens=10**6).prompts
+    texts = {prompt.example.subsets["category"]: prompt.text.encode() for prompt in prompts}
+    assert texts == {category: published_prompt(*found).encode() for category, found in rows.items()}
+    assert texts["law"].count(b"choice.\n\n\n\nQuestion:\nIs it so?\nOptions:\nA. first\nB.  second\nC. third \n") == 1
 
 
 def test_options_that_are_not_applicable_are_dropped_and_the_gold_letter_follows(folder):

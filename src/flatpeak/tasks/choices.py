@@ -199,6 +199,12 @@ def cell_of(row: Row, column: str, *, option: str) -> Any:
     return row.values[column]
 
 
+def raw_text_of(row: Row, column: str, *, option: str) -> str:
+    """A cell's text as it stands, for prompts that repeat a published script's bytes. UserError where it is empty."""
+    text_of(row, column, option=option)
+    return str(row.values[column])
+
+
 def text_of(row: Row, column: str, *, option: str) -> str:
     """A cell's text, stripped. UserError where it is empty."""
     cell = cell_of(row, column, option=option)

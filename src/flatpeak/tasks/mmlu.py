@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_uppercase as LETTERS
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.choices import Choices, cell_of, check_choices, text_of
+from flatpeak.tasks.choices import Choices, cell_of, check_choices, raw_text_of
 from flatpeak.tasks.config_benchmarks import MMLUConfig
 from flatpeak.tasks.selection import chosen, sized, slug
 from flatpeak.tasks.sources import Row, directory, read_csv_cells, read_hub
@@ -57,10 +57,11 @@ class _Item:
         self.row = row
         self.subject = subject
         self.id = f"{split}/{subject or 'rows'}/{number}"
-        self.question = text_of(row, "question", option="MMLU")
+        self.question = raw_text_of(row, "question", option="MMLU")
         self.choices = _choices(row)
 
     def worded(self) -> str:
+        """As the published script (hendrycks/test, `evaluate.py`) has it; nothing is stripped there."""
         return f"{self.question}\n{self.choices.lettered()}\nAnswer:"
 
 
@@ -120,14 +121,15 @@ def _example(item: _Item, config: MMLUConfig, shots: Mapping[str, Sequence[str]]
         raise UserError(
             f"task.shots={config.shots}: the dev split has {len(own_shots)} rows of {item.subject}; lower task.shots"
         )
-    about = f" about {item.subject.replace('_', ' ')}" if item.subject else ""
+    # The published script puts a space before each word of the subject, the first one after `about ` included.
+    about = f" about  {item.subject.replace('_', ' ')}" if item.subject else ""
     subsets = {"subject": item.subject} if item.subject else {}
     if item.subject in CATEGORIES:
         subsets["category"] = CATEGORIES[item.subject]
     letter = item.choices.letter
     return Example(
         id=item.id,
-        question=item.worded() if official else f"{item.question}\n\n{item.choices.lettered()}",
+        question=item.worded() if official else f"{item.question.strip()}\n\n{item.choices.lettered()}",
         gold=letter,
         rationale=f" {letter}" if official else f"The answer is ({letter}).",
         columns={**item.row.values, "subject": item.subject, "options": list(item.choices.options)},

@@ -1,7 +1,8 @@
 """MMLU-Pro (Wang et al. 2024, arXiv 2406.01574): up to ten options, answered after reasoning.
 
-Prompts follow the official `evaluate_from_local.py` (TIGER-AI-Lab/MMLU-Pro): its strings, its five examples of the same
-category in their order, and none of its randomness.
+Prompts are those of the official `evaluate_from_local.py` (TIGER-AI-Lab/MMLU-Pro, commit f418b11), byte for byte: its
+strings, its five examples of the same category in their order, questions and worked answers with their own spaces and
+line breaks. Its randomness is left out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase as LETTERS
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.choices import Choices, cell_of, check_choices, text_of
+from flatpeak.tasks.choices import Choices, cell_of, check_choices, raw_text_of, text_of
 from flatpeak.tasks.config_benchmarks import MMLUProConfig
 from flatpeak.tasks.selection import chosen, sized, slug
 from flatpeak.tasks.sources import Row, read_hub, read_split
@@ -38,8 +39,9 @@ CATEGORIES = (
 )
 _PREAMBLE = (
     "The following are multiple choice questions (with answers) about {category}. Think step by step and then finish "
-    'your answer with "the answer is (X)" where X is the correct letter choice.\n'
+    'your answer with "the answer is (X)" where X is the correct letter choice.\n\n\n\n'
 )
+"""The file `initial_prompt.txt`, which ends in three line breaks, and the one that the script adds."""
 _BEGIN = "Let's think step by step."
 _CUE = f"Answer: {_BEGIN}"
 _WORKED = f"A: {_BEGIN}"
@@ -54,11 +56,16 @@ class _Item:
     choices: Choices
     category: str
     worked: str
-    """`A: Let's think step by step. ...`; empty in the test split."""
+    """`A: Let's think step by step. ...`, as it stands in the row; blank in the test split."""
 
     @property
     def asked(self) -> str:
         return f"Question:\n{self.question}\nOptions:\n{self.choices.lettered()}\n"
+
+    @property
+    def reasoning(self) -> str:
+        """The worked answer alone; empty in the test split."""
+        return self.worked.strip().removeprefix("A:").strip()
 
     @property
     def shot(self) -> str:
@@ -101,10 +108,10 @@ def _item(row: Row, prefix: str) -> _Item:
     return _Item(
         row=row,
         id=prefix + text_of(row, "question_id", option="MMLU-Pro"),
-        question=text_of(row, "question", option="MMLU-Pro"),
+        question=raw_text_of(row, "question", option="MMLU-Pro"),
         choices=_choices(row),
         category=text_of(row, "category", option="MMLU-Pro"),
-        worked=str(row.values.get("cot_content") or "").strip(),
+        worked=str(row.values.get("cot_content") or ""),
     )
 
 
@@ -126,16 +133,16 @@ def _choices(row: Row) -> Choices:
 
 def _example(item: _Item, config: MMLUProConfig, by_category: Mapping[str, Sequence[_Item]]) -> Example:
     official = config.wording == "official"
-    others = [other for other in by_category[item.category] if other.id != item.id and other.worked]
+    others = [other for other in by_category[item.category] if other.id != item.id and other.reasoning]
     shots = tuple(other.shot for other in others[: config.shots]) if official else ()
     preamble = _PREAMBLE.replace("{category}", item.category) if official else ""
-    reasoning = item.worked.removeprefix("A:").strip()
+    reasoning = item.reasoning
     if official:
         # The prompt has said the first words already.
         reasoning = f" {reasoning.removeprefix(_BEGIN).strip()}" if reasoning else ""
     return Example(
         id=item.id,
-        question=f"{item.asked}{_CUE}" if official else f"{item.question}\n\n{item.choices.lettered()}",
+        question=f"{item.asked}{_CUE}" if official else f"{item.question.strip()}\n\n{item.choices.lettered()}",
         gold=item.choices.letter,
         rationale=reasoning or None,
         columns={**item.row.values, "options": list(item.choices.options)},
