@@ -74,6 +74,33 @@ SMALL_SUMS = {"type": "arithmetic", "max_value": 5}
         ),
         ({"task": {"type": "preferences", "path": "a.jsonl", "hub": "a/b"}}, "task.hub=a/b has no effect"),
         (
+            {"task": {"type": "preferences", "hub": "a/b", "split": "validation"}},
+            "task.split=validation has no effect with task.hub_file=alpaca_human_preference.json: remove it, or set "
+            "task.hub_file=null",
+        ),
+        (
+            {"task": {"type": "preferences", "path": "a.jsonl", "test_path": "b.jsonl", "test_fraction": 0.3}},
+            "task.test_fraction=0.3 has no effect with task.test_path=b.jsonl: remove it, or set task.test_path=null",
+        ),
+        (
+            {"task": {"type": "preferences", "hub_file": None, "test_split": "test", "test_fraction": 0.3}},
+            "task.test_fraction=0.3 has no effect with task.test_split=test",
+        ),
+        *(
+            (
+                {"task": {"type": type, "train": [{"path": "a"}], "test": [{"path": "b"}], "test_fraction": 0.3}},
+                'task.test_fraction=0.3 has no effect with task.test=[{"path": "b"}]: remove it, or set task.test=[]',
+            )
+            for type in ("rows", "choices")
+        ),
+        *(
+            (
+                {"task": {"type": type, "wording": "plain", "shots": 3}},
+                "task.shots=3 has no effect with task.wording=plain: remove it, or set task.wording=official",
+            )
+            for type in ("mmlu", "mmlu_pro")
+        ),
+        (
             {"rollout": {"min_new_tokens": 10, "max_new_tokens": 4}},
             "rollout.min_new_tokens=10 exceeds rollout.max_new_tokens=4",
         ),
@@ -102,6 +129,10 @@ def test_a_setting_without_effect_is_refused_with_the_fix(sections: dict[str, An
         {"task": {"type": "math", "split": "math500", "math500_path": "x"}},
         {"task": {"type": "preferences", "hub": "a/b", "hub_file": None, "test_split": "test"}},
         {"task": {"type": "countdown", "counts": [3]}},
+        {"task": {"type": "mmlu", "shots": 3}},
+        {"task": {"type": "mmlu", "wording": "plain"}},
+        {"task": {"type": "preferences", "path": "a.jsonl", "test_fraction": 0.3}},
+        {"task": {"type": "preferences", "hub": "a/b", "hub_file": None, "split": "validation"}},
         {"optimizer": {"name": "sgd"}},
         # What is written says off, as the choice does.
         {"objective": {"loss": "policy_gradient", "dual_clip": None}},
@@ -142,6 +173,14 @@ def test_an_override_drops_what_it_leaves_without_effect_of_a_preset(
     config = parse_config(load_recipe(f"flatpeak:algorithms/{name}", ["model.path=x", *overrides]))
     found = getattr(config, section).model_dump()
     assert {key: found[key] for key in values} == values
+
+
+def test_overrides_of_task_recipes_drop_what_they_leave_without_effect() -> None:
+    plain = parse_config(load_recipe("flatpeak:tasks/mmlu", ["model.path=x", "task.wording=plain"]))
+    assert plain.task.model_dump()["shots"] == 5  # the default, which nothing reads
+    files = ["task.path=a.jsonl", "task.test_path=b.jsonl"]
+    two = parse_config(load_recipe("flatpeak:tasks/preferences", ["model.path=x", *files]))
+    assert two.task.model_dump()["test_path"] == "b.jsonl"
 
 
 @pytest.mark.parametrize("order", [1, -1])

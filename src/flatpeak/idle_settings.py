@@ -57,7 +57,27 @@ def _task(section: str) -> tuple[Rule, ...]:
             ),
             instead=f"{section}.source=generated",
         ),
+        Rule(
+            choice=f"{section}.wording",
+            applies=lambda wording: wording == "plain",
+            settings=(f"{section}.shots",),
+            instead=f"{section}.wording=official",
+        ),
+        *_held_out(section),
         *_preferences(section),
+    )
+
+
+def _held_out(section: str) -> tuple[Rule, ...]:
+    """Test rows of their own leave nothing to hold out by a fraction."""
+    return tuple(
+        Rule(
+            choice=f"{section}.{name}",
+            applies=bool,
+            settings=(f"{section}.test_fraction",),
+            instead=f"{section}.{name}={none}",
+        )
+        for name, none in (("test", "[]"), ("test_path", "null"), ("test_split", "null"))
     )
 
 
@@ -70,6 +90,13 @@ def _preferences(section: str) -> tuple[Rule, ...]:
             instead=f"{section}.path=null",
             # Other tasks have a `split` beside a path, and read it.
             unless=lambda get: get(f"{section}.type") != "preferences",
+        ),
+        Rule(
+            choice=f"{section}.hub_file",
+            applies=lambda file: file is not None,
+            settings=(f"{section}.hub_config", f"{section}.split"),
+            instead=f"{section}.hub_file=null",
+            unless=lambda get: get(f"{section}.path") is not None,
         ),
     )
 
@@ -137,7 +164,9 @@ def refuse_idle(config: StrictConfig) -> None:
 
 def _as_yaml(value: Any) -> str:
     """A value as a recipe writes it."""
-    return json.dumps(value) if isinstance(value, bool | list | tuple) else str(value)
+    if not isinstance(value, bool | list | tuple):
+        return str(value)
+    return json.dumps(value, default=lambda section: section.model_dump(mode="json", exclude_unset=True))
 
 
 def without_superseded(merged: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
