@@ -167,6 +167,9 @@ def _unread(reading: Reading) -> Iterator[str]:
 def _of_text(text: str) -> Iterator[str]:
     """Of `\\sum_{k=1}^{10} k = 55` what follows the last sign."""
     stated = split(text, _EQUALS)[-1][1]
+    if len(stated) < len(text):
+        yield from _structure(stated).operations
+        return
     for operator, factorial, determinant in _UNREAD.findall(stated):
         name = "factorial" if factorial else "det" if determinant else operator
         yield _KINDS.get(name, name)
@@ -223,9 +226,12 @@ def _of_power(power: Node) -> set[str]:
 
 
 def _are_several(numerals: list[Node]) -> bool:
-    """Whether a product of numerals is left to do; a decimal with its power of ten is one numeral."""
+    """Whether a product of numerals is left to do.
+
+    A decimal with its power of ten is one numeral, and a number before a sum a common factor.
+    """
     tens = sum(map(_is_ten, numerals))
-    others = sum(each != _ONE for each in numerals) - tens
+    others = sum(each != _ONE and (each.kind != "add" or is_mixed_number(each)) for each in numerals) - tens
     return tens > 1 or others > 1
 
 
@@ -248,15 +254,18 @@ def _sums_above(node: Node) -> int:
 
 
 def _is_compound(node: Node) -> bool:
-    """Whether an expression has sums, radicals, or fractions to be reduced."""
+    """Whether an expression has sums, radicals, powers of products, like factors, or a fraction to be reduced."""
     for each in walk(node):
-        if each.kind == "root" or (each.kind == "add" and not is_mixed_number(each)):
+        if each.kind in ("root", "abs") or (each.kind == "add" and not is_mixed_number(each)):
             return True
-        if each.kind == "div" and all(part.kind == "number" for part in each.args):
-            above, below = (part.number for part in each.args)
-            if above.denominator == below.denominator == 1 and (below == 1 or math.gcd(int(above), int(below)) > 1):
-                return True
-    return False
+        if each.kind == "pow" and each.args[0].kind not in ("symbol", "number"):
+            return True
+    letters = Counter(each.name for each in walk(node) if each.kind == "symbol")
+    if letters and max(letters.values()) > 1:
+        return True
+    numerals = [(integer_value(factor), place) for factor, place in factors_of(node)]
+    above, below = (math.prod(value for value, place in numerals if value and place == side) for side in (1, -1))
+    return (below == 1 and any(place < 0 and value for value, place in numerals)) or math.gcd(above, below) > 1
 
 
 def _is_numeral(node: Node) -> bool:
