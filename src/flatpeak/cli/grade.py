@@ -6,14 +6,18 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from flatpeak.errors import UserError
 
+if TYPE_CHECKING:
+    from flatpeak.rewards.config import Extraction
+
 Verdict = bool | None
 _SHOWN = 20
+_GSM8K: tuple[Extraction, ...] = ("gsm8k_strict", "answer_tag", "boxed", "whole")
 _WORDS = {True: "correct", False: "wrong", None: "failed"}
 
 
@@ -39,13 +43,13 @@ def grade(
     ] = False,
 ) -> None:
     """Grade answers against gold answers; failed (out of time or memory) is never wrong."""
-    graders = {"math": _grade_evaluated if evaluated else _grade_math, "gsm8k": _grade_numbers}
+    graders = {"math": _grade_math, "gsm8k": _grade_numbers}
     if task not in graders:
         raise UserError(f"--task {task}: choose one of {', '.join(graders)}")
     if not 0 < timeout < math.inf:
         raise UserError(f"--timeout {timeout}: give seconds, more than 0")
     rows = _read(file)
-    verdicts = graders[task](rows, timeout)
+    verdicts = graders[task](rows, timeout, evaluated)
     if as_json:
         spelled = ["failed" if verdict is None else verdict for verdict in verdicts]
         counts = {"correct": verdicts.count(True), "failed": verdicts.count(None), "total": len(verdicts)}
@@ -76,34 +80,31 @@ def _read(file: str) -> list[_Row]:
     return rows
 
 
-def _grade_math(rows: Sequence[_Row], timeout: float) -> list[Verdict]:
-    from flatpeak.rewards.math.grader import MathGrader
-
-    with MathGrader(extraction="any", timeout=timeout) as grader:
-        return grader.grade((row.answer, row.gold) for row in rows)
-
-
-def _grade_evaluated(rows: Sequence[_Row], timeout: float) -> list[Verdict]:
+def _grade_math(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Verdict]:
     from flatpeak.rewards.math.evaluated import only_evaluated
     from flatpeak.rewards.math.grader import MathGrader, extracted
 
-    pairs = only_evaluated([(extracted(row.answer, "any"), row.gold) for row in rows], [row.question for row in rows])
+    pairs = [(extracted(row.answer, "any"), row.gold) for row in rows]
+    if evaluated:
+        pairs = only_evaluated(pairs, [row.question for row in rows])
     with MathGrader(timeout=timeout) as grader:
         return [outcome if isinstance(outcome, bool) else None for outcome in grader.compare(pairs)]
 
 
-def _grade_numbers(rows: Sequence[_Row], timeout: float) -> list[Verdict]:
-    from flatpeak.rewards.numbers import extract_answer, parse_number
+def _grade_numbers(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Verdict]:
+    from flatpeak.rewards.numbers import extract_answer, leaves_work, parse_number
 
     verdicts: list[Verdict] = []
-    for where, answer, gold, _ in rows:
+    for where, answer, gold, question in rows:
         expected = parse_number(gold)
         if expected is None:
             expected = extract_answer(gold, "gsm8k_strict")
         if expected is None:
             raise UserError(f"{where}: the gold {gold[:60]!r} is no number and has none after `####`; use --task math")
-        found = (extract_answer(answer, how) for how in ("gsm8k_strict", "answer_tag", "boxed", "whole"))
-        verdicts.append(next((number for number in found if number is not None), None) == expected)
+        found = ((extract_answer(answer, how), how) for how in _GSM8K)
+        number, how = next((each for each in found if each[0] is not None), (None, _GSM8K[0]))
+        left = evaluated and leaves_work(answer, how, gold=str(expected), question=question)
+        verdicts.append(number == expected and not left)
     return verdicts
 
 

@@ -89,7 +89,7 @@ def as_reward(
 def _configured(name: str, config: RewardConfig, notice: Callable[[str], None] | None) -> Part:
     match config:
         case NumberConfig():
-            rule: Rule = NumberReward(extraction=config.extraction)
+            rule: Rule = NumberReward(extraction=config.extraction, evaluated=config.evaluated)
         case ChoiceConfig():
             rule = ChoiceReward(extraction=config.extraction)
         case FormatConfig():

@@ -20,6 +20,9 @@ class NumberConfig(StrictConfig):
     type: Literal["number"] = "number"
     weight: float = 1.0
     extraction: Extraction = "whole"
+    evaluated: bool = False
+    """Whether the answer has to be worked out, as for `math`: `144/12` is no answer to a question that has it, and
+    `15 + 6/2` none at all. Only for what is read as a whole: `last_number` and the two of GSM8K take digits."""
 
 
 class FormatConfig(StrictConfig):

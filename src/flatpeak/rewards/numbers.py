@@ -6,19 +6,17 @@ import re
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.layout import after_thinking, judged_text
+from flatpeak.rewards.math.evaluated import is_evaluated
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
 from flatpeak.rewards.math.limits import OverLimitError
 from flatpeak.rewards.math.numerals import in_prose, stated_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from flatpeak.rewards.config import Extraction
     from flatpeak.types import Completion, Prompt, Score
 
@@ -97,10 +95,9 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
     match extraction:
         case "whole":
             return parse_number(after_thinking(text))
-        case "answer_tag":
-            return _read_content(text, block_answer)
-        case "boxed":
-            return _read_content(text, partial(extract_text, extraction="boxed"))
+        case "answer_tag" | "boxed":
+            content = stated_text(text, extraction)
+            return None if content is None else read_answer(content)
         case "last_number":
             return _last_number(_without_latex(after_thinking(text)))
         case "gsm8k_strict":
@@ -111,20 +108,28 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
             return None if stated is None else _read_gsm8k(stated)
 
 
+def stated_text(text: str, extraction: Extraction) -> str | None:
+    """The text that a number has to be as a whole, or None: where a pattern finds the number, there is none."""
+    try:
+        match extraction:
+            case "whole":
+                return after_thinking(text)
+            case "answer_tag":
+                return block_answer(text)
+            case "boxed":
+                return extract_text(text, "boxed")
+            case _:
+                return None
+    except OverLimitError:
+        return None
+
+
 def read_answer(content: str) -> Fraction | None:
     """The number that an answer block states, read as a mathematical answer is (`stated_number`), or None.
 
     It may carry units and a percent sign, which are dropped, and a magnitude, which counts: `5 million` is not 5.
     """
     return None if len(content) > MAX_CHARACTERS else stated_number(content)
-
-
-def _read_content(text: str, extract: Callable[[str], str | None]) -> Fraction | None:
-    try:
-        content = extract(text)
-    except OverLimitError:
-        return None
-    return None if content is None else read_answer(content)
 
 
 def _last_number(text: str) -> Fraction | None:
@@ -162,11 +167,19 @@ def _without_latex(text: str) -> str:
     return text
 
 
+def leaves_work(text: str, extraction: Extraction, *, gold: str, question: str) -> bool:
+    """Whether the text that states a number is not worked out (see `flatpeak.rewards.math.evaluated`)."""
+    stated = stated_text(text, extraction)
+    return stated is not None and not is_evaluated(stated, gold, question)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberReward:
     """1 if the extracted number equals the row's gold number, else 0."""
 
     extraction: Extraction = "whole"
+    evaluated: bool = False
+    """Whether an answer has to be worked out (see `flatpeak.rewards.math.evaluated`)."""
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
         """1.0 or 0.0; a gold answer that is no number is a UserError naming the row."""
@@ -176,7 +189,12 @@ class NumberReward:
                 f"the gold answer {prompt.example.gold[:80]!r} of row {prompt.id!r} is not a number: give the task "
                 "numeric gold answers (answer_pattern can cut them out), or use another reward type"
             )
-        return float(extract_answer(judged_text(completion, prompt), self.extraction) == gold)
+        text = judged_text(completion, prompt)
+        right = extract_answer(text, self.extraction) == gold
+        if right and self.evaluated:
+            example = prompt.example
+            right = not leaves_work(text, self.extraction, gold=example.gold, question=example.question)
+        return float(right)
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The extracted number in lowest terms (`3/4`, `-5`), or None: what a majority vote counts."""

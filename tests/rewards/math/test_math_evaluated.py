@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -496,14 +497,43 @@ def test_the_command_refuses_with_its_option_only(tmp_path: Path) -> None:
     lines[2]["question"] = r"Simplify $\sqrt{50}$."
     Path(file).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert json.loads(run(file, "--json", "--evaluated"))["verdicts"] == [False, True, False]
+    file = rows(tmp_path, (r"\boxed{11+\frac{2}{2}}", "12"), (r"\boxed{12}", "12"), ("#### 12", "5 + 7\n#### 12"))
+    assert json.loads(run(file, "--json", "--task", "gsm8k", "--evaluated"))["verdicts"] == [False, True, True]
+    assert json.loads(run(file, "--json", "--task", "gsm8k"))["verdicts"] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("extraction", "frame"), [("answer_tag", "<answer>{}</answer>"), ("boxed", r"\boxed{{{}}}"), ("whole", "{}")]
+)
+def test_the_reward_for_numbers_refuses_too(group: Callable[..., Group], extraction: str, frame: str) -> None:
+    asked = group(*map(frame.format, ("12", "12.0", "24/2", "144/12", "13")), gold="12")
+    example = replace(asked.prompt.example, question="What is 144/12?")
+    asked = replace(asked, prompt=replace(asked.prompt, example=example))
+    loose = build_reward({"right": config(type="number", extraction=extraction)})
+    strict = build_reward({"right": config(type="number", extraction=extraction, evaluated=True)})
+    assert loose([asked]).total == [[1.0, 1.0, 1.0, 1.0, 0.0]]
+    assert strict([asked]).total == [[1.0, 1.0, 1.0, 0.0, 0.0]]
+    sums = group(*map(frame.format, (r"11+\frac{2}{2}", "12")), gold="12")
+    assert strict([sums]).total == [[0.0, 1.0]]
+
+
+def test_patterns_take_digits_and_nothing_is_left_of_them(group: Callable[..., Group]) -> None:
+    for extraction, text in (
+        ("gsm8k_strict", "2*9 = 18\n#### 18"),
+        ("last_number", "2*9 is 18"),
+        ("gsm8k_flexible", "18"),
+    ):
+        reward = build_reward({"right": config(type="number", extraction=extraction, evaluated=True)})
+        assert reward([group(text)]).total == [[1.0]]
 
 
 def test_training_recipes_ask_for_results_and_a_published_protocol_for_values() -> None:
     asked = {}
-    for name in ("tasks/math", "tasks/math500", "math_qwen_24gb", "math_qwen_80gb"):
+    for name in ("tasks/math", "tasks/math500", "tasks/gsm8k", "math_qwen_24gb", "math_qwen_80gb"):
         asked[name] = load_recipe(f"flatpeak:{name}")["rewards"]["correctness"]["evaluated"]
-    assert asked == {"tasks/math": True, "tasks/math500": True, "math_qwen_24gb": False, "math_qwen_80gb": False}
-    assert config(type="math").evaluated is False
+    assert asked.pop("math_qwen_24gb") is asked.pop("math_qwen_80gb") is False
+    assert set(asked.values()) == {True}
+    assert [config(type=type).evaluated for type in ("math", "r1_zero", "question_only", "number")] == [False] * 4
 
 
 def test_the_examples_of_the_page_are_refused_as_it_says() -> None:
