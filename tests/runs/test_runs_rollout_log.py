@@ -1,6 +1,6 @@
 import math
 
-from flatpeak.runs.rollout_log import RolloutLog, logged_steps, read_rollouts, truncate_rollouts
+from flatpeak.runs.rollout_log import RolloutLog, first_row, logged_steps, read_rollouts, truncate_rollouts
 from flatpeak.types import Completion, Example, Group, Prompt, Scores
 
 
@@ -76,3 +76,32 @@ def test_later_steps_and_half_written_files_are_forgotten(tmp_path):
     truncate_rollouts(tmp_path, step=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_000001.jsonl", "step_000002.jsonl"]
     assert logged_steps(tmp_path) == {1: tmp_path / "step_000001.jsonl", 2: tmp_path / "step_000002.jsonl"}
+
+
+def test_rollouts_that_will_take_much_room_are_announced_once(tmp_path, monkeypatch):
+    notices = []
+    log = RolloutLog(tmp_path, notice=notices.append)
+    log.announce_size(1, total=100, every=1)  # nothing is written yet
+    log.write(2, [group("a", ["x", "y"])], Scores(total=[[1.0, 0.0]], parts={}), [[0.5, -0.5]])
+    size = (tmp_path / "step_000002.jsonl").stat().st_size
+    # Steps 2, 4, ..., 100 come to 50 files.
+    monkeypatch.setattr("flatpeak.runs.rollout_log.LARGE", 50 * size)
+    for step in (2, 4):
+        log.announce_size(step, total=100, every=2)
+    assert notices == [
+        f"{tmp_path} may grow to {50 * size / 2**30:.1f} GiB by step 100: one step's rollouts take "
+        f"{size / 2**20:.1f} MiB; run.log_rollouts_every=20 keeps a tenth of them"
+    ]
+
+
+def test_rollouts_that_take_little_room_are_not(tmp_path):
+    notices = []
+    log = RolloutLog(tmp_path, notice=notices.append)
+    log.write(1, [group("a", ["x", "y"])], Scores(total=[[1.0, 0.0]], parts={}), [[0.5, -0.5]])
+    log.announce_size(1, total=1000, every=1)
+    assert notices == []
+
+
+def test_the_first_row_is_read_without_the_others(tmp_path):
+    (tmp_path / "step_000001.jsonl").write_text('{"prompt": "a"}\n{torn')
+    assert first_row(tmp_path / "step_000001.jsonl") == {"prompt": "a"}

@@ -14,6 +14,8 @@ from flatpeak.runs.redact import redact
 from flatpeak.types import Group, Scores
 
 Row = dict[str, Any]
+LARGE = 2**30
+"""Bytes that a run's rollouts may take up before the user is told beforehand."""
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -47,6 +49,21 @@ class RolloutLog:
         self.directory = directory
         self._notice = notice
         self._told = False
+        self._size: int | None = None
+        """Bytes of the first file written, until `announce_size` has seen it."""
+        self._seen = False
+
+    def announce_size(self, step: int, *, total: int, every: int) -> None:
+        """Once, after the first file: a notice where files like it, one every so many steps, come to much."""
+        if self._seen or self._size is None:
+            return
+        self._seen = True
+        expected = self._size * (1 + (total - step) // every)
+        if expected >= LARGE:
+            self._notice(
+                f"{self.directory} may grow to {expected / 2**30:.1f} GiB by step {total}: one step's rollouts take "
+                f"{self._size / 2**20:.1f} MiB; run.log_rollouts_every={10 * every} keeps a tenth of them"
+            )
 
     def write(
         self,
@@ -63,6 +80,7 @@ class RolloutLog:
             with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 for row in rollout_rows(groups, scores, advantages):
                     file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            self._size = temporary.stat().st_size
             temporary.replace(path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -74,6 +92,13 @@ class RolloutLog:
 def read_rollouts(path: Path) -> list[Row]:
     """The rows of one step's file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def first_row(path: Path) -> Row:
+    """The first row of one step's file, without reading the others. ValueError where there is none."""
+    with path.open(encoding="utf-8") as file:
+        row: Row = json.loads(file.readline())
+    return row
 
 
 def logged_steps(directory: Path) -> dict[int, Path]:

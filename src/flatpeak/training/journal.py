@@ -92,6 +92,8 @@ class Journal:
         """Log and show a step that is done. From here on it can be saved, whatever happens before the next update."""
         self.metrics.write(step, stage.name, metrics)
         self.sampler_gaps.see(metrics)
+        if stage.name == "train" and self.config.log_rollouts_every:
+            self.rollout_log.announce_size(step, total=total, every=self.config.log_rollouts_every)
         self.evaluated = not evaluation_due
         self._completed = self._now(stage, step)
         self.progress.update(stage.name, step=step, total=total, metrics=metrics)
