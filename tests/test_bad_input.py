@@ -306,3 +306,60 @@ def test_the_command_line_says_missing_data_in_one_line(recipe: Callable[..., An
     assert done.stderr.count("\n") == 1
     assert "nowhere.jsonl" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_completions_that_fill_the_context_are_refused_by_the_context_and_the_limit(
+    expect_refusal: Callable[..., None],
+) -> None:
+    for limit in (64, 4000):
+        expect_refusal(
+            rf"^rollout\.max_new_tokens={limit} leaves no room for a prompt in the model's context of 64 tokens: lower",
+            rollout={"max_new_tokens": limit},
+        )
+    expect_refusal(
+        r"^evaluation\.max_new_tokens=64 leaves no room for a prompt in the model's context of 64 tokens: lower it",
+        evaluation={"max_new_tokens": 64},
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sections", "says"),
+    [
+        ({}, {}, "exists: continue it with --resume"),
+        ({"resume": True, "overwrite": True}, {}, "give one of the two"),
+        ({"resume": True}, {"optimizer": {"learning_rate": 0.5}}, "cannot resume with a changed recipe"),
+    ],
+)
+def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
+    recipe: Callable[..., Any],
+    train: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    sections: dict[str, Any],
+    says: str,
+) -> None:
+    train(recipe(training={"steps": 1}), reward=constant)
+    monkeypatch.setattr("flatpeak.api.assemble", lambda *args, **settings: pytest.fail("loaded"))
+    monkeypatch.setattr("flatpeak.reward_model.load_preferences", lambda task: pytest.fail("loaded"))
+    changed = recipe(**{"training": {"steps": 1}, **sections})
+    with pytest.raises(UserError, match=says):
+        train(changed, reward=constant, **options)
+    with pytest.raises(UserError, match=says if not sections else "changed recipe"):
+        pairs = {**changed, "task": {"type": "preferences", "path": "x.jsonl"}}
+        flatpeak.train_reward_model(pairs, **options)
+
+
+def test_the_command_refuses_a_start_before_torch_is_imported(
+    recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
+) -> None:
+    train(recipe(training={"steps": 1}), reward=constant)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe(training={"steps": 1})))
+    code = (
+        "import sys\nfrom flatpeak.cli.main import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    )
+    for options, says in (([], "exists: continue it with"), (["--resume", "optimizer.learning_rate=0.5"], "changed")):
+        command = [sys.executable, "-c", code, "train", str(tmp_path / "r.yaml"), *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert says in done.stderr
+        assert done.stdout == "False\n"

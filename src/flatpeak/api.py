@@ -21,7 +21,7 @@ from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.recipe import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
-from flatpeak.runs.directory import RunDirectory, RunPaths
+from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
@@ -136,6 +136,8 @@ def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_
     with open_notices(progress, metric=recipe.evaluation.metric) as (shown, notices):
         if given.model is not None:
             recipe = without_source(recipe, own=start.own, named=start.named, progress=shown)
+        resolved = recipe.model_dump(mode="json")
+        check_start(recipe.run, resolved, resume=start.resume, overwrite=start.overwrite)
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
         saved = read_saved(recipe, shown) if start.resume else Saved()
@@ -151,7 +153,7 @@ def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_
                 # Rewards check themselves once the run's name is ours, since a judge is paid.
                 RunDirectory.create(
                     recipe.run,
-                    recipe.model_dump(mode="json"),
+                    resolved,
                     resume=start.resume,
                     overwrite=start.overwrite,
                     command=start.command,

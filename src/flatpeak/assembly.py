@@ -319,4 +319,11 @@ def _evaluator(config: RunConfig, policy: Policy, sampler: Sampler, reward: Grad
 
 
 def _longest_prompt(config: RunConfig, policy: Policy) -> int:
-    return (policy.context_length or UNBOUNDED_CONTEXT) - config.rollout.max_new_tokens
+    """Tokens that the context leaves beside a completion. UserError where that is none."""
+    context, limit = policy.context_length or UNBOUNDED_CONTEXT, config.rollout.max_new_tokens
+    if limit >= context:
+        raise UserError(
+            f"rollout.max_new_tokens={limit} leaves no room for a prompt in the model's context of {context} tokens: "
+            "lower it, or take a model with a longer context"
+        )
+    return context - limit

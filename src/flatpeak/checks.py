@@ -51,6 +51,11 @@ def check_policy(config: RunConfig, policy: Policy) -> None:
     limit = config.evaluation.max_new_tokens or 0
     if policy.context_length is not None and limit > config.rollout.max_new_tokens:
         room = policy.context_length - limit
+        if room < 1:
+            raise UserError(
+                f"evaluation.max_new_tokens={limit} leaves no room for a prompt in the model's context of "
+                f"{policy.context_length} tokens: lower it, or take a model with a longer context"
+            )
         longest = config.prompt.max_tokens
         if longest is None or longest > room:
             raise UserError(

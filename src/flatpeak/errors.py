@@ -1,5 +1,10 @@
 """What cannot work, said in one line that names the fix; and that a run was asked to stop."""
 
+import textwrap
+
+LONGEST_REASON = 300
+"""Characters of another library's message that are repeated in a line of ours."""
+
 
 class UserError(ValueError):
     """Bad input: a recipe, a file, a model or an argument. The message says what to change."""
@@ -37,3 +42,9 @@ def explanation(error: Exception) -> str | None:
     """That line, if there is one."""
     notes = getattr(error, "__notes__", [])
     return next((note.removeprefix(_EXPLAINED) for note in notes if note.startswith(_EXPLAINED)), None)
+
+
+def brief(error: BaseException) -> str:
+    """The first paragraph of an error's message as one line: a first line alone may end before it has said anything."""
+    line = " ".join(str(error).strip().split("\n\n")[0].split())
+    return textwrap.shorten(line, LONGEST_REASON, placeholder=" ...") or type(error).__name__

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from flatpeak.api import Recipe, RunResult, as_config, open_notices, report_on
 from flatpeak.config import RunConfig
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, brief
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.policy.loading import cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.policy.tokenizers import build_tokenizer
@@ -22,7 +22,7 @@ from flatpeak.rewards.model.classifier import Classifier, load_model, locate, ma
 from flatpeak.rewards.model.template import COMPLETION, PROMPT, Record, pick_template
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
-from flatpeak.runs.directory import RunDirectory, RunPaths
+from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.notices import START, NoticeLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.tasks.config_science import PreferencesConfig
@@ -58,15 +58,15 @@ def train_reward_model(
     `resume` or `overwrite`.
     """
     recipe = as_config(config, settings)
+    resolved = recipe.model_dump(mode="json")
+    check_start(recipe.run, resolved, resume=resume, overwrite=overwrite)
     with open_notices(progress, metric="accuracy") as (shown, notices):
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
         saved = _saved(recipe, shown) if resume else None
         parts = _assemble(recipe, model, tokenizer, saved=saved, progress=shown)
         with (
-            RunDirectory.create(
-                recipe.run, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite, command=command
-            ) as run,
+            RunDirectory.create(recipe.run, resolved, resume=resume, overwrite=overwrite, command=command) as run,
             StopSignals() as stop,
         ):
             journal = _journal(recipe, parts, run, stop, shown, notices, saved)
@@ -214,8 +214,7 @@ def _new_model(config: RunConfig, preferences: Preferences) -> tuple[Any, Any]:
         with torch.no_grad():
             model(input_ids=torch.tensor([[tokenizer.eos_token_id]]))
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        line = str(error).strip().split("\n")[0]
-        raise UserError(f"model.new cannot be built with a score head: {line}") from error
+        raise UserError(f"model.new cannot be built with a score head: {brief(error)}") from error
     return model, tokenizer
 
 

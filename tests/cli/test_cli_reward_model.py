@@ -114,8 +114,11 @@ def test_a_run_stopped_by_a_signal_says_how_to_go_on(
 ) -> None:
     library, done = run(monkeypatch, recipe, "--resume", signal=signal)
     assert done.exit_code == code
-    last = done.stdout.splitlines()[-1]
-    assert last == f"reward-model: stopped by signal {signal} after step 30; go on with --resume"
+    by = {2: "Ctrl-C", 15: "SIGTERM"}[signal]
+    assert done.stdout.splitlines()[-2:] == [
+        f"reward-model: stopped by {by} after step 30; resume it with",
+        f"flatpeak reward-model {recipe} --resume",
+    ]
     assert library.calls[0][1]["resume"] is True
 
 

@@ -1,16 +1,18 @@
 """What the commands hand to the library, and what they make of its answer."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from flatpeak.cli.evaluate import split_arguments
 from flatpeak.cli.main import app
-from flatpeak.cli.running import last_line
+from flatpeak.cli.running import last_line, show_run
 from flatpeak.runs.summary import RunSummary, StageEvaluation
 
 
@@ -122,11 +124,49 @@ def test_json_is_all_of_stdout(monkeypatch, recipe):
     assert done.stderr == "hello\n"
 
 
-@pytest.mark.parametrize(("signal", "code"), [(2, 130), (15, 143)])
-def test_a_run_stopped_by_a_signal_says_how_to_go_on(monkeypatch, recipe, signal, code):
-    _, done = run(monkeypatch, "train", recipe, signal=signal)
+@pytest.mark.parametrize(("signal", "code", "by"), [(2, 130, "Ctrl-C"), (15, 143, "SIGTERM"), (10, 138, "signal 10")])
+def test_a_run_stopped_by_a_signal_prints_the_command_that_resumes_it(monkeypatch, recipe, signal, code, by):
+    said = ["prompt.system=be brief", "run.name=mine"]
+    _, done = run(monkeypatch, "train", recipe, *said, "--overwrite", signal=signal)
     assert done.exit_code == code
-    assert done.stdout.splitlines()[-1] == f"train: stopped by signal {signal} after step 3; go on with --resume"
+    assert done.stdout.splitlines()[-2:] == [
+        f"train: stopped by {by} after step 3; resume it with",
+        f"flatpeak train {recipe} 'prompt.system=be brief' run.name=mine --resume",
+    ]
+
+
+def test_the_command_is_shown_beside_json_on_standard_error(monkeypatch, recipe):
+    _, done = run(monkeypatch, "sft", recipe, "--json", signal=2)
+    assert json.loads(done.stdout)["signal"] == 2
+    assert done.stderr.splitlines()[-1] == f"flatpeak sft {recipe} --resume"
+
+
+def test_the_demo_that_was_stopped_is_resumed_by_the_command_it_prints(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    library, done = run(monkeypatch, "demo", "training.steps=7", signal=2)
+    assert done.stdout.splitlines()[-1] == "flatpeak demo training.steps=7 --resume"
+    library, done = run(monkeypatch, *shlex.split(done.stdout.splitlines()[-1])[1:])
+    assert done.exit_code == 0
+    [(name, config, options)] = library.calls
+    assert (name, config.training.steps, options["resume"], options["overwrite"]) == ("train", 7, True, False)
+
+
+def test_a_second_ctrl_c_prints_the_command_too(monkeypatch, recipe):
+    def interrupted(self, config, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Library, "train", interrupted)
+    _, done = run(monkeypatch, "train", recipe)
+    assert done.exit_code == 130
+    assert done.stdout.splitlines() == ["train: interrupted; resume it with", f"flatpeak train {recipe} --resume"]
+
+
+def test_a_fork_that_was_stopped_is_resumed_by_its_own_recipe(monkeypatch, capsys, tmp_path):
+    result = SimpleNamespace(path=tmp_path / "a b", report="r", summary=summary(*STAGES, signal=2), exit_code=130)
+    with pytest.raises(typer.Exit):
+        show_run(lambda progress: result, metric="accuracy", as_json=False, label="fork", line=last_line)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(last) == ["flatpeak", "train", str(tmp_path / "a b" / "config.yaml"), "--resume"]
 
 
 def test_the_last_line_copes_with_stages_that_were_not():
@@ -158,8 +198,33 @@ def test_eval_hands_on_the_recipe_that_says_how_models_are_evaluated(monkeypatch
 
 def test_chat_hands_its_options_on(monkeypatch):
     seen = []
-    stand_in = SimpleNamespace(chat_loop=lambda path, **options: seen.append((path, options)))
-    monkeypatch.setitem(sys.modules, "flatpeak.evaluation.chat", stand_in)
-    done = CliRunner().invoke(app, ["chat", "runs/x", "--temperature", "0", "--max-new-tokens", "9", "--system", "hi"])
-    assert done.exit_code == 0
-    assert seen == [("runs/x", {"temperature": 0.0, "max_new_tokens": 9, "system": "hi"})]
+    stand_in = SimpleNamespace(chat_loop=lambda path, *, console, **options: seen.append((path, options, console)))
+    monkeypatch.setitem(sys.modules, "flatpeak.chatting", stand_in)
+    options = ["--temperature", "0", "--max-new-tokens", "9", "--system", "hi", "--template", "chat", "--recipe", "r"]
+    assert CliRunner().invoke(app, ["chat", "runs/x", *options]).exit_code == 0
+    assert CliRunner().invoke(app, ["chat", "runs/y"]).exit_code == 0
+    said = {"temperature": 0.0, "max_new_tokens": 9, "system": "hi", "template": "chat", "recipe": "r"}
+    assert [(path, given) for path, given, _ in seen] == [("runs/x", said), ("runs/y", dict.fromkeys(said))]
+
+
+def test_a_chat_in_a_pipe_has_only_answers_on_standard_output(monkeypatch):
+    def chat_loop(path, *, console, **options):
+        console.note("a note")
+        with pytest.raises(EOFError):
+            while True:
+                console.write(f"={console.read('> ')}")
+
+    monkeypatch.setitem(sys.modules, "flatpeak.chatting", SimpleNamespace(chat_loop=chat_loop))
+    done = CliRunner().invoke(app, ["chat", "runs/x"], input="1+1\n2+2\n")
+    assert (done.stdout, done.stderr) == ("=1+1\n=2+2\n", "a note\n")
+
+
+def test_several_runs_are_reported_with_a_table_that_compares_them(monkeypatch):
+    written = SimpleNamespace(write_report=lambda run: run / "report.html")
+    tables = SimpleNamespace(compared_runs=lambda runs: "a table", run_table=lambda runs: "run,status\n")
+    monkeypatch.setitem(sys.modules, "flatpeak.experiments.report", written)
+    monkeypatch.setitem(sys.modules, "flatpeak.experiments.table", tables)
+    report = lambda *arguments: CliRunner().invoke(app, ["report", *arguments]).stdout  # noqa: E731
+    assert report("a") == "a/report.html\n"
+    assert report("a", "b") == "a/report.html\nb/report.html\n\na table\n"
+    assert report("a", "b", "--csv") == "run,status\n"

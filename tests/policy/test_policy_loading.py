@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +186,45 @@ def test_damaged_weights_are_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"^model\.path=.* does not load: .+$"):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_a_directory_without_a_model_is_refused_with_what_it_should_be(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.path=.*: the directory has no config\.json, so it holds no model"):
+        load_policy(ModelConfig(path=str(tmp_path)))
+    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"; did you mean .*/checkpoints/best\?$"):
+        load_policy(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    for file in tmp_path.glob("token*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"has a model but no tokenizer; copy tokenizer\.json into it$"):
+        load_policy(ModelConfig(path=str(tmp_path)))
+
+
+def test_weights_of_other_sizes_than_the_config_says_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rows, width = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].shape
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": rows + 5}))
+    sizes = rf"\[{rows}, {width}\] in its files and \[{rows + 5}, {width}\] by its config"
+    with pytest.raises(UserError, match=rf"does not load: \S+\.weight is {sizes}"):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"hidden_size": 10, "num_attention_heads": 3}, "hidden_size=10 is no multiple of num_attention_heads=3"),
+        (
+            {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads=4 is no multiple of num_key_value_heads=3",
+        ),
+        ({"hidden_size": "a"}, r"Field 'hidden_size' expected int, got str \(value: 'a'\)"),
+    ],
+)
+def test_sizes_of_a_new_model_that_do_not_fit_are_named(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=rf"^model\.new cannot be built: .*{says}"):
+        make_model(NewModelConfig(architecture="qwen2", config=config), texts=["1"], seed=0)

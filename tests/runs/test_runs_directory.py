@@ -14,7 +14,7 @@ import yaml
 import flatpeak
 from flatpeak.errors import UserError
 from flatpeak.runs.config import RunSectionConfig
-from flatpeak.runs.directory import RunDirectory, RunPaths
+from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.manifest import git_commit
 
 RESOLVED = {
@@ -267,3 +267,48 @@ def test_paths_of_a_foreign_folder_are_no_run(tmp_path):
     assert not RunPaths(tmp_path).is_run()
     create(tmp_path).close()
     assert RunPaths(tmp_path / "one").is_run()
+
+
+def look(tmp_path, resolved=RESOLVED, name="one", *, resume=False, overwrite=False):
+    section = RunSectionConfig(name=name, directory=str(tmp_path))
+    return check_start(section, resolved, resume=resume, overwrite=overwrite)
+
+
+def refusal(call, *arguments, **options):
+    with pytest.raises(UserError) as error:
+        call(*arguments, **options)
+    return str(error.value)
+
+
+def test_a_look_at_a_start_refuses_what_the_start_would_and_writes_nothing(tmp_path):
+    create(tmp_path).close()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("mine: 1\n")
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    cases = [
+        ((tmp_path,), {}),
+        ((tmp_path,), {"resume": True, "overwrite": True}),
+        ((tmp_path, changed("optimizer", learning_rate=2e-5)), {"resume": True}),
+        ((tmp_path, RESOLVED, "other"), {}),
+        ((tmp_path, RESOLVED, "../one"), {}),
+    ]
+    for arguments, options in cases:
+        assert refusal(look, *arguments, **options) == refusal(create, *arguments, **options)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def test_a_look_at_a_start_passes_what_may_begin(tmp_path):
+    look(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    look(tmp_path, resume=True)
+    create(tmp_path).close()
+    look(tmp_path, resume=True)
+    look(tmp_path, changed("training", steps=200), resume=True)
+    look(tmp_path, overwrite=True)
+
+
+def test_a_look_at_a_start_names_who_writes_to_the_run(tmp_path):
+    with create(tmp_path):
+        assert f"is being written by process {os.getpid()} on " in refusal(look, tmp_path)
+        assert refusal(look, tmp_path, overwrite=True) == refusal(create, tmp_path, overwrite=True)
+    look(tmp_path, resume=True)

@@ -43,6 +43,7 @@ def reward_model(
         as_json=as_json,
         label="reward-model",
         line=last_line,
+        again=["reward-model", recipe, *(overrides or ())],
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -28,6 +30,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one J
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole recipe, defaults included; stop.")]
 
 
+_SIGNALS = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+    """The command line that resumes a run, ready to be pasted into a shell."""
+    return shlex.join(["flatpeak", *arguments, "--resume"])
+
+
 def read_config(recipe: str, overrides: Sequence[str] | None) -> RunConfig:
     """The checked recipe; imports no torch."""
     from flatpeak.recipe import load_recipe, parse_config
@@ -51,12 +61,18 @@ def run_and_tell(
     as_json: bool = False,
     label: str,
     line: Callable[..., str],
+    again: Sequence[str],
 ) -> None:
     """Run the recipe and print the outcome, `line(summary, report=)` where it came to its end.
 
-    Exits with 130 or 143 where a signal stopped it.
+    `again` is the command's arguments, without options, that would resume the run. Exits with 130 or 143 where a
+    signal stopped it.
     """
     import flatpeak
+    from flatpeak.runs.directory import check_start
+
+    # Before torch is imported: none of what is refused here depends on the model or the task.
+    check_start(config.run, config.model_dump(mode="json"), resume=resume, overwrite=overwrite)
 
     def start(progress: Progress) -> RunResult:
         command = ["flatpeak", *sys.argv[1:]]
@@ -65,25 +81,39 @@ def run_and_tell(
         )
         return result
 
-    show_run(start, metric=config.evaluation.metric, as_json=as_json, label=label, line=line)
+    show_run(start, metric=config.evaluation.metric, as_json=as_json, label=label, line=line, again=again)
 
 
 def show_run(
-    start: Callable[[Progress], RunResult], *, metric: str, as_json: bool, label: str, line: Callable[..., str]
+    start: Callable[[Progress], RunResult],
+    *,
+    metric: str,
+    as_json: bool,
+    label: str,
+    line: Callable[..., str],
+    again: Sequence[str] | None = None,
 ) -> None:
-    """Run, show it meanwhile, and print the outcome as `run_and_tell` does."""
+    """Run, show it meanwhile, and print the outcome as `run_and_tell` does; without `again`, the run is resumed by its
+    own config.yaml."""
     from flatpeak.cli.progress import open_progress
 
     stream = sys.stderr if as_json else sys.stdout
-    with open_progress(stream, metric=metric) as progress:
-        result = start(progress)
+    try:
+        with open_progress(stream, metric=metric) as progress:
+            result = start(progress)
+    except KeyboardInterrupt:
+        if again is not None:
+            typer.echo(f"{label}: interrupted; resume it with\n{resume_command(again)}", err=as_json)
+        raise
     summary = result.summary
     if as_json:
         typer.echo(json.dumps({"path": str(result.path), "report": str(result.report), **asdict(summary)}))
     elif summary.signal is None:
         typer.echo(line(summary, report=result.report))
-    else:
-        typer.echo(f"{label}: stopped by signal {summary.signal} after step {summary.last_step}; go on with --resume")
+    if summary.signal is not None:
+        by = _SIGNALS.get(summary.signal, f"signal {summary.signal}")
+        command = resume_command(again or ["train", str(result.path / "config.yaml")])
+        typer.echo(f"{label}: stopped by {by} after step {summary.last_step}; resume it with\n{command}", err=as_json)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 

@@ -32,4 +32,13 @@ def sft(
         print_config(config)
         return
     line = partial(last_line, "sft", since="start")
-    run_and_tell("sft", config, resume=resume, overwrite=overwrite, as_json=as_json, label="sft", line=line)
+    run_and_tell(
+        "sft",
+        config,
+        resume=resume,
+        overwrite=overwrite,
+        as_json=as_json,
+        label="sft",
+        line=line,
+        again=["sft", recipe, *(overrides or ())],
+    )

@@ -32,4 +32,13 @@ def train(
         print_config(config)
         return
     line = partial(last_line, "train", since="start")
-    run_and_tell("train", config, resume=resume, overwrite=overwrite, as_json=as_json, label="train", line=line)
+    run_and_tell(
+        "train",
+        config,
+        resume=resume,
+        overwrite=overwrite,
+        as_json=as_json,
+        label="train",
+        line=line,
+        again=["train", recipe, *(overrides or ())],
+    )

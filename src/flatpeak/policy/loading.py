@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
@@ -13,11 +13,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, brief
 from flatpeak.hub import hub_or_cache
 from flatpeak.policy.config import ModelConfig, NewModelConfig
 from flatpeak.policy.policy import Policy
 from flatpeak.policy.tokenizers import build_tokenizer
+
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
 def pick_device(name: str) -> torch.device:
@@ -55,8 +57,26 @@ def check_source(config: ModelConfig) -> None:
     if config.path is None:
         raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
     looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1
-    if looks_local and not Path(config.path).expanduser().is_dir():
+    directory = Path(config.path).expanduser()
+    if looks_local and not directory.is_dir():
         raise UserError(f"model.path={config.path}: no such directory")
+    if directory.is_dir():
+        _check_files(config.path, directory)
+
+
+def _check_files(path: str, directory: Path) -> None:
+    """UserError where a directory has no model, or one without its tokenizer, which transformers would make up."""
+    if (directory / "adapter_config.json").is_file():
+        return  # it names the base model, which has the rest
+    if not (directory / "config.json").is_file():
+        checkpoints = directory / "checkpoints"
+        hint = f"; did you mean {checkpoints / 'best'}?" if (checkpoints / "best").is_dir() else ""
+        raise UserError(
+            f"model.path={path}: the directory has no config.json, so it holds no model; give one that save_pretrained "
+            f"has written, or a Hub name{hint}"
+        )
+    if not any(file.is_file() for kind in _TOKENIZER_FILES for file in directory.glob(kind)):
+        raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -77,7 +97,7 @@ def _is_plain(path: str) -> bool:
 
 def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tuple[Any, Any]:
     """A tokenizer built from `texts` and a model with random weights around it. The caller's RNG is left alone."""
-    tokenizer = build_tokenizer(config.tokenizer, texts)
+    tokenizer, model_config = build_tokenizer(config.tokenizer, texts), None
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     try:
         model_config = AutoConfig.for_model(
@@ -91,8 +111,20 @@ def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tu
             model(input_ids=token, attention_mask=torch.ones_like(token))
     except (ValueError, TypeError, KeyError, RuntimeError, StrictDataclassError) as error:
         # Sizes that do not fit each other are found only when the model runs.
-        raise UserError(f"model.new cannot be built: {_first_line(error)}") from error
+        raise UserError(f"model.new cannot be built: {_misfit(model_config, config.config) or brief(error)}") from error
     return model, tokenizer
+
+
+def _misfit(config: Any, written: Mapping[str, Any]) -> str | None:
+    """Which sizes of a transformers config do not fit each other, where they are the usual ones."""
+    hidden, heads, shared = (
+        getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if hidden and heads and hidden % heads and "head_dim" not in written:
+        return f"model.new.config.hidden_size={hidden} is no multiple of num_attention_heads={heads}"
+    if heads and shared and heads % shared:
+        return f"model.new.config.num_attention_heads={heads} is no multiple of num_key_value_heads={shared}"
+    return None
 
 
 def cast_weights(model: Any, dtype: torch.dtype) -> None:
@@ -111,8 +143,18 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
 def _load_model(config: ModelConfig, *, dtype: torch.dtype) -> Any:
     """An existing model, all of whose weights come from its files."""
     model, found = _from_pretrained(
-        AutoModelForCausalLM, str(config.path), config, dtype=dtype, output_loading_info=True
+        AutoModelForCausalLM,
+        str(config.path),
+        config,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # else the error names none of them
     )
+    for name, in_file, by_config in sorted(found["mismatched_keys"]):
+        raise UserError(
+            f"model.path={config.path} does not load: {name} is {list(in_file)} in its files and {list(by_config)} by "
+            "its config.json, which belongs to another model; copy both from one place"
+        )
     missing = sorted(found["missing_keys"])
     if missing:
         # transformers draws them at random and only logs that it does.
@@ -165,12 +207,5 @@ def _from_pretrained(auto: Any, path: str, config: ModelConfig, **kwargs: Any) -
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # damaged files make transformers, safetensors and pickle raise anything
-            reason = f"{problem}; name a directory, or check the network" if problem else _first_line(error)
+            reason = f"{problem}; name a directory, or check the network" if problem else brief(error)
             raise UserError(f"model.path={path} does not load: {reason}") from error
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of a message, with the next one where it ends in a colon."""
-    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-    count = next((index for index, line in enumerate(lines, start=1) if not line.endswith(":")), len(lines))
-    return " ".join(lines[:count]) or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ from flatpeak.errors import UserError
 from flatpeak.runs.checkpoints import checkpoint_steps, tidy
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.lock import RunLock
+from flatpeak.runs.lock import RunLock, check_unlocked
 from flatpeak.runs.manifest import describe_start
 from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
 from flatpeak.runs.notices import truncate_notices
@@ -103,11 +104,7 @@ class RunDirectory(RunPaths):
         and before anything is deleted or written: what it raises leaves an earlier run as it was.
         Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
         """
-        if resume and overwrite:
-            raise UserError("--resume continues a run and --overwrite deletes it: give one of the two")
-        path = _run_path(config)
-        if _written(path) and not RunPaths(path).is_run():
-            raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")
+        path = _run_path(config, resume=resume, overwrite=overwrite)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = RunLock(path / _LOCK)
@@ -117,15 +114,11 @@ class RunDirectory(RunPaths):
             ) from error
         try:
             run = cls(path, lock, resumed=resume and RunPaths(path).config.exists())
-            replaced = overwrite or (not resume and run.is_stillborn())
-            if _written(path) and not replaced and not resume:
-                raise UserError(
-                    f"{path} exists: continue it with --resume, delete it with --overwrite, or choose another run.name"
-                )
+            replaced = _replaces(run, resume=resume, overwrite=overwrite)
             before()
             if replaced:
                 run._clear()
-            run._start(redact(json.loads(json.dumps(resolved))), command)
+            run._start(_as_written(resolved), command)
         except BaseException:
             lock.release()
             raise
@@ -142,7 +135,7 @@ class RunDirectory(RunPaths):
     def _start(self, resolved: dict[str, Any], command: Sequence[str] | None) -> None:
         start = redact(describe_start(command))
         if self.resumed:
-            changed = check_resumable(yaml.safe_load(self.config.read_text(encoding="utf-8")), resolved)
+            changed = _check_recipe(self, resolved)
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
             manifest.setdefault("resumed", []).append(start | {"changed": changed})
             tidy(self.checkpoints)
@@ -205,12 +198,56 @@ class RunDirectory(RunPaths):
         self.close()
 
 
+def check_start(config: RunSectionConfig, resolved: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+    """UserError where `RunDirectory.create` would refuse the start, whatever the model and the task are.
+
+    It writes nothing and loads no torch, so that a mistake is found before they are loaded. `create` looks again, once
+    the run is its own.
+    """
+    path = _run_path(config, resume=resume, overwrite=overwrite)
+    run = RunPaths(path)
+    if not _written(path):
+        return
+    with suppress(PermissionError):  # for `create` to say
+        check_unlocked(path / _LOCK)
+    _replaces(run, resume=resume, overwrite=overwrite)
+    if resume and run.config.exists():
+        _check_recipe(run, _as_written(resolved))
+
+
+def _check_recipe(run: RunPaths, resolved: Mapping[str, Any]) -> dict[str, str]:
+    """What the recipe of a resumed run changes; UserError where it may not."""
+    return check_resumable(yaml.safe_load(run.config.read_text(encoding="utf-8")), resolved)
+
+
+def _as_written(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as config.yaml holds it."""
+    recipe: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
+    return recipe
+
+
+def _replaces(run: RunPaths, *, resume: bool, overwrite: bool) -> bool:
+    """Whether what is there gives way to the new run; UserError where it may not."""
+    replaced = overwrite or (not resume and run.is_stillborn())
+    if _written(run.path) and not replaced and not resume:
+        raise UserError(
+            f"{run.path} exists: continue it with --resume, delete it with --overwrite, or choose another run.name"
+        )
+    return replaced
+
+
 def _written(path: Path) -> list[Path]:
     return [path / name for name in WRITTEN if (path / name).exists()]
 
 
-def _run_path(config: RunSectionConfig) -> Path:
+def _run_path(config: RunSectionConfig, *, resume: bool, overwrite: bool) -> Path:
+    """Where the run lies; UserError where the name, the options or what lies there cannot be."""
+    if resume and overwrite:
+        raise UserError("--resume continues a run and --overwrite deletes it: give one of the two")
     parts = Path(config.name).parts
     if not parts or Path(config.name).is_absolute() or ".." in parts:
         raise UserError(f"run.name={config.name!r} must be a name inside run.directory, such as my-run or sweep/01")
-    return Path(config.directory) / config.name
+    path = Path(config.directory) / config.name
+    if _written(path) and not RunPaths(path).is_run():
+        raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")
+    return path

@@ -26,11 +26,9 @@ class RunLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _holder(self._file)
+            error = _held_by_another(path, self._file)
             self._file.close()
-            raise UserError(
-                f"{path.parent} is being written by {holder}: stop it first, or choose another run.name"
-            ) from None
+            raise error from None
         _held.add(self)
         self._file.truncate(0)
         json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)
@@ -47,6 +45,17 @@ class RunLock:
         self._file.close()
 
 
+def check_unlocked(path: Path) -> None:
+    """UserError naming the process that holds the lock; it is neither taken nor made."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _held_by_another(path, file) from None
+
+
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
@@ -57,6 +66,10 @@ def _forget_in_child() -> None:
 
 # A forked worker shares the locked file: one that outlives a killed trainer would keep the run locked.
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _held_by_another(path: Path, file: IO[str]) -> UserError:
+    return UserError(f"{path.parent} is being written by {_holder(file)}: stop it first, or choose another run.name")
 
 
 def _holder(file: IO[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, brief
 from flatpeak.hub import hub_or_cache
 from flatpeak.rewards.model.template import Record, Spread, Wording, pick_template, read_record
 
@@ -59,7 +59,7 @@ def load_model(path: str, *, where: str, trained: bool = True, **settings: Any) 
                     path, **revision, **settings, output_loading_info=True
                 )
         except (OSError, ValueError, KeyError) as error:
-            line = f"no such directory, and {problem}" if problem else str(error).strip().split("\n")[0]
+            line = f"no such directory, and {problem}" if problem else brief(error)
             raise UserError(f"{where}={path} does not load as a sequence-classification model: {line}") from error
         finally:
             logging.set_verbosity(level)
