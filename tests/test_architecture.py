@@ -32,7 +32,7 @@ ORDER = (
     {"assembly"},
     {"saved"},
     {"api"},
-    {"comparison", "forking", "reward_model"},
+    {"chatting", "comparison", "forking", "reward_model"},
     {"integrations"},
     {"cli"},
 )

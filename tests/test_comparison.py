@@ -16,10 +16,11 @@ import yaml
 from typer.testing import CliRunner
 
 from flatpeak import comparison as comparison_module
+from flatpeak.chatting import chat_loop
 from flatpeak.cli.main import app
 from flatpeak.comparison import compare_checkpoints, evaluated_by
 from flatpeak.errors import UserError
-from flatpeak.evaluation.chat import chat_loop
+from flatpeak.evaluation.chat import Console
 from flatpeak.evaluation.locate import locate_model, locate_stages
 from flatpeak.recipe import load_recipe, parse_config
 
@@ -278,7 +279,7 @@ def test_chat_answers_every_line_until_an_empty_one(finished: Path) -> None:
     def read(prompt: str) -> str:
         return next(asked)
 
-    chat_loop(str(finished), temperature=0.0, max_new_tokens=3, read=read, write=answers.append)
+    chat_loop(str(finished), max_new_tokens=3, console=Console(read=read, write=answers.append))
     assert len(answers) == 2
     assert all(isinstance(answer, str) and len(answer) <= 3 for answer in answers)
     with pytest.raises(StopIteration):

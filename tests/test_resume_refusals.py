@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from flatpeak.chatting import chat_loop
 from flatpeak.comparison import compare_checkpoints
 from flatpeak.errors import UserError
-from flatpeak.evaluation.chat import chat_loop
 from flatpeak.evaluation.locate import locate_model
 from flatpeak.policy.policy import Policy
 from flatpeak.runs.checkpoints import CheckpointState
@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_neither_evaluated_nor_talked_to(recipe: Recipe,
     for step in (0, 2):
         flip(path / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
     name = str(path if named == "best" else path / named)
-    for use in (lambda: locate_model(name), lambda: chat_loop(name, temperature=0.0, max_new_tokens=1)):
+    for use in (lambda: locate_model(name), lambda: chat_loop(name)):
         with pytest.raises(UserError, match=r"model\.safetensors: damaged: .*; use another checkpoint of the run"):
             use()
     with pytest.raises(UserError, match=r"model\.safetensors: damaged"):

@@ -69,7 +69,10 @@ def compare_checkpoints(
         base = evaluated_by(asked, base)
         said += [f"{section}=" for section in SECTIONS if section in asked or "task" in asked]
     if "task" not in base and not _overridden(overrides, "task"):
-        raise UserError("none of these models belongs to a run, so the task is unknown: give --recipe or task.type=...")
+        raise UserError(
+            "none of these models belongs to a run with a config.yaml, so the task is unknown: give --recipe or "
+            "task.type=..."
+        )
     notices: list[str] = []
     evaluations: list[Evaluation] = []
     for model in models:

@@ -104,12 +104,17 @@ def test_only_one_final_line_break_of_a_template_file_is_the_editors(tmp_path):
         ({"system": "Be brief."}, "prompt.system needs a chat template: set prompt.template=chat"),
         ({"chat_template_kwargs": {"a": 1}}, "prompt.chat_template_kwargs needs a chat template"),
         ({"template": "chat", "chat_template_kwargs": {"tokenize": True}}, "kwargs.tokenize is not a choice"),
-        ({"max_tokens": 0}, "prompts may have 0 tokens"),
+        ({"max_tokens": 0}, "completions leave no room for a prompt in the model's context"),
     ],
 )
 def test_settings_that_cannot_work_are_errors(config, message):
     with pytest.raises(UserError, match=message):
         build("Q", **config)
+
+
+def test_a_longest_prompt_of_no_tokens_is_an_error_that_names_its_setting():
+    with pytest.raises(UserError, match=r"^prompt\.max_tokens=0: a prompt has at least 1 token; raise it$"):
+        build_prompts(examples("Q"), make_tokenizer(), PromptConfig(max_tokens=0), max_tokens=100)
 
 
 def test_a_file_without_the_placeholder_is_an_error(tmp_path):

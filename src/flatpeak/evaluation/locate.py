@@ -8,6 +8,7 @@ from pathlib import Path
 from flatpeak.errors import UserError
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, verify_checkpoint
 from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.nearby import run_hint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +18,9 @@ class Located:
     path: str | None
     """A directory that `from_pretrained` loads, or a Hub name; None is the model that the recipe names."""
     recipe: Path | None
-    """The run's config.yaml."""
+    """The run's config.yaml; None where the model comes from no run, or the file is missing."""
+    run: Path | None = None
+    """The run's directory."""
 
 
 def locate_model(name: str) -> Located:
@@ -28,19 +31,29 @@ def locate_model(name: str) -> Located:
         candidates = (run.checkpoints / BEST, run.checkpoints / LAST, run.checkpoints / "sft" / LAST)
         for candidate in candidates:
             if candidate.is_dir():
-                return _whole(Located(path=str(candidate), recipe=run.config))
+                return _whole(_of_run(run, path=str(candidate)))
         raise UserError(f"{name} is a run without a checkpoint: give another, or go on with --resume")
     if path.is_dir():
-        runs = (RunPaths(parent) for parent in path.absolute().parents)
-        return _whole(Located(path=name, recipe=next((run.config for run in runs if run.is_run()), None)))
+        # A link to a checkpoint lies outside the run, what it points to inside.
+        runs = (RunPaths(parent) for place in (path.absolute(), path.resolve()) for parent in place.parents)
+        found = next((run for run in runs if run.is_run()), None)
+        return _whole(Located(path=name, recipe=None) if found is None else _of_run(found, path=name))
     # A Hub name has at most one slash and no local folder before it: anything else was meant as a path.
     if (
         name.startswith((".", "/", "~"))
         or name.count("/") > 1
         or (len(path.parts) > 1 and Path(path.parts[0]).is_dir())
     ):
-        raise UserError(f"{name}: no such run or model directory")
+        raise UserError(f"{name}: no such run or model directory{run_hint(name)}")
+    hint = run_hint(name)
+    if hint:
+        raise UserError(f"{name} is no directory{hint}")
     return Located(path=name, recipe=None)
+
+
+def _of_run(run: RunPaths, *, path: str | None) -> Located:
+    """A model that belongs to a run."""
+    return Located(path=path, recipe=run.config if run.config.is_file() else None, run=run.path)
 
 
 def locate_stages(name: str) -> dict[str, Located]:
@@ -50,7 +63,8 @@ def locate_stages(name: str) -> dict[str, Located]:
     """
     run = RunPaths(Path(name))
     if not run.is_run():
-        raise UserError(f"--stages {name}: not a run's directory; give runs, or leave --stages out")
+        hint = run_hint(name) or "; give runs, or leave --stages out"
+        raise UserError(f"--stages {name}: not a run's directory{hint}")
     start, after_sft = run.checkpoints / checkpoint_name(0), run.sft_checkpoints / LAST
     places = {
         # Without SFT, RL began with the model as it was.
@@ -64,7 +78,7 @@ def locate_stages(name: str) -> dict[str, Located]:
         if place is None or place.is_dir():
             by_place.setdefault(_stage_of(place, run), []).append(stage)
     return {
-        " = ".join(stages): _whole(Located(path=None if place is None else str(place), recipe=run.config))
+        " = ".join(stages): _whole(_of_run(run, path=None if place is None else str(place)))
         for place, stages in by_place.items()
     }
 

@@ -118,10 +118,14 @@ def _rename_into_place(temporary: Path, final: Path) -> None:
     _remove(replaced)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory was written by `write_checkpoint`; a model saved by other means is none."""
+    return any((path / name).exists() for name in (_TENSORS, _STATE, _FORMER_TENSORS, _FORMER_STATE))
+
+
 def verify_checkpoint(path: Path) -> None:
     """UserError where a checkpoint is not as it was written; any other directory passes."""
-    is_checkpoint = any((path / name).exists() for name in (_TENSORS, _STATE, _FORMER_TENSORS, _FORMER_STATE))
-    broken = broken_file(path) if is_checkpoint else None
+    broken = broken_file(path) if is_checkpoint(path) else None
     if broken is not None:
         raise UserError(f"{path / broken.name}: {broken.problem}; use another checkpoint of the run")
 

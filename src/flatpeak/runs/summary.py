@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from flatpeak.errors import UserError
 from flatpeak.runs.files import write_atomic
+from flatpeak.runs.nearby import run_hint
 
 Status = Literal["running", "done", "stopped", "failed"]
 EvaluationStage = Literal["start", "sft", "train"]
@@ -86,7 +87,10 @@ def read_summary(path: Path) -> RunSummary:
         checkpoints = tuple(content.pop("checkpoints"))
         return RunSummary(evaluations=evaluations, checkpoints=checkpoints, **content)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist: {path.parent} is not a run, or its training never began") from None
+        hint = run_hint(path.parent, after="; ")
+        raise UserError(
+            f"{path} does not exist: {path.parent} is not a run, or its training never began{hint}"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a run's summary ({error})") from error
 

@@ -63,12 +63,7 @@ def build_prompts(
     are too long without any. UserError for a template that cannot be used, an empty prompt, and, with
     `overlong=error`, for prompts that are too long.
     """
-    limit = max_tokens if config.max_tokens is None else min(max_tokens, config.max_tokens)
-    if limit < 1:
-        raise UserError(
-            f"prompts may have {limit} tokens: lower rollout.max_new_tokens, raise prompt.max_tokens, or take a model "
-            "with a longer context"
-        )
+    limit = _longest(config, max_tokens)
     word = _chat_wording(tokenizer, config) if config.template == CHAT else _text_wording(tokenizer, config)
     prompts: list[Prompt] = []
     too_long: list[int] = []
@@ -113,6 +108,29 @@ def prompt_texts(examples: Sequence[Example], config: PromptConfig) -> list[str]
     template = _template(config.template)
     parts = dict.fromkeys(part for example in examples for part in (example.preamble, *example.shots) if part)
     return [*(template.replace(PLACEHOLDER, example.question) for example in examples), *parts]
+
+
+def word_messages(tokenizer: Tokenizer, messages: Sequence[Message], config: PromptConfig) -> tuple[str, list[int]]:
+    """A conversation by the tokenizer's chat template, up to and including the header of the assistant's turn, as text
+    and as token ids. UserError where the template cannot be used."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            "prompt.template=chat: this tokenizer has no chat template; use prompt.template=r1_zero, plain or a file, "
+            "or an instruction-tuned model"
+        )
+    for key in ("tokenize", "add_generation_prompt"):
+        if key in config.chat_template_kwargs:
+            raise UserError(f"prompt.chat_template_kwargs.{key} is not a choice here: remove it")
+    kwargs: dict[str, Any] = {**config.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
+    try:
+        text = tokenizer.apply_chat_template(list(messages), **kwargs)
+    except TemplateError as error:
+        raise UserError(
+            f"prompt.template=chat: the chat template refuses the messages ({error}); remove prompt.system or "
+            "change prompt.chat_template_kwargs"
+        ) from error
+    # The template has written every special token into the text, the beginning of the sequence included.
+    return text, tokenizer.encode(text, add_special_tokens=False)
 
 
 def _text_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
@@ -160,31 +178,28 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _chat_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
-    """A wording by the tokenizer's chat template, up to and including the header of the assistant's turn."""
-    if not tokenizer.chat_template:
-        raise UserError(
-            "prompt.template=chat: this tokenizer has no chat template; use prompt.template=r1_zero, plain or a file, "
-            "or an instruction-tuned model"
-        )
-    for key in ("tokenize", "add_generation_prompt"):
-        if key in config.chat_template_kwargs:
-            raise UserError(f"prompt.chat_template_kwargs.{key} is not a choice here: remove it")
-    kwargs: dict[str, Any] = {**config.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
+    """A wording of single questions by the tokenizer's chat template."""
     system: tuple[Message, ...] = () if config.system is None else ({"role": "system", "content": config.system},)
+    word_messages(tokenizer, (*system, {"role": "user", "content": "?"}), config)  # refuses at once what it cannot use
 
     def word(question: str) -> _Wording:
         messages = (*system, {"role": "user", "content": question})
-        try:
-            text = tokenizer.apply_chat_template(list(messages), **kwargs)
-        except TemplateError as error:
-            raise UserError(
-                f"prompt.template=chat: the chat template refuses the messages ({error}); remove prompt.system or "
-                "change prompt.chat_template_kwargs"
-            ) from error
-        # The template has written every special token into the text, the beginning of the sequence included.
-        return _Wording(text=text, token_ids=tuple(tokenizer.encode(text, add_special_tokens=False)), messages=messages)
+        text, token_ids = word_messages(tokenizer, messages, config)
+        return _Wording(text=text, token_ids=tuple(token_ids), messages=messages)
 
     return word
+
+
+def _longest(config: PromptConfig, max_tokens: int) -> int:
+    """How many tokens a prompt may have. UserError where that is none."""
+    if config.max_tokens is not None and config.max_tokens < 1:
+        raise UserError(f"prompt.max_tokens={config.max_tokens}: a prompt has at least 1 token; raise it")
+    if max_tokens < 1:
+        raise UserError(
+            "completions leave no room for a prompt in the model's context: lower rollout.max_new_tokens, or take a "
+            "model with a longer context"
+        )
+    return max_tokens if config.max_tokens is None else min(max_tokens, config.max_tokens)
 
 
 def _fitted(example: Example, word: _Word, *, limit: int) -> tuple[_Wording, int]:

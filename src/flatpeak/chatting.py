@@ -1,0 +1,193 @@
+"""`flatpeak chat`: talk to a model, which a run's recipe says how to ask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flatpeak.config import RunConfig
+from flatpeak.errors import UserError
+from flatpeak.evaluation.chat import ChatSettings, Console, chat_prompt, converse
+from flatpeak.evaluation.locate import Located, locate_model
+from flatpeak.policy.config import ModelConfig
+from flatpeak.policy.loading import load_policy
+from flatpeak.recipe import load_recipe, parse_config
+from flatpeak.runs.checkpoints import is_checkpoint
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.rollout_log import first_row, logged_steps
+from flatpeak.tasks.arithmetic import arithmetic_examples
+from flatpeak.tasks.config import ArithmeticConfig, PromptConfig
+from flatpeak.tasks.prompts import CHAT, prompt_texts
+from flatpeak.types import SamplingParams
+
+LONGEST_ANSWER = 256
+"""Tokens, where neither a recipe nor the caller says how many."""
+LONGEST_EXAMPLE = 300
+"""Characters of an example question that is shown."""
+_MARK = "FLATPEAKQUESTION"
+_UNKNOWN = "how questions were worded in training is unknown; --recipe or --template can say it"
+
+
+def chat_loop(
+    path: str,
+    *,
+    recipe: str | None = None,
+    template: str | None = None,
+    system: str | None = None,
+    temperature: float | None = None,
+    max_new_tokens: int | None = None,
+    console: Console | None = None,
+) -> None:
+    """Answer questions with a run's model as they were asked in its training, or with any model by its chat template.
+
+    `recipe` says how instead; `template`, `system`, `temperature` and `max_new_tokens` come first. UserError where the
+    model or the template cannot be used.
+    """
+    console = console or Console()
+    located = locate_model(path)
+    own = _config(located.recipe)
+    config = own if recipe is None else _config(recipe)
+    wording = None if config is None and template is None else _wording(config, template=template, system=system)
+    model = own.model if own is not None else ModelConfig()
+    policy = load_policy(ModelConfig(path=located.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
+    tokenizer: Any = policy.tokenizer
+    if wording is None:
+        wording = _own_wording(tokenizer, system=system)
+    if wording.template == CHAT and not tokenizer.chat_template:
+        raise UserError(f"{path}: its tokenizer has no chat template: give --template plain, r1_zero or a file")
+    settings = ChatSettings(
+        prompt=wording,
+        sampling=_sampling(config, wording, temperature=temperature, max_new_tokens=max_new_tokens),
+        conversation=wording.template == CHAT and (config is None or template is not None),
+    )
+    chat_prompt(tokenizer, [{"role": "user", "content": "?"}], settings)  # what it refuses it refuses now
+    for line in _opening(located, config, settings, recipe=recipe, chat_template=bool(tokenizer.chat_template)):
+        console.note(line)
+    example = None if config is None else example_question(config, tokenizer, located.run)
+    if example is not None:
+        console.note(f"try: {example}")
+    converse(policy, settings, console)
+
+
+def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str | None:
+    """A question of the task in one line: a held-out one where the task is generated, else one of the run's logged
+    rollouts. None where neither is at hand: loading a data set would take too long."""
+    question: str | None = None
+    try:
+        if isinstance(config.task, ArithmeticConfig):
+            question = arithmetic_examples(config.task)[1][0].question
+        elif run is not None:
+            question = _logged_question(config, tokenizer, RunPaths(run))
+    except (UserError, OSError, ValueError, KeyError, IndexError):  # it is only an example
+        return None
+    shown = question is not None and question.isprintable() and 0 < len(question) <= LONGEST_EXAMPLE
+    return question if shown else None
+
+
+def _logged_question(config: RunConfig, tokenizer: Any, run: RunPaths) -> str | None:
+    """The question in the first prompt of the newest logged step: what stands where the template has its question."""
+    logged = list(logged_steps(run.rollouts).values())
+    if not logged:
+        return None
+    prompt: str = first_row(logged[-1])["prompt"]
+    settings = ChatSettings(prompt=config.prompt, sampling=SamplingParams(), conversation=False)
+    before, mark, after = chat_prompt(tokenizer, [{"role": "user", "content": _MARK}], settings).text.partition(_MARK)
+    if not mark or not (prompt.startswith(before) and prompt.endswith(after)):
+        return None
+    return prompt[len(before) : len(prompt) - len(after)]
+
+
+def _config(recipe: str | Path | None) -> RunConfig | None:
+    return None if recipe is None else parse_config(load_recipe(recipe))
+
+
+def _wording(config: RunConfig | None, *, template: str | None, system: str | None) -> PromptConfig:
+    """The recipe's, or that of `template`; a system message given here replaces the recipe's."""
+    prompt = PromptConfig() if config is None else config.prompt
+    if template is not None and (config is None or template != prompt.template):
+        prompt = PromptConfig(template=template)
+    if system is not None:
+        prompt = prompt.model_copy(update={"system": system})
+    if prompt.template != CHAT:
+        if system is not None:
+            raise UserError(
+                f"--system needs a chat template, and the questions are worded by {prompt.template}: add --template "
+                "chat, or leave --system out"
+            )
+        _check_template(prompt, given=template is not None)
+    return prompt
+
+
+def _check_template(prompt: PromptConfig, *, given: bool) -> None:
+    """UserError where the template is a file that is not here."""
+    try:
+        prompt_texts((), prompt)
+    except UserError as error:
+        if given:
+            raise UserError(str(error).replace("prompt.template=", "--template ", 1)) from error
+        raise UserError(
+            f"{error}; start the chat in the directory where the run was started, or give --template"
+        ) from error
+
+
+def _own_wording(tokenizer: Any, *, system: str | None) -> PromptConfig:
+    """The model's own chat template where it has one, else the question alone."""
+    if tokenizer.chat_template:
+        return PromptConfig(template=CHAT, system=system)
+    if system is not None:
+        raise UserError("--system: this model's tokenizer has no chat template; leave --system out")
+    return PromptConfig(template="plain")
+
+
+def _sampling(
+    config: RunConfig | None, wording: PromptConfig, *, temperature: float | None, max_new_tokens: int | None
+) -> SamplingParams:
+    """As the recipe's evaluations draw answers; without a recipe by sampling at temperature 1."""
+    found = SamplingParams(max_new_tokens=LONGEST_ANSWER)
+    if config is not None:
+        evaluation, rollout = config.evaluation, config.rollout
+        found = SamplingParams(
+            temperature=0.0 if evaluation.greedy else evaluation.temperature,
+            top_p=1.0 if evaluation.greedy else evaluation.top_p,
+            top_k=0 if evaluation.greedy else evaluation.top_k,
+            max_new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
+            # Another wording was never taught to write them.
+            stop=rollout.stop if wording.template == config.prompt.template else (),
+        )
+    if temperature is not None:
+        found = replace(found, temperature=temperature)
+    return found if max_new_tokens is None else replace(found, max_new_tokens=max_new_tokens)
+
+
+def _opening(
+    located: Located,
+    config: RunConfig | None,
+    settings: ChatSettings,
+    *,
+    recipe: str | None,
+    chat_template: bool,
+) -> list[str]:
+    """What is said before the first question: how it will be worded, and how the answer is drawn."""
+    template = settings.prompt.template
+    form = "as a conversation" if settings.conversation else "each question by itself"
+    lines = []
+    if config is not None and template == config.prompt.template:
+        other = "" if settings.conversation or not chat_template else "; --template chat for the model's own"
+        if template == CHAT and other:
+            other = "; --template chat for a conversation"
+        lines.append(f"asked as in {'training' if recipe is None else recipe}: {template}, {form}{other}")
+        shots = getattr(config.task, "shots", 0)
+        if shots:
+            lines.append(f"without the {shots} worked examples that the task puts before each question")
+    elif config is not None:
+        lines.append(f"asked by --template {template}, {form}; training asked by {config.prompt.template}")
+    else:
+        if located.run is not None:
+            lines.append(f"{located.run / 'config.yaml'} is missing, so {_UNKNOWN}")
+        elif located.path is not None and is_checkpoint(Path(located.path)):
+            lines.append(f"this checkpoint lies outside its run, so {_UNKNOWN}")
+        lines.append(f"asked by {'its chat template' if template == CHAT else template}, {form}")
+    sampling = settings.sampling
+    lines.append(f"temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} tokens (see --help)")
+    return lines
