@@ -151,6 +151,18 @@ def test_a_missing_base_names_the_recipe_that_asks_for_it(tmp_path):
         load_recipe(put(tmp_path / "a.yaml", "extends: gone\n"))
 
 
+@pytest.mark.parametrize("name", ["", " ", "flatpeak:"])
+def test_a_recipe_without_a_name_is_an_error(name):
+    with pytest.raises(UserError, match=r"has no name: give a YAML file or a shipped recipe, such as flatpeak:demo$"):
+        load_recipe(name)
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "flatpeak:.", "flatpeak:..", "flatpeak:/", "flatpeak:tasks"])
+def test_the_name_of_a_directory_is_an_error(name):
+    with pytest.raises(UserError, match=rf"^recipe {name} is a directory, not a recipe: "):
+        load_recipe(name)
+
+
 def test_a_directory_is_no_recipe(tmp_path):
     with pytest.raises(UserError, match="is a directory, not a recipe"):
         load_recipe(tmp_path)

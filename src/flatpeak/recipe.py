@@ -142,6 +142,10 @@ def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
         if path.is_file():
             return path.resolve()
     where = f" (extended by {origin})" if origin else ""
+    if not name.strip().removeprefix(SHIPPED):
+        raise UserError(
+            f"recipe {name!r}{where} has no name: give a YAML file or a shipped recipe, such as flatpeak:demo"
+        )
     what = "is a directory, not a recipe" if place.is_dir() else "not found"
     near = _near_recipes(name)
     hint = f"did you mean {' or '.join(near)}?" if near else "give a YAML file or a shipped recipe, flatpeak:NAME"
@@ -150,7 +154,8 @@ def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
 
 def _near_recipes(name: str) -> list[str]:
     """Shipped recipes whose name, or last part of it, is close to the one asked for."""
-    wanted = Path(name.rpartition(":")[2]).with_suffix("")  # the prefix may be misspelled as well
+    place = Path(name.rpartition(":")[2])  # the prefix may be misspelled as well
+    wanted = place.with_suffix("") if place.name else place
     by_stem: dict[str, list[str]] = {}
     for shipped in shipped_recipes():
         plain = shipped.removeprefix(SHIPPED)

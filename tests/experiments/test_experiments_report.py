@@ -4,13 +4,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.experiments.charts import CHARTS, accuracy_curves, charts, metric_curves
 from flatpeak.experiments.report import evaluations_of, example_rollouts, write_report
-from flatpeak.experiments.table import run_table
+from flatpeak.experiments.table import compared_runs, run_table
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.summary import RunSummary, StageEvaluation, write_summary
@@ -399,6 +400,39 @@ def test_the_best_value_at_step_0_is_that_of_the_model_rl_began_with(run):
         "0",
         "1.0",
     ]
+
+
+def test_several_runs_are_compared_in_a_table_for_the_terminal(run, tmp_path):
+    other, bare = RunPaths(tmp_path / "other"), RunPaths(tmp_path / "bare")
+    for paths in (other, bare):
+        paths.path.mkdir()
+    sampled = StageEvaluation(
+        stage="train", step=3, task="t", size=8, metrics={"reward": -1.25}, intervals={"reward": (-2.0, -0.5)}
+    )
+    write_summary(
+        other.summary, replace(SUMMARY, status="stopped", metric="reward", best_step=None, evaluations=(sampled,))
+    )
+    table = compared_runs([run.path, other.path, bare.path]).splitlines()
+    assert table[0].split() == ["run", "metric", "start", "SFT", "final", "95%", "interval", "best", "last", "time"]
+    first = "accuracy 0.000 0.410 0.970 [0.940, 0.990] 40 40 118 s"
+    assert table[1].split() == [str(run.path), *first.split()]
+    second = "(stopped) reward - - -1.250 [-2.000, -0.500] - 40 118 s"
+    assert table[2].split() == [str(other.path), *second.split()]
+    assert table[3].split() == [str(bare.path), "(no", "summary)", *("-" for _ in range(8))]
+    ends = [line.rstrip().rfind(" s") for line in table[1:3]]
+    assert ends[0] == ends[1] > 0
+    figures = max(map(len, table)) - len(f"{bare.path} (no summary)")
+    assert figures + len("runs/gsm8k") <= 80
+
+
+def test_a_name_in_runs_is_suggested(run, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "manifest.json").write_text(json.dumps({"versions": {"flatpeak": "0"}}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^x is not a run's directory: did you mean runs/x\?$"):
+        write_report(Path("x"))
+    with pytest.raises(UserError, match=r"x is not a run, or .* never began; did you mean runs/x\?$"):
+        run_table([Path("x")])
 
 
 def test_a_run_without_summary_has_no_row(run):

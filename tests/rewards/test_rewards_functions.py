@@ -109,6 +109,24 @@ def test_arguments_that_cannot_be_passed_are_refused(arguments, message):
         FunctionReward(reward, arguments=arguments)
 
 
+@pytest.mark.parametrize(
+    ("asked", "row", "hint"),
+    [
+        ("solution", {}, "'gold'"),  # and not 'question', which is spelled more like it
+        ("ground_truth", {}, "'gold'"),
+        ("Labels", {"level": 1}, "'gold'"),
+        ("solution", {"answer": "7"}, "'gold' or 'answer'"),
+        ("problem", {}, "'question'"),
+        ("reasoning", {}, "'rationale'"),
+    ],
+)
+def test_a_column_by_the_name_it_has_elsewhere_is_told_its_own(group, asked, row, hint):
+    scope = {}
+    exec(f"def reward(completion, {asked}):\n    return 0.0", scope)
+    with pytest.raises(UserError, match=rf"has no such column \(did you mean {hint}\?\): rename the parameter"):
+        FunctionReward(scope["reward"]).score([group("a", id="1", **row)])
+
+
 def test_a_missing_column_names_the_row_and_the_nearest_column(group):
     def reward(completion, levle):
         return 0.0

@@ -10,15 +10,19 @@ import typer
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    csv: Annotated[bool, typer.Option("--csv", help="Print one table of all runs instead.")] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print the table of runs as CSV, for a spreadsheet, and write nothing.")
+    ] = False,
 ) -> None:
-    """Write report.html anew, or print one table of several runs."""
-    if csv:
-        from flatpeak.experiments.table import run_table
+    """Rebuild each run's report.html and print its path; of several runs, also print a table that compares them."""
+    from flatpeak.experiments.table import compared_runs, run_table
 
+    if csv:
         typer.echo(run_table(runs), nl=False)
         return
     from flatpeak.experiments.report import write_report
 
     for run in runs:
         typer.echo(write_report(run))
+    if len(runs) > 1:
+        typer.echo(f"\n{compared_runs(runs)}")

@@ -9,8 +9,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from rich.cells import cell_len
 from rich.console import Group as Lines
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flatpeak.config import RunConfig
@@ -21,6 +22,7 @@ from flatpeak.policy.loading import load_policy
 from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.runs.checkpoints import LAST, checkpoint_name
 from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.nearby import run_hint
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.training.batch import collate
 from flatpeak.training.learner import score, token_budget
@@ -58,15 +60,19 @@ class Explanation:
         return [told.row["reward"] for told in self.completions if told.row["reward"] is not None]
 
 
-def explain(run: Path, *, step: int, group: str | None = None) -> Explanation:
+def explain(run: Path, *, step: int | None = None, group: str | None = None) -> Explanation:
     """Read a group of a step's log (the one whose rewards differ most, unless named) and score it with the run's last
-    checkpoint and its first. Raises UserError where there is no such run, step or group."""
+    checkpoint and its first. `step` None is the newest that was logged. Raises UserError where there is no such run,
+    step or group."""
     paths = RunPaths(run)
     if not paths.is_run():
-        raise UserError(f"{run} is not a run's directory")
+        raise UserError(f"{run} is not a run's directory{run_hint(run)}")
     steps = logged_steps(paths.rollouts)
+    if not steps:
+        raise UserError(f"{run} has no rollouts: {_why_none(paths)}")
+    step = max(steps) if step is None else step
     if step not in steps:
-        raise UserError(f"{run} has no rollouts of step {step}: choose one of {', '.join(map(str, steps)) or 'none'}")
+        raise UserError(f"{run} has no rollouts of step {step}: choose one of {', '.join(map(str, steps))}")
     rows = read_rollouts(steps[step])
     config = parse_config(load_recipe(paths.config))
     chosen = [row for row in rows if row["group"] == (group or _widest(rows))]
@@ -81,6 +87,13 @@ def explain(run: Path, *, step: int, group: str | None = None) -> Explanation:
     )
     weight_of = {id(row): float(weight) for row, weight in zip(rows, weights, strict=True)}
     return Explanation(step=step, config=config, completions=tuple(_told(chosen, weight_of, config, paths)))
+
+
+def _why_none(paths: RunPaths) -> str:
+    """Why a run has logged no rollouts, and what to do."""
+    if paths.config.is_file() and not parse_config(load_recipe(paths.config)).run.log_rollouts_every:
+        return "run.log_rollouts_every=0 logs none; raise it"
+    return "no step of RL has been logged yet"
 
 
 def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, paths: RunPaths) -> list[ToldCompletion]:
@@ -121,7 +134,7 @@ def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, p
         ToldCompletion(
             row=row,
             weight=weight_of[id(row)],
-            tokens=tuple(last.tokenizer.decode([token]) for token in row["token_ids"]),
+            tokens=tuple(shown_token(last.tokenizer, token) for token in row["token_ids"]),
             ratios=tuple(ratio.tolist()),
             kls=tuple(kl.tolist()),
         )
@@ -137,36 +150,79 @@ def _widest(rows: Sequence[Row]) -> str:
     return max(rewards, key=lambda group: max(rewards[group]) - min(rewards[group]), default="")
 
 
-def render(explanation: Explanation) -> Lines:
-    """The group for a terminal: the rule with its numbers, a line per completion, and the tokens in colour."""
+def render(explanation: Explanation, *, width: int | None = None) -> Lines:
+    """The group as lines to print: the rule with its numbers, a row per completion, and the tokens in colour.
+
+    Columns that do not fit into `width` go into further tables: a figure is never cut.
+    """
     first, advantage = explanation.completions[0].row, explanation.config.advantage
     rewards = explanation.rewards
     spread = stdev(rewards) if len(rewards) > 1 else float("nan")
-    table = Table("", "reward", "advantage", "w per token", "tokens", "ended by", *first["rewards"])
-    for index, told in enumerate(explanation.completions):
-        row = told.row
-        figures = (row["reward"], row["advantage"], told.weight)
-        parts = (_figure(score) for score in row["rewards"].values())
-        table.add_row(str(index), *map(_figure, figures), str(len(told.tokens)), row["finish_reason"], *parts)
+    rows = [told.row for told in explanation.completions]
+    columns = {
+        "reward": [_figure(row["reward"]) for row in rows],
+        "advantage": [_figure(row["advantage"]) for row in rows],
+        "w per token": [_figure(told.weight) for told in explanation.completions],
+        "tokens": [str(len(told.tokens)) for told in explanation.completions],
+        "ended by": [row["finish_reason"] for row in rows],
+    }
+    # A part may be called as a column is.
+    parts = [(name, [_figure(row["rewards"].get(name)) for row in rows]) for name in first["rewards"]]
     return Lines(
-        f"step {explanation.step}, group {first['group']}, gold {first['gold']}",
+        Text(f"step {explanation.step}, group {first['group']}, gold {first['gold']}"),
         Text(first["prompt"], style="dim"),
-        f"rewards: mean {mean(rewards) if rewards else float('nan'):.4g}, std {spread:.4g} (n - 1); "
-        f"baseline {advantage.baseline}, scale {advantage.scale}",
-        table,
-        "Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint);",
-        "underlined where k3 to the policy as RL began exceeds 0.1. A token's gradient weighs -advantage * w * ratio.",
+        Text(
+            f"rewards: mean {mean(rewards) if rewards else float('nan'):.4g}, std {spread:.4g} (n - 1); "
+            f"baseline {advantage.baseline}, scale {advantage.scale}"
+        ),
+        *_tables([*columns.items(), *parts], width=width),
+        Text("Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint);"),
+        Text("underlined where k3 to the policy as RL began exceeds 0.1. A token's gradient weighs"),
+        Text("-advantage * w * ratio."),
         *(_tokens(index, told) for index, told in enumerate(explanation.completions)),
     )
+
+
+def _tables(columns: Sequence[tuple[str, Sequence[str]]], *, width: int | None) -> list[Table]:
+    """Tables that are as wide as their content, each with as many of the columns as fit beside the row's number."""
+    numbers = [str(index) for index in range(len(columns[0][1]))]
+    margin = 3  # the line and the two spaces around a cell
+    room = None if width is None else width - 1 - max(map(len, numbers)) - margin
+    chunks: list[list[tuple[str, Sequence[str]]]] = [[]]
+    used = 0
+    for name, cells in columns:
+        needed = max(map(cell_len, (name, *cells))) + margin
+        if room is not None and chunks[-1] and used + needed > room:
+            chunks.append([])
+            used = 0
+        chunks[-1].append((name, cells))
+        used += needed
+    return [_table([("", numbers), *chunk]) for chunk in chunks]
+
+
+def _table(columns: Sequence[tuple[str, Sequence[str]]]) -> Table:
+    # What is wider than a whole line (the name of a reward) goes on in the next; nothing else is ever broken.
+    table = Table(*(Column(Text(name), overflow="fold") for name, _ in columns))
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _tokens(index: int, told: ToldCompletion) -> Text:
     line = Text(f"{index} ")
     for token, ratio, kl in zip(told.tokens, told.ratios, told.kls, strict=True):
         colour = "green" if ratio > 1.05 else "red" if ratio < 0.95 else "default"
-        line.append(repr(token)[1:-1], style=f"{colour}{' underline' if kl > 0.1 else ''}")
+        line.append(token, style=f"{colour}{' underline' if kl > 0.1 else ''}")
         line.append(f"x{ratio:.2f} ", style="dim")
     return line
+
+
+def shown_token(tokenizer: Any, token: int) -> str:
+    """A token's text with nothing invisible in it: `\\n` for a line break, `␣` for a token of blanks alone."""
+    text: str = tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
+    if not text.strip(" "):
+        return "␣" * len(text)
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _figure(value: float | None) -> str:

@@ -27,6 +27,7 @@ from flatpeak.experiments.overoptimization import reward_weights
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.nearby import run_hint
 from flatpeak.runs.notices import START, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.runs.silence import silence
@@ -41,7 +42,8 @@ def write_report(run_dir: Path) -> Path:
 
     run = RunPaths(Path(run_dir))
     if not run.config.exists() and not run.metrics.exists():
-        raise UserError(f"{run.path} is not a run's directory: give one with a config.yaml, such as runs/demo")
+        hint = run_hint(run.path) or ": give one with a config.yaml, such as runs/demo"
+        raise UserError(f"{run.path} is not a run's directory{hint}")
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     page = environment.get_template("report.html.jinja").render(page_content(run))
     write_atomic(run.report, page)

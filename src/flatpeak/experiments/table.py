@@ -1,4 +1,4 @@
-"""The run-summary table: one row per run, for spreadsheets."""
+"""One row per run: as CSV for spreadsheets, and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatpeak.experiments.held_out import best_evaluation
+from flatpeak.experiments.held_out import best_evaluation, headline_metric
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
@@ -39,6 +39,46 @@ def run_table(runs: Sequence[Path]) -> str:
     for run in runs:
         writer.writerow({"run": run.as_posix()} | _row(read_summary(RunPaths(run).summary)))
     return text.getvalue()
+
+
+def compared_runs(runs: Sequence[Path]) -> str:
+    """A table of aligned columns, narrow enough for a terminal: the held-out metric at every stage, the interval of the
+    last figure, best and last step, time. A dash is a figure that the run does not have.
+
+    The metric is accuracy where the run has it, else the one that chose its checkpoints.
+    """
+    rows: list[tuple[str, ...]] = [("run", "metric", "start", "SFT", "final", "95% interval", "best", "last", "time")]
+    rows += [_compared(run, RunPaths(run).summary) for run in runs]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # Words to the left, figures to the right.
+    aligned = (
+        [one.ljust(w) if at < 2 else one.rjust(w) for at, (one, w) in enumerate(zip(r, widths, strict=True))]
+        for r in rows
+    )
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
+
+
+def _compared(run: Path, path: Path) -> tuple[str, ...]:
+    if not path.exists():
+        return (f"{run.as_posix()} (no summary)", *("-" for _ in range(8)))
+    summary = read_summary(path)
+    final = summary.evaluations[-1] if summary.evaluations else None
+    metric = (headline_metric(final, metric=summary.metric) if final else None) or summary.metric
+    interval = final.intervals.get(metric) if final else None
+    stages = (summary.evaluation("start"), summary.evaluation("sft"), final)
+    return (
+        run.as_posix() if summary.status == "done" else f"{run.as_posix()} ({summary.status})",
+        metric,
+        *(_short(None if found is None else found.metrics.get(metric)) for found in stages),
+        "-" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]",
+        "-" if summary.best_step is None else str(summary.best_step),
+        str(summary.last_step),
+        f"{summary.wall_seconds:.0f} s",
+    )
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _row(summary: RunSummary) -> dict[str, Any]:

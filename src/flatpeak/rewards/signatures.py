@@ -24,6 +24,15 @@ _GIVEN: Final[dict[Way, frozenset[str]]] = {
     "group": frozenset({"group"}),
     "completion": frozenset({"completion", "prompt"}),
 }
+_SYNONYMS: Final = {
+    "gold": frozenset(
+        {"answer", "solution", "label", "target", "reference", "expected", "ground_truth", "reference_answer"}
+        | {"final_answer", "correct_answer", "gold_answer", "expected_answer"}
+    ),
+    "question": frozenset({"problem", "query", "input", "instruction"}),
+    "rationale": frozenset({"reasoning", "explanation", "cot", "chain_of_thought"}),
+}
+"""What data sets and other libraries' rewards call the columns that every row has here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +80,8 @@ class Signature:
         for name in sorted(self.required - _GIVEN[self.way] - available.keys()):
             raise UserError(
                 f"reward function {self.name!r} has a parameter {name!r}, but row {prompt.id!r} has no such column"
-                f"{nearest(name, available)}: rename the parameter, give it a default, or set it under `arguments` "
-                f"(columns: {', '.join(sorted(available))})"
+                f"{_nearest_column(name, available)}: rename the parameter, give it a default, or set it under "
+                f"`arguments` (columns: {', '.join(sorted(available))})"
             )
 
 
@@ -131,6 +140,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name that looks most like it, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _nearest_column(name: str, available: Iterable[str]) -> str:
+    """A hint at the column that holds what is elsewhere called `name`, else at one of a similar name."""
+    for meant, others in _SYNONYMS.items():
+        if name.casefold().removesuffix("s") in others:
+            # A data set may have a column of such a name beside flatpeak's own.
+            found = [meant, *(column for column in sorted(available) if column in others)]
+            return f" (did you mean {' or '.join(map(repr, found))}?)"
+    return nearest(name, available)
 
 
 def _batch(pairs: Sequence[tuple[Completion, Prompt]]) -> dict[str, Any]:
