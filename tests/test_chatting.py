@@ -278,14 +278,6 @@ def test_a_checkpoint_that_was_moved_says_that_its_wording_is_unknown(
     assert asked.texts == ["1", "1#", "1#"]
 
 
-def test_a_link_to_a_checkpoint_leads_to_its_run(make_run: Any, asked: Asked, tmp_path: Path) -> None:
-    run = make_run()
-    (tmp_path / "mine").symlink_to(run / "checkpoints" / "best")
-    session = Session()
-    chat_loop(str(tmp_path / "mine"), console=session.console)
-    assert session.notes[0].startswith("asked as in training: plain")
-
-
 def test_a_run_without_its_recipe_says_so_and_is_asked_like_any_model(make_run: Any, asked: Asked) -> None:
     run = make_run()
     (run / "config.yaml").unlink()

@@ -34,8 +34,8 @@ def locate_model(name: str) -> Located:
                 return _whole(_of_run(run, path=str(candidate)))
         raise UserError(f"{name} is a run without a checkpoint: give another, or go on with --resume")
     if path.is_dir():
-        # A link to a checkpoint lies outside the run, what it points to inside.
-        runs = (RunPaths(parent) for place in (path.absolute(), path.resolve()) for parent in place.parents)
+        # Not resolved: a link beside a run is a model by itself.
+        runs = (RunPaths(parent) for parent in path.absolute().parents)
         found = next((run for run in runs if run.is_run()), None)
         return _whole(Located(path=name, recipe=None) if found is None else _of_run(found, path=name))
     # A Hub name has at most one slash and no local folder before it: anything else was meant as a path.

@@ -176,9 +176,11 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
             f"baseline {advantage.baseline}, scale {advantage.scale}"
         ),
         *_tables([*columns.items(), *parts], width=width),
-        Text("Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint);"),
-        Text("underlined where k3 to the policy as RL began exceeds 0.1. A token's gradient weighs"),
-        Text("-advantage * w * ratio."),
+        Text(
+            "Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint); "
+            "underlined where k3 to the policy as RL began exceeds 0.1. A token's gradient weighs -advantage * w * "
+            "ratio."
+        ),
         *(_tokens(index, told) for index, told in enumerate(explanation.completions)),
     )
 
