@@ -157,6 +157,18 @@ def test_columns_that_repeat_question_and_answer_follow() -> None:
     assert found.columns == {"question": found.question, "answer": f"#### {found.gold}", "grade": 5}
 
 
+def test_a_few_shot_question_gets_the_numbers_of_the_plain_one_between_its_cues() -> None:
+    seen = 0
+    for seed in range(20):
+        plain = perturb(row(CRATES, "185", WORKED), "numbers", seed=seed)
+        cued = perturb(row(f"Question: {CRATES}\nAnswer:", "185", f" {WORKED}"), "numbers", seed=seed)
+        assert (plain is None) == (cued is None)
+        if plain is not None and cued is not None:
+            assert (cued.question, cued.gold) == (f"Question: {plain.question}\nAnswer:", plain.gold)
+            seen += 1
+    assert seen > 5
+
+
 def test_replaying_the_same_numbers_gives_the_same_results() -> None:
     steps, found = read_steps(WORKED), question_numbers(CRATES)
     assert found is not None

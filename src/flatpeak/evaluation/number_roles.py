@@ -48,7 +48,8 @@ _DOUBTS = {
     ),
     "relations that are read in two ways": (
         r"than|ahead|behind|goals?|ratios?|probab\w*|chance|odds|consecutive|interest|compound\w*|others?|another|rest"
-        r"|respectively|same|equal\w*|split|share[ds]?|sharing|divide[ds]?|between|among|for all|cop(?:y|ies)|refill\w*"
+        r"|respectively|same|equal\w*|split|share[ds]?|sharing|divide[ds]?|between|among|for all|entire|cop(?:y|ies)"
+        r"|refill\w*"
     ),
     "what the world knows better: how much of one measure makes another": (
         r"in an? (?:gallon|quart|pint|cup|ton|pound|mile|kilometer|yard)"

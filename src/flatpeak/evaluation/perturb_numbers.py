@@ -15,6 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from flatpeak.evaluation.number_roles import Number, bounds, constants, doubt, find_origins, same_order, still_divides
+from flatpeak.evaluation.spans import split_question
 from flatpeak.evaluation.worked_steps import read_steps, replayed
 from flatpeak.types import Example
 
@@ -32,11 +33,14 @@ def other_numbers(example: Example, draw: random.Random) -> Example | None:
     """The example with other numbers and its own new gold answer, of the same length and sign where that can be."""
     if {"a", "op", "b"} <= example.columns.keys():
         return _arithmetic(example, draw)
-    found = question_numbers(example.question)
-    if found is None or _FORMULA.search(example.question):
+    label, text, tail = split_question(example.question)
+    found = question_numbers(text)
+    if found is None or _FORMULA.search(text) or re.search(r"\d", f"{label}{tail}"):
         return None
+    asked = replace(example, question=text)
     # Working that says nothing exactly (an equation solved in words, say) is not guessed at.
-    return _annotated(example, found, draw) if example.rationale else _fitted(example, found, draw)
+    other = _annotated(asked, found, draw) if example.rationale else _fitted(asked, found, draw)
+    return None if other is None else replace(other, question=f"{label}{other.question}{tail}")
 
 
 def _drawn(number: Number, draw: random.Random) -> Fraction:
