@@ -20,6 +20,7 @@ from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluator, Grader
 from flatpeak.evaluation.evaluator import make_evaluator
+from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.graders import first_reward, main_reward, open_workers, prepare
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights
@@ -144,6 +145,7 @@ def _assemble(
         _prompts(examples, policy, config, progress, what=f"{task.name} {split}")
         for examples, split in ((task.train, "train"), (task.test, "test"))
     )
+    _check_ranking(config, policy, test)
     aside = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
     check_aside(aside, train)
     main = Phase(
@@ -201,6 +203,7 @@ def open_evaluation(
         for notice in renamed_settings(config):
             progress.notice(notice)
         prompts = _prompts(task.test, policy, config, progress, what=f"{task.name} test")
+        _check_ranking(config, policy, prompts)
         prepare(reward, prompts)
         yield _evaluator(config, policy, build_sampler(policy, config), reward, task.name), prompts
 
@@ -302,6 +305,11 @@ def _demonstrations(
                 "sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0"
             )
     return Stream(items=found, seed=derive_seed(config.run.seed, "demonstrations"))
+
+
+def _check_ranking(config: RunConfig, policy: Policy, prompts: Sequence[Prompt]) -> None:
+    if config.evaluation.choices == "rank":
+        LetterRanker(policy=policy, tokenizer=policy.tokenizer).check(prompts)
 
 
 def _evaluator(config: RunConfig, policy: Policy, sampler: Sampler, reward: Grader, task: str) -> Evaluator:

@@ -208,6 +208,14 @@ def test_settings_that_ranking_cannot_keep_are_refused(evaluation: dict[str, Any
     assert parse_config({"model": {"path": "x"}, "evaluation": sampled}).evaluation.choices == "rank"
 
 
+def test_a_run_on_questions_without_options_is_refused_before_its_directory_is_made(
+    recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"has no lettered options"):
+        train(recipe(evaluation={"choices": "rank"}))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_run_and_flatpeak_eval_rank_alike(
     recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -61,6 +61,13 @@ class LetterRanker:
         """One per prompt, in order. UserError where a question has no options, or letters no tokens of their own."""
         return [ranked for piece in self._pieces(prompts) for ranked in self._rank(piece)]
 
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """UserError where a question has no options, or the first one's letters no tokens of their own."""
+        for prompt in prompts:
+            letters_of(prompt)
+        for prompt in prompts[:1]:
+            self._continuations(prompt)
+
     def _pieces(self, prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
         piece: list[Prompt] = []
         tokens = 0
