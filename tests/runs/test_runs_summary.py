@@ -52,6 +52,7 @@ def test_its_json_is_plain(tmp_path):
         "counted": {"reward": 198},
         "subsets": {},
         "robustness": {},
+        "choices": None,
     }
     assert content["signal"] == 15
 
