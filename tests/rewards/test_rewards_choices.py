@@ -284,6 +284,22 @@ def test_words_that_two_options_share_or_that_no_row_gives_name_none():
     assert stated("It is Rome.", None) is None
     assert stated("It is c1", ["a1", "b1", "c1", "d1"]) == "C"
     assert stated("<answer>New York City</answer>", ["New York", "New York City"]) == "B"
+    assert stated("The answer is A and B only.", ["A", "Both", "Neither", "A and B only"]) == "D"
+    assert stated("The answer is A.", ["O", "AB", "A", "B"]) == "A"
+    assert stated(r"\boxed{\frac{5}{54}}", [r"\frac{5}{16}", r"$\frac{5}{54}$"]) == "B"
+
+
+def test_the_sign_of_a_number_belongs_to_the_words_of_an_option():
+    numbers = ["1", "2", "-2", "0"]
+    assert [stated(f"The answer is {form}", numbers) for form in ("(C) -2.", "C. -2", "C - -2")] == ["C", "C", "C"]
+    assert [stated(f"The answer is {form}", numbers) for form in ("(C) 2.", "C - 2")] == [None, None]
+    assert [stated(f"The answer is {form}", numbers) for form in ("2.", "-2", "2.5")] == ["B", "C", None]
+
+
+def test_the_words_of_another_option_contradict_a_letter_however_long_they_are():
+    long = [f"option {letter} " + "which goes on " * 20 + "and ends" for letter in "vwxy"]
+    assert stated(f"The answer is (A) {long[0]}.", long) == "A"
+    assert stated(f"The answer is (A) {long[1]}.", long) is None
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""Which letter a text states as its answer to a multiple-choice question, read with care and in linear time.
+"""The letter that a text states as its answer to a multiple-choice question, read with care and in linear time.
 
 Read are, after the thinking: `<answer>C</answer>`, `\\boxed{C}`, `the answer is (C)` and its like (`答案是C`), `C is
 correct.`, `#### C`, a line that is a letter alone or one option written out, and a letter in parentheses that ends the
 text. A word between does no harm (`the answer is definitely (C)`), and neither do bold type, LaTeX or small letters.
-The last statement counts; where there is an answer block, that block alone. Where no letter is stated, an option in
-its own words is (`<answer>Paris</answer>`, `it is Paris.`).
+The last statement counts; where there is an answer block, that block alone. An option in its own words counts after
+`the answer is`, and where no letter is stated as a whole block, box or line and in `it is Paris.`
 
 Not read: an article or a pronoun (`the answer is a matter of taste`, `I think`), what is denied or only supposed, and
 letters that the question does not have. A statement that names several options (`A or B`, `(A)(B)`), or a letter and
@@ -21,6 +21,7 @@ from string import ascii_uppercase
 from typing import Final
 
 from flatpeak.rewards.layout import after_thinking, last_answer
+from flatpeak.rewards.numbers import last_boxed
 
 _WIDE: Final = str.maketrans(
     {"（": "(", "）": ")", "：": ":", "．": ".", "。": ". ", "，": ", ", "；": "; ", "！": "! ", "、": ", "}
@@ -76,7 +77,7 @@ _ANOTHER: Final = re.compile(
     r"|\s?[(\[](?P<beside>[A-Z])[)\]](?P<after>.{0,12})",
     re.DOTALL,
 )
-_BEFORE_WORDS: Final = " \t)].:,-–—"
+_BEFORE_WORDS: Final = re.compile(r"[\s)\].:,]*(?:[-–—]\s+)?")
 _WORDS_END: Final = re.compile(r"[\"'”’)]*(?:[.!\s]*$|[.!]\s)")
 _LAST_PLACES: Final = 20
 """How many of the places where an option could stand in words are looked at, from the end: a bound on the cost."""
@@ -84,6 +85,7 @@ _LAST_PLACES: Final = 20
 _SUBJECT: Final = re.compile(r"\s(?:is|was|has|does|would|can)")
 _WHOLE: Final = re.compile(r"[(\[{\"'“]?\s?(?P<letter>[A-Za-z])\s?[)\]}\"'”]?[.:,!]?")
 _LABELED: Final = re.compile(r"[(\[]?(?P<letter>[A-Za-z])[)\].:]+(?P<text>\s.*)", re.DOTALL)
+_LETTER: Final = re.compile(r"[a-z]")
 _LONE: Final = re.compile(r"(?<!\w)[A-Z](?!\w)")
 
 
@@ -118,6 +120,8 @@ class _Reader:
     def __init__(self, options: Sequence[str] | None, letters: str) -> None:
         self._texts = None if options is None else [_normal(option) for option in options]
         self._letters = letters
+        self._longest_first = sorted(filter(None, self._texts or ()), key=len, reverse=True)
+        self._reach = 2 * max(map(len, self._longest_first), default=0) + 40
 
     def of_block(self, content: str) -> str | None:
         """An answer block is a letter, an option written out, or a text that states one."""
@@ -135,7 +139,7 @@ class _Reader:
                 yield _Statement(box.start(), letter)
         for said in _SAID.finditer(text):
             if not _SUPPOSED.search(text[max(0, said.start() - 40) : said.start()]):
-                yield from self._said(said["said"], at=said.start("said"))
+                yield from self._said(text, said["said"], at=said.start("said"))
         for called in _CALLED_RIGHT.finditer(text):
             letter = self._known(called["named"] or called["bracketed"] or called["bare"])
             at = max(called.start(), called.start("bare"))
@@ -149,20 +153,24 @@ class _Reader:
             if letter is not None and not _DENIED.search(sentence) and not _BRACKETED.search(sentence):
                 yield _Statement(ending.start(), letter)
 
-    def _said(self, said: str, *, at: int) -> Iterator[_Statement]:
-        """What follows `the answer is`: a letter there, or one in parentheses further on in the sentence."""
+    def _said(self, text: str, said: str, *, at: int) -> Iterator[_Statement]:
+        """What follows `the answer is`: an option, its letter, or one in parentheses further on in the sentence."""
+        named = self._begins_with(text, at)
+        if named is not None and _LETTER.fullmatch(self._option(named)) is None:
+            yield _Statement(at, named)
+            return
         direct = _DIRECT.match(said)
         if direct is not None:
             letter = self._known(direct["letter"] or direct["bracketed"])
             if letter is not None and (direct["bracketed"] or self._stands_alone(direct, said)):
-                yield self._unless_another(letter, said[direct.end() :], at=at + direct.end())
+                yield self._unless_another(letter, text, said[direct.end() :], at=at + direct.end())
                 return
         sentence = _SENTENCE_END.split(said)[0]
         for found in _BRACKETED.finditer(sentence):
             letter = self._known(found["letter"])
             # Of `not (A) but (C)` what follows `but` is not denied.
             if letter is not None and not _DENIED.search(_BUT.split(sentence[: found.start()])[-1]):
-                yield self._unless_another(letter, said[found.end() :], at=at + found.end())
+                yield self._unless_another(letter, text, said[found.end() :], at=at + found.end())
                 return
 
     def _stands_alone(self, direct: re.Match[str], said: str) -> bool:
@@ -170,9 +178,10 @@ class _Reader:
         small = direct["letter"].islower() and not direct["named"].strip()
         return (_ENDS if small else _GOES_ON).match(said, direct.end()) is not None
 
-    def _unless_another(self, letter: str, rest: str, *, at: int) -> _Statement:
+    def _unless_another(self, letter: str, text: str, rest: str, *, at: int) -> _Statement:
         """No letter where the text goes on with `or (D)`, `/D`, `, D`, `(D)`, or with the words of another option."""
-        if self._begins_with(rest.lstrip(_BEFORE_WORDS)) not in (None, letter):
+        words = _BEFORE_WORDS.match(text, at)
+        if self._begins_with(text, words.end() if words else at) not in (None, letter):
             return _Statement(at, None)
         other = _ANOTHER.match(rest)
         if other is None:
@@ -209,22 +218,23 @@ class _Reader:
         """The option that the text states last in the option's own words, and without its letter."""
         stated = [(len(text), self._named_by(part)) for part in (text, text.rstrip().rpartition("\n")[2])]
         stated += [(box.start(), self._named_by(box[1])) for box in deque(_BOX.finditer(text), maxlen=_LAST_PLACES)]
-        for pattern in (_SAID, _CALLED):
-            for said in deque(pattern.finditer(text), maxlen=_LAST_PLACES):
-                if not _SUPPOSED.search(text[max(0, said.start() - 40) : said.start()]):
-                    stated.append((said.end(), self._begins_with(text[said.end() :])))
+        stated.append((text.rfind("\\boxed"), self._named_by(last_boxed(text) or "")))  # also with braces in it
+        for called in deque(_CALLED.finditer(text), maxlen=_LAST_PLACES):
+            if not _SUPPOSED.search(text[max(0, called.start() - 40) : called.start()]):
+                stated.append((called.end(), self._begins_with(text, called.end())))
         return max(((at, letter) for at, letter in stated if letter is not None), default=(0, None))[1]
 
-    def _begins_with(self, text: str) -> str | None:
-        """The letter of the option whose words a text begins with, if a sentence or line ends after them."""
-        if not self._texts:
-            return None
-        line = text.strip()[: 2 * max(map(len, self._texts)) + 40].partition("\n")[0]
+    def _begins_with(self, text: str, at: int) -> str | None:
+        """The letter of the option whose words stand there, if a sentence or line ends after them."""
+        line = text[at : at + self._reach].lstrip().partition("\n")[0]
         words = " ".join(line.casefold().split()).lstrip("\"'“‘")
-        for option in sorted(filter(None, self._texts), key=len, reverse=True):
+        for option in self._longest_first:
             if words.startswith(option) and _WORDS_END.match(words, len(option)):
                 return self._named_by(option)
         return None
+
+    def _option(self, letter: str) -> str:
+        return self._texts[self._letters.index(letter)] if self._texts is not None else ""
 
     def _named_by(self, text: str) -> str | None:
         """The letter of the one option whose words a text is."""
@@ -249,7 +259,7 @@ class _Reader:
             return None
         words = _normal(match["text"])
         if self._texts is not None and words and words in self._texts:
-            return letter if words == self._texts[self._letters.index(letter)] else None
+            return letter if words == self._option(letter) else None
         return letter if any_text and not _LONE.search(match["text"]) else None
 
     def _known(self, letter: str) -> str | None:
