@@ -293,6 +293,11 @@ UNITS: Final = (
     r"\pm", r"\pm 1", r"\circ", r"^\circ", r"^{\circ}", r"\cdot", r"\times", r"\overline{", r"0.\overline{1}",
     r"\$", r"\%", r"\text{ and }", " or ", " and ", r"\{", r"\}", r"\{1,", "(1,2),", "<think>", "</think>",
     "<answer>", "</answer>", "<answer>1</answer>", "<", "1 1/2 ", "1/2 ", "1/", "e", "1e", "1e5", " cm", " p.m.",
+    r"\Rightarrow", r"x=1\Rightarrow ", r"\color{red}", r"\color{red}{1}", "]", "[1,", "]1,2", r"\text{m}", "B) ",
+    r"\cdot\text{s}", r"\text{s}^{-1}", r"\Omega", r"\mu", "one ", "hundred ", "and ", "since ", " because x", "(B)",
+    "the answer is ", "答案", "5个", "万", "或", "。", r"\begin{aligned}", r"\begin{aligned} &= ", r"0.3\ldots", "1=",
+    "3...", "0.333", "1.5x10^", "(1=", r"(1\Rightarrow ", r"\{x|", "per ", "square ", r"1\approx ", "x<1 and ",
+    r"[1,2]\cup", r"\infty", r"\infty-", "Rs. ", "$1 per ",
     "**", "//", "_1", "i", r"\ln", r"\sin(", r"\log_", "&", "&\\\\",
 )  # fmt: skip
 

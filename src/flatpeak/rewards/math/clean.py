@@ -103,7 +103,7 @@ _LAYOUT: Final = _rules(
     (r"\\(?:quad|qquad|thinspace|enspace|space|medspace|thickspace)(?![A-Za-z])|\\[,;:>/ ]|~", " "),
     (r"\\(?:textrm|textbf|textit|textnormal|textsf|texttt|emph|mbox|hbox|mathrm|rm)(?![A-Za-z])", r"\\text"),
     (r"\\operatorname\s*\*?\{\s*([A-Za-z]+)\s*\}", _operator_name),
-    (r"\\(?:textcolor\s*(?:\[[A-Za-z]+\]\s*)?|color\s*)\{\s*(?!white|transparent)[A-Za-z][\w!,. ]*\}", _colored),
+    (r"\\(?:textcolor\s*(?:\[[A-Za-z]+\]\s*)?|color\s*)\{\s*(?!white|transparent)[A-Za-z#][\w!,. ]*\}", _colored),
     (r"\\pounds(?![A-Za-z])", "\u00a3"),
     (r"\\(?:implies|Longrightarrow)(?![A-Za-z])", r"\\Rightarrow "),
     (r"(?<=[\d.])\s*[xX]\s*(?=10\s*\^)", r"\\cdot "),
@@ -160,7 +160,7 @@ _OPEN_ENDS: Final = _rules(
 )
 """Intervals that turn a bracket away from what is not in them, `]1,2]`, as those that have a parenthesis there."""
 _BEFORE_SPACES: Final = re.compile(r"(?<![\w.,}])\d{1,3}(?: \d{3})+(?![\d/]| \d| ?/)")
-_THOUSANDS: Final = re.compile(r"(?<![\d.,])(?!0,)\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS: Final = re.compile(r"(?<![\d.,])(?!0)\d{1,3}(?:,\d{3})+(?![\d,])")
 _MIXED: Final = re.compile(r"(?<![\d./)}^_])(\d+) (\d+) ?/ ?(\d+)(?![\d.])")
 _DELIMITERS: Final = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"), ('"', '"'))
 

@@ -10,8 +10,11 @@ ROW_END: Final = "\ue000"
 
 _ENVIRONMENT: Final = re.compile(
     r"^(?:\\\{\s*)?\\begin\s*\{\s*(?P<name>aligned|align|gathered|gather|split|equation|d?cases|rcases|array)(?P<star>\*?)\s*\}"
-    r"(?P<body>(?:(?!\\begin|\\end).)*)\\end\s*\{\s*(?P=name)(?P=star)\s*\}\s*(?:\\\})?$",
+    r"(?P<body>(?:(?!\\(?:begin|end)\s*\{\s*(?P=name)).)*)\\end\s*\{\s*(?P=name)(?P=star)\s*\}\s*(?:\\\})?$",
     re.DOTALL,
+)
+_WITHIN: Final = re.compile(
+    r"\\begin\s*\{\s*(?P<name>[A-Za-z]+\*?)\s*\}(?:(?!\\begin|\\end).)*\\end\s*\{\s*(?P=name)\s*\}", re.DOTALL
 )
 _SIGN: Final = r"(?:[=<>]|\\(?:le|ge|ne|approx|in|Rightarrow)(?![A-Za-z]))"
 _RELATION: Final = re.compile(_SIGN)
@@ -28,6 +31,9 @@ def without_environment(text: str) -> str:
     match = _ENVIRONMENT.match(text)
     if match is None:
         return text
+    if r"\begin" in match["body"]:  # a matrix, whose rows are not this one's
+        around = _WITHIN.sub("", match["body"])
+        return text if re.search(rf"[&{ROW_END}]|\\begin|\\end", around) else match["body"].strip()
     rows = []
     for row in match["body"].split(ROW_END):
         for mark, replacement in _MARKS:

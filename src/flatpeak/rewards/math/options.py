@@ -46,4 +46,4 @@ def chosen_letter(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    return _TEXT.sub(r"\1", text).strip()
+    return _TEXT.sub(r"\1 ", text).strip()

@@ -9,7 +9,8 @@ from typing import Final
 from flatpeak.rewards.math.units import CANONICAL, Unit, unit_name, word_unit
 
 _WORD: Final = (
-    r"(?:\\mu\s*)?\\text\s*\{\s*[A-Za-z]{1,12}\s*\}|(?:\\text\s*\{\s*[A-Za-z]\s*\}|\\mu)?\s*\\Omega(?![A-Za-z])"
+    r"(?:\\mu\s*)?\\text\s*\{\s*[A-Za-z]{1,12}(?: [A-Za-z]{1,12}){0,2}\s*\}"
+    r"|(?:\\text\s*\{\s*[A-Za-z]\s*\}|\\mu)?\s*\\Omega(?![A-Za-z])"
 )
 _FACTOR: Final = rf"(?:{_WORD})\s*(?:\^\s*(?:\{{\s*-?\d\s*\}}|\d))?"
 _PRODUCT: Final = rf"{_FACTOR}(?:\s*(?:\\cdot|/)?\s*{_FACTOR}){{0,7}}"
@@ -18,7 +19,7 @@ _TAIL: Final = re.compile(
     rf"^(?P<body>.*?(?:[\d)}}!]|\d\.|\\pi))\s*(?:\\cdot\s*)?(?:{_QUOTIENT}|(?P<product>{_PRODUCT}))$"
 )
 _FACTORS: Final = re.compile(
-    r"(?P<slash>/)|(?P<micro>\\mu\s*)?(?:\\text\s*\{\s*(?P<word>[A-Za-z]+)\s*\}\s*)?(?P<ohm>\\Omega)?"
+    r"(?P<slash>/)|(?P<micro>\\mu\s*)?(?:\\text\s*\{\s*(?P<words>[A-Za-z ]+?)\s*\}\s*)?(?P<ohm>\\Omega)?"
     r"\s*(?:\^\s*\{?\s*(?P<power>-?\d)\s*\}?)?"
 )
 _PLAIN: Final = re.compile(r"^\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*\d\s*\}?)?$")
@@ -31,7 +32,8 @@ _AREAS: Final = {"平方": 2, "立方": 3}
 _COUNTERS: Final = frozenset(
     "个人只本条张块名位辆棵朵支枝枚件种页台间座头匹袋箱瓶盒杯天日年月周岁分角吨层步组班艘架颗粒根"
 )
-"""Chinese words that count things. Not those that multiply: pairs, dozens, times as many."""
+"""Chinese words that count things, `5个苹果`. Not those that multiply: pairs, dozens, times as many."""
+_NO_NOUN: Final = frozenset("或和与及不非无多余半倍约少左右以之的是")
 
 
 def latex_unit(text: str) -> tuple[str, Unit] | None:
@@ -55,20 +57,22 @@ def _read_product(text: str, sign: int) -> list[tuple[str, int]] | None:
     for match in _FACTORS.finditer(text):
         if match["slash"]:
             sign = -sign
-        name = _symbol(match["word"], ohm=match["ohm"] is not None, micro=match["micro"] is not None)
-        if name == "":
-            continue
-        if name is None:
+        *others, last = (match["words"] or "").split() or [""]
+        names = [_symbol(word, ohm=False, micro=False) for word in others]
+        names.append(_symbol(last, ohm=match["ohm"] is not None, micro=match["micro"] is not None))
+        if None in names:
             return None
-        factors.append((name, sign * int(match["power"] or 1)))
+        powers = [sign] * len(others) + [sign * int(match["power"] or 1)]
+        factors += [(name, power) for name, power in zip(names, powers, strict=True) if name]
     return factors
 
 
-def _symbol(word: str | None, *, ohm: bool, micro: bool) -> str | None:
+def _symbol(word: str, *, ohm: bool, micro: bool) -> str | None:
+    """The canonical name; empty for no word, None for an unknown one."""
     if ohm:
-        prefix = {"k": "kilo", "K": "kilo", "M": "mega", "m": "milli"}.get(word or "", None if word else "")
+        prefix = {"": "", "k": "kilo", "K": "kilo", "M": "mega", "m": "milli"}.get(word)
         return None if prefix is None else ("micro" if micro else prefix) + "ohm"
-    if word is None:
+    if not word:
         return ""
     name = word_unit(word)
     if name not in CANONICAL and len(word) > 2:
@@ -91,7 +95,7 @@ def chinese_unit(text: str) -> tuple[str, Unit] | None:
         for area, exponent in _AREAS.items():
             if word.startswith(area):
                 name, power = word.removeprefix(area), exponent
-        if name not in CANONICAL and name not in _COUNTERS:
+        if name not in CANONICAL and not (name[:1] in _COUNTERS and len(name) < 6 and _NO_NOUN.isdisjoint(name)):
             return None
         names.append((CANONICAL.get(name, name), -power if place else power))
     if match["power"] and names:
