@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,10 @@ import pytest
 
 from flatpeak.policy.support import PROVEN
 from flatpeak.recipe import load_recipe, parse_config, read_recipe, shipped_recipes
+from flatpeak.rewards.parts import PartScores
 from flatpeak.runs.directory import WRITTEN
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.types import Example
+from flatpeak.types import Completion, Example, Group, Prompt, Score
 from recipe_parts import unsaid
 from test_architecture import ORDER
 
@@ -64,9 +64,18 @@ def varied(completion_ids: list[list[int]]) -> list[float]:
     return [sum(ids) / 100 for ids in completion_ids]
 
 
-def faulty(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that is no number for the first completion."""
-    return [math.nan, *(1.0 for _ in completion_ids[1:])]
+class Faulty:
+    """A reward that has no score for the first completion, and ran out of time over the second."""
+
+    def score(self, groups: Sequence[Group]) -> PartScores:
+        sizes = [len(group.completions) for group in groups]
+        scores: list[list[Score]] = [[0.0] * size for size in sizes]
+        late = [[False] * size for size in sizes]
+        scores[0][0], late[-1][-1] = None, True
+        return PartScores(scores=scores, timed_out=late, failed=1, first_error=ValueError("no"), tolerated=True)
+
+    def answer(self, completion: Completion, prompt: Prompt) -> None:
+        return None
 
 
 def defined_metrics() -> list[str]:
@@ -88,7 +97,7 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
         evaluation={"samples": 2, "k": [1, 2], "robustness": ["framing"]},
     )
     task = SimpleNamespace(name=TASK, train=sums[:6], test=sums[6:])
-    result = train(config, task=task, reward={PARTS[0]: varied, PARTS[1]: (faulty, 0)})
+    result = train(config, task=task, reward={PARTS[0]: varied, PARTS[1]: (Faulty(), 0)})
     rows = read_metrics(result.path / "metrics.jsonl")
     assert {row["stage"] for row in rows} == {"sft", "train", "eval"}
     assert sorted({general(name) for row in rows for name in row if "/" in name}) == sorted(defined_metrics())

@@ -226,6 +226,55 @@ def hostile_batch(completions: list[str]) -> list[object]:
     return [hostile(completion) for completion in completions]
 
 
+class Unloadable:
+    """A grader of answers that needs what is not there."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _import_nothing, ()
+
+
+def _import_nothing() -> None:
+    raise ImportError("no such library")
+
+
+class Dying:
+    """A grader of answers whose process ends."""
+
+    def __call__(self, answer: str, gold: str) -> bool:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+class Greedy:
+    """A grader of answers that wants 50 GiB."""
+
+    def __call__(self, answer: str, gold: str) -> bool:
+        return len(bytearray(50 * 2**30)) > 0
+
+
+class Slow:
+    """A grader of answers that takes a second to load, and for an answer as many seconds as it says."""
+
+    def __init__(self, deaf: bool = False) -> None:
+        self.deaf = deaf
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _load_slowly, (self.deaf,)
+
+    def __call__(self, answer: str, gold: str) -> bool:
+        if self.deaf:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        deadline = time.monotonic() + float(answer)
+        while time.monotonic() < deadline:
+            pass
+        return answer == gold
+
+
+def _load_slowly(deaf: bool) -> Slow:
+    time.sleep(1.0)
+    return Slow(deaf)
+
+
 def first_calls(completion: str) -> float:
     """How often this process has been asked; what a function keeps is the process's own."""
     _calls.append(completion)
@@ -243,6 +292,23 @@ def hangs_on(completion: str, mark: str) -> float:
         return float(len(completion))
     _spin()
     raise AssertionError("unreachable")
+
+
+def takes_its_time(completion: str) -> float:
+    time.sleep(0.2)
+    return 1.0
+
+
+def takes_its_time_for_all(completions: list[str]) -> list[float]:
+    time.sleep(1.0)
+    return [1.0] * len(completions)
+
+
+def hangs_where_short(completion: str) -> float:
+    """Does not come back of a text of one character or none."""
+    if len(completion) < 2:
+        _spin()
+    return 1.0
 
 
 async def patient(completion: str) -> float:

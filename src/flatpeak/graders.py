@@ -37,7 +37,14 @@ def main_reward(config: RunConfig, given: Any, *, workers: WorkerPool | None, pr
         reward = _build(config, config.rewards, workers=workers, progress=progress)
     else:
         rules = config.run.grading_workers is not None
-        found = as_reward(given, name=config.evaluation.accuracy, workers=workers, rules=rules, notice=progress.notice)
+        found = as_reward(
+            given,
+            name=config.evaluation.accuracy,
+            workers=workers,
+            rules=rules,
+            budget=config.run.grading_budget,
+            notice=progress.notice,
+        )
         if not isinstance(found, RewardSet):
             return TextAnswers(found)
         reward = found
@@ -59,7 +66,7 @@ def _build(
     config: RunConfig, rewards: Mapping[str, RewardConfig], *, workers: WorkerPool | None, progress: Progress
 ) -> RewardSet:
     rules = config.run.grading_workers is not None
-    return build_reward(rewards, workers=workers, rules=rules, notice=progress.notice)
+    return build_reward(rewards, workers=workers, rules=rules, budget=config.run.grading_budget, notice=progress.notice)
 
 
 def prepare(reward: Grader | Reward, prompts: Sequence[Prompt]) -> None:

@@ -114,6 +114,8 @@ class Scores:
     """The weighted sum of the parts that have a weight; missing where any of them is missing."""
     parts: dict[str, list[list[Score]]]
     """Every part by its name, unweighted, zero-weight parts included."""
+    timed_out: Mapping[str, list[list[bool]]] = field(default_factory=dict)
+    """By part, which scores stand for answers that ran out of time or memory; parts without any are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,6 +79,7 @@ def test_greedy_figures_are_means_over_the_questions() -> None:
             "truncated": 0.25,
             "extraction_failed": 0.0,
             "missing": 0.0,
+            "timeouts": 0.0,
         }
     )
     assert (found.task, found.size, found.ids) == ("sums", 4, ["q0", "q1", "q2", "q3"])
@@ -145,6 +146,26 @@ def test_a_figure_of_fewer_questions_says_of_how_many() -> None:
     assert found.as_dict()["counted"] == {"accuracy": 2, "reward": 2, "correctness": 2, "pass@2": 2, "maj@2": 2}
 
 
+def test_an_answer_that_ran_out_of_time_is_wrong_and_counted() -> None:
+    class Late:
+        """0 where an answer took too long, in one of two parts."""
+
+        def __call__(self, groups: Sequence[Group]) -> Scores:
+            late = [[c.text == "?" for c in group.completions] for group in groups]
+            scores: list[list[Score]] = [[float(c.text == GOLD) for c in group.completions] for group in groups]
+            return Scores(total=scores, parts={"correctness": scores, "other": scores}, timed_out={"other": late})
+
+        def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
+            return completion.text
+
+    script = Script(["7", "?", "8"], [["7", "?"], ["?", "?"], ["8", "7"]])
+    found = evaluate(script, questions(3), Late(), EvaluationConfig(samples=2), task="sums", max_new_tokens=5)
+    assert found.values["timeouts"] == [0.0, 1.0, 0.0]
+    assert found.values["sampled/timeouts"] == [0.5, 1.0, 0.0]
+    assert found.values["accuracy"] == [1.0, 0.0, 0.0]
+    assert found.values["missing"] == [0.0, 0.0, 0.0]
+
+
 class Reads:
     """Right is the gold answer; an answer is read only where there is a digit."""
 
@@ -171,9 +192,9 @@ def test_where_nothing_says_right_there_are_rewards_and_no_accuracy() -> None:
     script = Script(["7", "no"], [["7", "8"], ["8", "8"]])
     found = run(script, questions(2), samples=2, accuracy=None, metric="reward")
     assert found.metrics() == pytest.approx(
-        {"reward": 0.5, "correctness": 0.5, "length": 1.5, "truncated": 0.0, "missing": 0.0}
+        {"reward": 0.5, "correctness": 0.5, "length": 1.5, "truncated": 0.0, "missing": 0.0, "timeouts": 0.0}
         | {"sampled/reward": 0.325, "sampled/correctness": 0.325, "sampled/length": 1.0}
-        | {"sampled/truncated": 0.0, "sampled/missing": 0.0}
+        | {"sampled/truncated": 0.0, "sampled/missing": 0.0, "sampled/timeouts": 0.0}
     )
     assert found.headline == "reward"
     assert "answer" not in found.rows[0]

@@ -255,15 +255,20 @@ def test_what_unpickles_it_has_loaded_the_package_before_the_clock_starts():
     assert (done.stdout, done.stderr) == ("answer_tag\n", "")
 
 
-def test_an_answer_that_its_scorer_works_on_without_end_is_missing_and_harms_no_other():
+def test_an_answer_that_its_scorer_works_on_without_end_is_wrong_and_harms_no_other():
     endless = "*".join(f"(x + {number})**12" for number in range(60))
     row, other = example("intermediate_integration"), example("chain_sum")
-    groups = [group_of(row, f"<answer>{endless}</answer>"), group_of(other, f"<answer>{other.gold}</answer>")]
+    groups = [
+        group_of(row, f"<answer>{endless}</answer>", f"<answer>{row.gold}</answer>"),
+        group_of(other, f"<answer>{other.gold}</answer>"),
+    ]
     start = time.perf_counter()
     with WorkerPool(2, timeout=30) as workers:
         rewards = build_reward({"gym": ReasoningGymRewardConfig(timeout=1.5)}, workers=workers)
-        assert rewards(groups).total == [[None], [1.0]]
-        assert rewards.failures["gym"].count == 1
+        scores = rewards(groups)
+        assert scores.total == [[0.0, 1.0], [1.0]]
+        assert scores.timed_out == {"gym": [[True, False], [False]]}
+        assert rewards.failures == {}
     assert time.perf_counter() - start < 25
 
 

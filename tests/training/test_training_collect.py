@@ -192,7 +192,7 @@ class AtOnce:
         self.graded: list[str] = []
 
     def submit_each(
-        self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], *, timeout: float | None = None
+        self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], **settings: Any
     ) -> Future[list[Any]]:
         self.graded.append(calls[0][-1].prompt.id)
         done: Future[list[Any]] = Future()

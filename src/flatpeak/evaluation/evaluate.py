@@ -129,6 +129,15 @@ class _Asked:
         judged = zip(self.scores.total, self.correct or self.scores.total, strict=True)
         return [[float(a is None or b is None) for a, b in zip(*rows, strict=True)] for rows in judged]
 
+    @property
+    def timed_out(self) -> list[list[float]]:
+        """1 where a part of the reward could not grade the answer within its limits."""
+        flags = [
+            [[False] * len(group.completions) for group in self.groups],
+            *self.scores.timed_out.values(),
+        ]
+        return [[float(any(marks)) for marks in zip(*rows, strict=True)] for rows in zip(*flags, strict=True)]
+
 
 class _Asking:
     """Asks questions as a recipe says, and judges the answers."""
@@ -212,6 +221,7 @@ def _greedy_values(asked: _Asked) -> Values:
     if asked.answers is not None:
         values["extraction_failed"] = [row[0] for row in asked.failed]
     values["missing"] = [row[0] for row in asked.missing]
+    values["timeouts"] = [row[0] for row in asked.timed_out]
     return values
 
 
@@ -224,6 +234,7 @@ def _sampled_values(asked: _Asked, ks: Sequence[int]) -> Values:
         _mean([float(c.finish_reason == "length") for c in group.completions]) for group in groups
     ]
     values["sampled/missing"] = [_mean(row) for row in asked.missing]
+    values["sampled/timeouts"] = [_mean(row) for row in asked.timed_out]
     if asked.correct is None or asked.answers is None:
         return values
     values["sampled/accuracy"] = [_mean(row) for row in asked.correct]

@@ -46,7 +46,7 @@ CHARTS = (
     Chart(
         title="Reward",
         metrics="reward/*",
-        without=("reward/std", "reward/missing_fraction", "reward/*/failed"),
+        without=("reward/std", "reward/missing_fraction", "reward/*/failed", "reward/*/timeouts"),
         note="Mean over the sampled training completions, in all and by part.",
     ),
     Chart(
@@ -62,6 +62,13 @@ CHARTS = (
         unit="completions per step",
         absent_is_zero=True,
         note="Without a score because the part raised, ran out of time, died or returned no number.",
+    ),
+    Chart(
+        title="Answers that ran out of time",
+        metrics="reward/*/timeouts",
+        unit="completions per step",
+        absent_is_zero=True,
+        note="Not graded within limits of time and memory, and scored as wrong.",
     ),
     Chart(
         title="Judge: questions with a verdict",

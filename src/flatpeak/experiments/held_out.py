@@ -15,6 +15,7 @@ MEANINGS = {
     "accuracy": "answered right",
     "extraction_failed": "no answer found to grade",
     "missing": "no verdict or no reward",
+    "timeouts": "not graded in time, and so wrong",
     "reward": "total reward",
     "truncated": "cut at the token limit",
     "length": "tokens of an answer",
@@ -23,7 +24,7 @@ MEANINGS = {
     "calibration_error": "of the probabilities that the scores stand for",
 }
 _BEST = "at its best"
-_FIRST = ("accuracy", "extraction_failed", "reward", "missing")
+_FIRST = ("accuracy", "extraction_failed", "reward", "missing", "timeouts")
 _METHODS = {"wilson": "Wilson", "bootstrap": "bootstrap"}
 
 

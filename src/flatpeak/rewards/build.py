@@ -44,15 +44,16 @@ def build_reward(
     *,
     workers: WorkerPool | None = None,
     rules: bool = True,
+    budget: float | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> RewardSet:
     """The rewards of a recipe, by part name.
 
-    `workers` grade functions (see `isolation.function_part`) and, where `rules`, the built-in ones. `notice` hears what
-    the user should know.
+    `workers` grade functions (see `isolation.function_part`) and, where `rules`, the built-in ones. `budget` is the
+    number of seconds of `RewardSet.step_budget`. `notice` hears what the user should know.
     """
     parts = [_configured(name, config, notice if workers is not None else None) for name, config in configs.items()]
-    return RewardSet(parts, workers=workers, rules=rules, notice=notice)
+    return RewardSet(parts, workers=workers, rules=rules, budget=budget, notice=notice)
 
 
 def as_reward(
@@ -61,6 +62,7 @@ def as_reward(
     name: str | None = None,
     workers: WorkerPool | None = None,
     rules: bool = True,
+    budget: float | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Reward:
     """What a caller passes as `reward`, as a Reward.
@@ -75,7 +77,7 @@ def as_reward(
     heard = notice if workers is not None else None
     if isinstance(obj, Mapping):
         parts = [_part(str(key), value, heard) for key, value in obj.items()]
-        return RewardSet(parts, workers=workers, rules=rules, notice=notice)
+        return RewardSet(parts, workers=workers, rules=rules, budget=budget, notice=notice)
     if not callable(obj):
         raise UserError(
             f"reward is {describe(obj)}: pass a function, a mapping from names to functions, or a RewardSet"
@@ -83,7 +85,7 @@ def as_reward(
     if _takes_groups(obj):
         return cast("Reward", obj)
     parts = [_part(name or function_name(obj), obj, heard)]
-    return RewardSet(parts, workers=workers, rules=rules, notice=notice)
+    return RewardSet(parts, workers=workers, rules=rules, budget=budget, notice=notice)
 
 
 def _configured(name: str, config: RewardConfig, notice: Callable[[str], None] | None) -> Part:
@@ -100,7 +102,8 @@ def _configured(name: str, config: RewardConfig, notice: Callable[[str], None] |
             rule = CountdownReward(format_score=config.format_score)
         case ReasoningGymRewardConfig():
             gym = ReasoningGymReward(extraction=config.extraction)
-            return Part(name=name, weight=config.weight, scorer=gym, isolation=Isolation(timeout=config.timeout))
+            isolation = Isolation(timeout=config.timeout)
+            return Part(name=name, weight=config.weight, scorer=gym, isolation=isolation, on_timeout=0.0)
         case MathConfig() | R1ZeroConfig() | QuestionOnlyConfig():
             from flatpeak.rewards.math.scorer import build_math_reward  # here, as its like below
 
@@ -111,7 +114,9 @@ def _configured(name: str, config: RewardConfig, notice: Callable[[str], None] |
                 scorer = FunctionReward(function, name=function_name(function), arguments=config.arguments)
             except UserError as error:
                 raise UserError(f"rewards.{name}: {error}") from error
-            return function_part(name, config.weight, scorer, timeout=config.timeout, notice=notice)
+            return function_part(
+                name, config.weight, scorer, timeout=config.timeout, on_timeout=config.on_timeout, notice=notice
+            )
         case JudgeConfig():
             from flatpeak.rewards.judge.build import build_judge_reward  # here: few runs have a judge
 

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.budget import GradingBudget
 from flatpeak.rewards.failures import FailureLog
 from flatpeak.rewards.failures import Failures as Failures
 from flatpeak.rewards.functions import FunctionReward
 from flatpeak.rewards.grading import CannotTravelError, Grading
 from flatpeak.rewards.judge.shadow import shadow_metrics
+from flatpeak.rewards.parts import BudgetedScorer
 from flatpeak.rewards.parts import Part as Part
 from flatpeak.rewards.workers import WorkerPool
 from flatpeak.types import Scores
@@ -33,7 +35,8 @@ class RewardSet:
     """total = sum of weight * part, over the parts with a weight; missing where any of those is missing.
 
     With `workers`, parts that have an isolation are graded there, and where `rules`, those that are `by_group`; the
-    others are graded in this process. The scores are the same. `notice` hears of failures and of what cannot travel.
+    others are graded in this process. The scores are the same. `budget` is in seconds, for each of `step_budget`.
+    `notice` hears of failures and of what cannot travel.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class RewardSet:
         *,
         workers: WorkerPool | None = None,
         rules: bool = True,
+        budget: float | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> None:
         if not parts:
@@ -54,6 +58,7 @@ class RewardSet:
         self._parts = {part.name: part for part in parts}
         self._workers = workers
         self._rules = rules
+        self._budget = budget
         self._notice = notice or _say_nothing
         self._failures = FailureLog(self._notice)
         self._checked = False
@@ -68,7 +73,7 @@ class RewardSet:
         """By name, the parts in which something has failed so far; the counts only grow."""
         return dict(self._failures.found)
 
-    def __call__(self, groups: Sequence[Group]) -> Scores:
+    def __call__(self, groups: Sequence[Group], *, budget: GradingBudget | None = None) -> Scores:
         """Score every completion of every group; groups are told apart by their place.
 
         A UserError where a part with a weight works for nothing (see `FailureLog.record`).
@@ -77,7 +82,11 @@ class RewardSet:
         if grading is not None:
             for index, group in enumerate(groups):
                 grading.add(index, group)
-        return self.finish(groups, grading)
+        return self.finish(groups, grading, budget=budget)
+
+    def step_budget(self) -> GradingBudget | None:
+        """The time that one step of training may lose to answers without a verdict; None is no limit."""
+        return None if self._budget is None else GradingBudget(self._budget)
 
     def grading(self) -> Grading | None:
         """What takes the groups of a call as they come, to be passed to `finish`; None where no worker would grade."""
@@ -86,12 +95,16 @@ class RewardSet:
             return None
         return Grading(parts, self._workers, unproven=self._parts.keys() - self._failures.proven)
 
-    def finish(self, groups: Sequence[Group], grading: Grading | None) -> Scores:
+    def finish(
+        self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
+    ) -> Scores:
         """The scores of a call, of which `grading`, if there is one, has had every group."""
         elsewhere = grading.names if grading is not None else frozenset()
-        scored = {name: self._score(part, groups) for name, part in self._parts.items() if name not in elsewhere}
+        scored = {
+            name: self._score(part, groups, budget) for name, part in self._parts.items() if name not in elsewhere
+        }
         if grading is not None:
-            for name, found in grading.scores(groups).items():
+            for name, found in grading.scores(groups, budget).items():
                 scored[name] = self._here(name, found, groups) if isinstance(found, CannotTravelError) else found
         for name, part in self._parts.items():
             self._failures.record(part, scored[name], groups)
@@ -104,7 +117,8 @@ class RewardSet:
             ]
             for p, group in enumerate(groups)
         ]
-        return Scores(total=total, parts=parts)
+        timed_out = {name: [list(row) for row in one.timed_out] for name, one in scored.items() if any(one.flags)}
+        return Scores(total=total, parts=parts, timed_out=timed_out)
 
     def prepare(self, examples: Sequence[Example]) -> None:
         """Let parts that can check themselves do so, before anything is spent on a run: UserError if one is unfit.
@@ -175,8 +189,10 @@ class RewardSet:
             for text in notices():
                 self._notice(text)
 
-    def _score(self, part: Part, groups: Sequence[Group]) -> PartScores:
+    def _score(self, part: Part, groups: Sequence[Group], budget: GradingBudget | None) -> PartScores:
         """The scores of a part in this process; a function that does not come back is told of."""
+        if isinstance(part.scorer, BudgetedScorer):
+            return part.scorer.score_within(groups, budget)
         if not isinstance(part.scorer, FunctionReward):
             return part.scorer.score(groups)
         with _told_if_slow(part.name, self._notice):
@@ -192,7 +208,7 @@ class RewardSet:
             ) from error
         self._parts[name] = replace(part, isolation=None, by_group=False)
         self._notice(f"reward {name!r} {unprotected(f'it cannot be sent to a worker process: {error}')}")
-        return self._score(self._parts[name], groups)
+        return self._score(self._parts[name], groups, None)
 
 
 @contextmanager

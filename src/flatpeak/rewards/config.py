@@ -64,7 +64,7 @@ class ReasoningGymRewardConfig(StrictConfig):
     extraction: Literal["answer_tag", "whole"] = "answer_tag"
     """The last answer block after the thinking, or all that follows the thinking."""
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 5.0
-    """Seconds that a worker process may take for the answers to one prompt; they are missing if it takes longer."""
+    """Seconds that a worker process may take for one answer, which scores 0 if it takes longer."""
 
 
 ChoiceExtraction = Literal["robust", "letter", "official"]
@@ -91,6 +91,15 @@ class FunctionConfig(StrictConfig):
     """Seconds that one call may take in a worker process; what it covers is missing if it takes longer. auto:
     run.grading_timeout, for functions of one completion or one group; async ones and those of all completions are
     called in the trainer's process. null: so is this one. A number: also one of all completions has a worker."""
+    on_timeout: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The score of what a call covers that ran out of its time or memory, or of the step's run.grading_budget. null: it
+    is missing, so that nothing is learned from it."""
+
+    @model_validator(mode="after")
+    def _can_time_out(self) -> FunctionConfig:
+        if self.on_timeout is not None and self.timeout is None:
+            raise ValueError("on_timeout has no effect with timeout: null, which calls the function in this process")
+        return self
 
 
 RewardConfig = Annotated[

@@ -18,6 +18,7 @@ PATIENCE: Final = 16
 """So many completions in a row without a success end a run."""
 _FIXES: Final = {
     "timeout": "make it faster, or give it a longer `timeout`",
+    "budget": "make it faster, or raise run.grading_budget",
     "memory": "let it use less memory, or raise run.grading_memory",
     "died": "find out what ends its process, or keep it in this one with `timeout: null`",
     "unloadable": "let it use only what its process can import",
@@ -44,6 +45,8 @@ class FailureLog:
         """The parts that have worked at least once."""
         self._notice = notice
         self._in_a_row: dict[str, int] = {}
+        self._timed_out: dict[str, int] = {}
+        self._short_calls: dict[str, int] = {}
 
     def record(self, part: Part, scored: PartScores, groups: Sequence[Group]) -> None:
         """Count the failures of one call, and say so the first time and then at powers of ten.
@@ -56,14 +59,18 @@ class FailureLog:
         if not size:
             return
         first = part.name not in self._in_a_row
-        in_a_row = self._in_a_row.get(part.name, 0) + size if scored.failed == size and not scored.tolerated else 0
+        timed_out = sum(scored.flags)
+        fruitless = scored.failed + timed_out == size and not scored.tolerated
+        in_a_row = self._in_a_row.get(part.name, 0) + size if fruitless else 0
         self._in_a_row[part.name] = in_a_row
         if not in_a_row:
             self.proven.add(part.name)
         if scored.first_error is None:
             return
         error = scored.first_error
-        self._count(part.name, scored.failed, one_line(error))
+        if scored.failed:
+            self._count(part.name, scored.failed, one_line(error))
+        self._count_limits(part.name, timed_out, scored.unasked)
         reason = error.reason if isinstance(error, WorkerError) else "raised"
         at_once = first and len(groups) > 1 and reason == "raised"
         if part.weight and in_a_row >= (1 if at_once else PATIENCE):
@@ -77,6 +84,24 @@ class FailureLog:
         if passes_power_of_ten(before.count, count):
             counted = "1 completion has" if count == 1 else f"{count} completions have"
             self._notice(f"reward {name!r}: {counted} had no score so far because of an error; now {line}")
+
+    def _count_limits(self, name: str, timed_out: int, unasked: int) -> None:
+        found = _grown(self._timed_out, name, timed_out)
+        if found is not None:
+            answers = "1 answer" if found == 1 else f"{found} answers"
+            self._notice(f"reward {name!r}: {answers} so far ran out of time or memory; the score stands for wrong")
+        if unasked and _grown(self._short_calls, name, 1) is not None:
+            self._notice(
+                f"reward {name!r}: {unasked} completions of this step were not graded and count as timed out: answers "
+                "that ran out of time had used up run.grading_budget"
+            )
+
+
+def _grown(counts: dict[str, int], name: str, more: int) -> int | None:
+    """Add to a count; the new count where it is time to say so."""
+    before = counts.get(name, 0)
+    counts[name] = before + more
+    return counts[name] if more and passes_power_of_ten(before, counts[name]) else None
 
 
 def passes_power_of_ten(before: int, now: int) -> bool:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.budget import stopwatch
 from flatpeak.rewards.failures import PATIENCE
 from flatpeak.rewards.functions import FunctionReward
 from flatpeak.rewards.parts import Isolation, Part, PartScores, Scorer, joined
-from flatpeak.rewards.workers import WorkerError, WorkerPool
+from flatpeak.rewards.processes import LIMITS
+from flatpeak.rewards.workers import UNASKED, WorkerError, WorkerPool
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from flatpeak.types import Group
+    from flatpeak.rewards.budget import GradingBudget
+    from flatpeak.types import Group, Score
 
     Pending = Future[list[PartScores | WorkerError | UserError]]
 
@@ -46,6 +50,7 @@ class Grading:
         self._workers = workers
         self._unproven = unproven
         self._batches: dict[str, dict[int, list[_Batch]]] = {part.name: {} for part in parts}
+        self._stops = {part.name: Event() for part in parts}
 
     @property
     def names(self) -> frozenset[str]:
@@ -58,12 +63,18 @@ class Grading:
             if not _isolation(part).whole:
                 self._batches[part.name][index] = self._submit(part, [group])
 
-    def scores(self, groups: Sequence[Group]) -> Mapping[str, PartScores | CannotTravelError]:
-        """Wait for every part, by name. What a call that had no answer covers is missing."""
+    def scores(
+        self, groups: Sequence[Group], budget: GradingBudget | None = None
+    ) -> Mapping[str, PartScores | CannotTravelError]:
+        """Wait for every part, by name. What a call that had no answer covers is missing, or `Part.on_timeout`.
+
+        A part is given up once waiting for calls that ran out of time or memory has spent the budget; a call that
+        covers all completions has its own limit only.
+        """
         for part in self._parts.values():
             if _isolation(part).whole:
                 self._batches[part.name][0] = self._submit(part, groups)
-        return {name: self._part(name, groups) for name in self._parts}
+        return {name: self._part(part, groups, budget) for name, part in self._parts.items()}
 
     def _submit(self, part: Part, groups: Sequence[Group]) -> list[_Batch]:
         function, calls, sizes = _calls(part.scorer, groups)
@@ -71,18 +82,24 @@ class Grading:
         starts = range(0, len(calls), BATCH)
         return [
             _Batch(
-                self._workers.submit_each(function, calls[start : start + BATCH], timeout=timeout),
+                self._workers.submit_each(
+                    function, calls[start : start + BATCH], timeout=timeout, stop=self._stops[part.name]
+                ),
                 sizes[start : start + BATCH],
             )
             for start in starts
         ]
 
-    def _part(self, name: str, groups: Sequence[Group]) -> PartScores | CannotTravelError:
-        batches = [batch for _, batches in sorted(self._batches[name].items()) for batch in batches]
+    def _part(
+        self, part: Part, groups: Sequence[Group], budget: GradingBudget | None
+    ) -> PartScores | CannotTravelError:
+        batches = [batch for _, batches in sorted(self._batches[part.name].items()) for batch in batches]
         found: list[PartScores] = []
-        hanging = 0
+        given_up, hanging = _GIVEN_UP, 0
         for batch in batches:
-            results = batch.results.result() if not batch.results.cancelled() else [_GIVEN_UP] * len(batch.sizes)
+            with stopwatch() as seconds:
+                cancelled = batch.results.cancelled()
+                results = [given_up] * len(batch.sizes) if cancelled else batch.results.result()
             for result, size in zip(results, batch.sizes, strict=True):
                 if isinstance(result, UserError):
                     raise result
@@ -92,11 +109,38 @@ class Grading:
                     return CannotTravelError(str(result))
                 else:
                     hanging += result.reason == "timeout"
-                    found.append(PartScores(scores=[[None] * size], failed=size, first_error=result))
-            if name in self._unproven and hanging == len(found) >= PATIENCE:
-                for waiting in batches:
-                    waiting.results.cancel()
+                    found.append(_without_result(result, size, part.on_timeout))
+            if budget is not None and not cancelled and any(map(_ran_out, results)):
+                budget.spend(seconds[0])
+                if budget.spent:
+                    given_up = UNASKED
+                    self._stops[part.name].set()
+                    _cancel(batches)
+            if part.name in self._unproven and hanging == len(found) >= PATIENCE:
+                _cancel(batches)
         return joined(found, groups)
+
+
+def _cancel(batches: Sequence[_Batch]) -> None:
+    """Give up those that no worker has begun."""
+    for waiting in batches:
+        waiting.results.cancel()
+
+
+def _ran_out(result: object) -> bool:
+    return isinstance(result, WorkerError) and result.reason in LIMITS
+
+
+def _without_result(error: WorkerError, size: int, on_timeout: Score) -> PartScores:
+    """The scores of a call about so many completions that ended without a result."""
+    score = on_timeout if _ran_out(error) else None
+    return PartScores(
+        scores=[[score] * size],
+        timed_out=[[score is not None] * size],
+        failed=size if score is None else 0,
+        unasked=size if error.reason == "budget" else 0,
+        first_error=error,
+    )
 
 
 @dataclass(frozen=True, slots=True)

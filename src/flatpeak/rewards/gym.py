@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.countdown import evaluate
@@ -80,6 +80,7 @@ class ReasoningGymReward:
 
     extraction: Literal["answer_tag", "whole"] = "answer_tag"
     """The last answer block after the thinking, or all that follows the thinking."""
+    by_completion: ClassVar[bool] = True
 
     def __reduce__(self) -> tuple[Callable[..., ReasoningGymReward], tuple[str]]:
         return _ready, (self.extraction,)

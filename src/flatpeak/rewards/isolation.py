@@ -16,7 +16,13 @@ Timeout = float | Literal["auto"] | None
 
 
 def function_part(
-    name: str, weight: float, scorer: FunctionReward, *, timeout: Timeout, notice: Callable[[str], None] | None
+    name: str,
+    weight: float,
+    scorer: FunctionReward,
+    *,
+    timeout: Timeout,
+    on_timeout: float | None = None,
+    notice: Callable[[str], None] | None,
 ) -> Part:
     """A function as a part: in workers wherever that changes no score, unless the user says otherwise.
 
@@ -24,7 +30,26 @@ def function_part(
     compare any with any, and async ones wait for many at once: they stay in this process, unless they have an attribute
     `by_group = True` (then one call is one group) or a `timeout` (then one call is all completions).
     `by_group = False` or `timeout=None` keep a function here. What cannot be imported elsewhere stays here too.
+    UserError for an `on_timeout` where nothing can time out.
     """
+    part = _function_part(name, weight, scorer, timeout=timeout, on_timeout=on_timeout, notice=notice)
+    if on_timeout is not None and part.isolation is None:
+        raise UserError(
+            f"reward {name!r}: on_timeout={on_timeout:g} has no effect in the trainer's own process, which nothing "
+            "interrupts: give the function a `timeout` in seconds, or leave on_timeout out"
+        )
+    return part
+
+
+def _function_part(
+    name: str,
+    weight: float,
+    scorer: FunctionReward,
+    *,
+    timeout: Timeout,
+    on_timeout: float | None,
+    notice: Callable[[str], None] | None,
+) -> Part:
     function = scorer.call.function
     by_group = getattr(function, "by_group", None)
     if timeout is None or (by_group is False and timeout == "auto"):
@@ -44,7 +69,7 @@ def function_part(
         whole=scorer.way == "batch" and by_group is not True,
         required=asked,
     )
-    return Part(name=name, weight=weight, scorer=scorer, isolation=isolation)
+    return Part(name=name, weight=weight, scorer=scorer, isolation=isolation, on_timeout=on_timeout)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from flatpeak.rewards.budget import GradingBudget
     from flatpeak.types import Completion, Group, Prompt, Score
 
 
@@ -16,19 +17,32 @@ class PartScores:
 
     scores: list[list[Score]]
     """[p][g] is completion g of group p."""
+    timed_out: Sequence[Sequence[bool]] = ()
+    """[p][g], which of them stand for answers that ran out of time or memory; empty where none do."""
     failed: int = 0
     """How many of them are missing because something raised, or ended without an answer."""
+    unasked: int = 0
+    """How many of those that timed out or failed were not graded, because the step's budget was spent."""
     first_error: Exception | None = None
     """The first thing that went wrong."""
     tolerated: bool = False
     """Whether the failures are a grader's limits on single texts, not faults of the reward: all may fail at once."""
 
+    @property
+    def flags(self) -> list[bool]:
+        """`timed_out` of all completions in order."""
+        rows = self.timed_out or [[False] * len(row) for row in self.scores]
+        return [flag for row in rows for flag in row]
+
 
 def joined(found: Sequence[PartScores], groups: Sequence[Group]) -> PartScores:
     """Scores of calls that cover all completions of the groups in order, as those of the groups."""
     flat = iter([score for scored in found for row in scored.scores for score in row])
+    late = iter([flag for scored in found for flag in scored.flags])
     return PartScores(
         scores=[[next(flat) for _ in group.completions] for group in groups],
+        timed_out=[[next(late) for _ in group.completions] for group in groups],
+        unasked=sum(scored.unasked for scored in found),
         failed=sum(scored.failed for scored in found),
         first_error=next((scored.first_error for scored in found if scored.first_error is not None), None),
         tolerated=any(scored.tolerated for scored in found),
@@ -56,6 +70,15 @@ class Scorer(Protocol):
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """What the completion answers, in a form that equal answers share; None if it answers nothing."""
+        ...
+
+
+@runtime_checkable
+class BudgetedScorer(Scorer, Protocol):
+    """A scorer that lets a step's budget end its waiting for verdicts; having `score_within` is how it says so."""
+
+    def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> PartScores:
+        """The scores of `score`; what the budget leaves ungraded has run out of time. None is no limit."""
         ...
 
 
@@ -102,3 +125,5 @@ class Part:
     """Whether each score depends on its group alone, and nothing is kept between groups: workers may find it."""
     isolation: Isolation | None = None
     """Not None: where there are workers, they grade it, so that nothing it does can harm this process."""
+    on_timeout: Score = None
+    """The score of completions whose call in a worker ran out of time or memory."""

@@ -13,14 +13,32 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 SPARE_SECONDS: Final = 1.0
 USER_FILE: Final = "flatpeak_user_"
 """What the names of modules begin with that are files of the user's: nothing can import them, but they can be run."""
+FORK: Final = 0
+"""Asks a fork server for a new worker; any other number is a process id, and asks how that worker ended."""
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
 
-Reason = Literal["raised", "died", "timeout", "memory", "unloadable"]
+Reason = Literal["raised", "died", "timeout", "memory", "budget", "unloadable"]
+LIMITS: Final[frozenset[Reason]] = frozenset({"timeout", "memory", "budget"})
+"""Reasons that what is called may bring about by what it costs."""
+
+
+class Process(Protocol):
+    """A process that leads a group of its own: a `subprocess.Popen`, or the fork of a server."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the signal; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same once it has ended; subprocess.TimeoutExpired where that takes longer."""
+        ...
 
 
 class WorkerError(Exception):
@@ -29,8 +47,8 @@ class WorkerError(Exception):
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(reason, text)
         self.reason = reason
-        """raised: by the function; died: its process; timeout: killed; memory: it wanted more than it may have;
-        unloadable: cannot travel to a process."""
+        """raised: by the function; died: its process; timeout: killed; memory: it wanted more than it may have; budget:
+        not called, because the step's time was spent; unloadable: cannot travel to a process."""
 
     def __str__(self) -> str:
         return str(self.args[1])
@@ -52,13 +70,13 @@ def start(command: Sequence[str], channel: socket.socket) -> subprocess.Popen[by
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process of `start`, and whatever it has started and left in its group."""
+def kill(process: Process) -> None:
+    """End a process, and whatever it has started and left in its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the second of groups that have ended
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def ending(process: subprocess.Popen[bytes]) -> str:
+def ending(process: Process) -> str:
     """How a process that has let go of its channel ended; it is killed if it takes more than a moment."""
     try:
         code = process.wait(SPARE_SECONDS)
@@ -80,10 +98,15 @@ def limit_waiting(pipe: Connection, seconds: float) -> None:
         channel.detach()
 
 
-def settle(pipe: Connection, memory_bytes: int | None) -> None:
-    """What a worker does first: its limits, its signals, and that children it forks do not speak for it."""
+def keep_to_itself(pipe: Connection) -> None:
+    """Let no child of this process speak for it."""
     os.set_inheritable(pipe.fileno(), False)
     os.register_at_fork(after_in_child=pipe.close)
+
+
+def settle(pipe: Connection, memory_bytes: int | None) -> None:
+    """What a worker does first: its limits, its signals, and that children it forks do not speak for it."""
+    keep_to_itself(pipe)
     with contextlib.suppress(OSError):  # where memory runs out all the same, it is not the trainer that is chosen
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

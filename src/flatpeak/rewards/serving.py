@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards import processes
+from flatpeak.rewards.processes import FORK
 
 _KEPT: Final = 32
 _OUT_OF_MEMORY: Final = pickle.dumps(("memory", "a worker process ran out of the memory it may use"))
@@ -22,9 +24,54 @@ _FILES: dict[str, str] = {}
 def serve(descriptor: int, memory_bytes: int | None) -> None:
     """What a worker runs: answer one request after another until the other end of the pipe is closed."""
     pid, pipe = os.getpid(), Connection(descriptor)
+    processes.settle(pipe, memory_bytes)
+    _answer_all(pid, pipe, {})
+
+
+def serve_forks(descriptor: int, memory_bytes: int | None) -> None:
+    """What a fork server runs: load one function, then fork workers and report how they ended.
+
+    Of a worker that was asked about and has ended, nothing is kept, so that its process id may be used again.
+    """
+    from multiprocessing import reduction
+
+    pid, control = os.getpid(), Connection(descriptor)
     functions: dict[bytes, Callable[..., Any]] = {}
     try:
-        processes.settle(pipe, memory_bytes)
+        processes.settle(control, memory_bytes)
+        control.send_bytes(b"ready")
+        code, content = pickle.loads(control.recv_bytes())
+        control.send_bytes(_load(functions, code, *content))
+        gc.collect()
+        gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares
+        while True:
+            asked = pickle.loads(control.recv_bytes())
+            if asked == FORK:
+                control.send_bytes(pickle.dumps(_fork(reduction.recv_handle(control), functions)))
+            else:
+                ended, status = os.waitpid(asked, os.WNOHANG)
+                control.send_bytes(pickle.dumps(os.waitstatus_to_exitcode(status) if ended else None))
+    except (EOFError, OSError):
+        processes.leave(pid)
+
+
+def _fork(channel: int, functions: dict[bytes, Callable[..., Any]]) -> int:
+    child = os.fork()
+    if child:
+        os.close(channel)
+        os.setpgid(child, child)  # here as well as there: it may be killed before it has run
+        return child
+    try:
+        os.setpgid(0, 0)
+        pipe = Connection(channel)
+        processes.keep_to_itself(pipe)
+        _answer_all(os.getpid(), pipe, functions)
+    finally:
+        os._exit(1)
+
+
+def _answer_all(pid: int, pipe: Connection, functions: dict[bytes, Callable[..., Any]]) -> None:
+    try:
         pipe.send_bytes(b"ready")
         while True:
             task, code, timeout, content = pickle.loads(pipe.recv_bytes())

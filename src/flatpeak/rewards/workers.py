@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import LifoQueue
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, Final, TypeVar
 
 from flatpeak.errors import UserError
 from flatpeak.rewards import processes
+from flatpeak.rewards.fork_server import ForkServer
 from flatpeak.rewards.processes import WorkerError as WorkerError
 from flatpeak.rewards.serving import remember
 
 T = TypeVar("T")
 
 START_SECONDS: Final = 60.0
+UNASKED: Final = WorkerError("budget", "not called: the step's time for calls without a result was spent")
 _OWN_TIMER: Final = "killed by SIGALRM"
 # A process of its own, not one of `multiprocessing`: that would import the user's main module again, torch and all.
 _BOOT: Final = (
@@ -39,15 +41,25 @@ class WorkerPool:
     workers alone: they end with the pool, with this process, or on SIGKILL, together with the processes they started.
     """
 
-    def __init__(self, size: int, *, timeout: float, memory_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout: float,
+        memory_bytes: int | None = None,
+        forked: Callable[..., Any] | None = None,
+    ) -> None:
         """`timeout` is in seconds, for one call, from when a worker gets it; loading its function does not count.
 
         `memory_bytes` is what one worker may allocate (RLIMIT_DATA, which only Linux enforces), what it has loaded
         included. A call that wants more has the reason `memory` where Python noticed, `died` where a library did.
+        `forked` is a function that is slow to load and starts no threads: workers are forked from one process that has
+        loaded it, so that one that was lost is replaced in milliseconds.
         """
         self._timeout = timeout
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="flatpeak-worker")
-        self._workers = [_Worker(memory_bytes) for _ in range(size)]
+        self._server = None if forked is None else ForkServer(forked, memory_bytes=memory_bytes, seconds=START_SECONDS)
+        self._workers = [_Worker(memory_bytes, self._server) for _ in range(size)]
         # Last in, first out: a pool with little to do starts few processes.
         self._idle: LifoQueue[_Worker] = LifoQueue()
         for worker in self._workers:
@@ -59,40 +71,55 @@ class WorkerPool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Call the function in a worker. The future raises WorkerError where there is no result.
+    def ready(self) -> None:
+        """Load the `forked` function if that has not happened; where it cannot be loaded, calls will say so."""
+        if self._server is not None:
+            with contextlib.suppress(WorkerError, EOFError, OSError):
+                self._server.ready()
 
-        A UserError of the function's is raised as it is.
+    def submit(self, function: Callable[..., T], *arguments: Any, timeout: float | None = None) -> Future[T]:
+        """Call the function in a worker, for `timeout` seconds (None: the pool's).
+
+        The future raises WorkerError where there is no result, and a UserError of the function's as it is.
         """
-        return self._threads.submit(self._call, function, arguments)
+        return self._threads.submit(self._call, function, arguments, timeout or self._timeout)
 
     def submit_each(
-        self, function: Callable[..., T], calls: Iterable[tuple[Any, ...]], *, timeout: float | None = None
+        self,
+        function: Callable[..., T],
+        calls: Iterable[tuple[Any, ...]],
+        *,
+        timeout: float | None = None,
+        stop: Event | None = None,
     ) -> Future[list[T | WorkerError | UserError]]:
         """Call the function with each tuple of arguments, one after the other in one worker.
 
         The results in the order of the calls, and in place of one that is not there, why. Each call has the whole
-        `timeout` (None: the pool's); when one costs its worker, a fresh one goes on behind it.
+        `timeout` (None: the pool's); when one costs its worker, a fresh one goes on behind it, unless `stop` is set.
         """
-        return self._threads.submit(self._call_each, function, list(calls), timeout or self._timeout)
+        return self._threads.submit(self._call_each, function, list(calls), timeout or self._timeout, stop)
 
     def close(self) -> None:
         """Kill every worker, in the middle of a call too. Calls that had not begun are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill(forever=True)
+        if self._server is not None and not self._server.loaded:
+            self._server.kill()  # whoever waits for it would wait for seconds
         self._threads.shutdown()
         for worker in self._workers:
             worker.discard()
+        if self._server is not None:
+            self._server.close()
 
-    def _call(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
-        result = self._call_each(function, [arguments], self._timeout)[0]
+    def _call(self, function: Callable[..., T], arguments: tuple[Any, ...], timeout: float) -> T:
+        result = self._call_each(function, [arguments], timeout, None)[0]
         if isinstance(result, WorkerError | UserError):
             raise result
         return result
 
     def _call_each(
-        self, function: Callable[..., T], calls: Sequence[tuple[Any, ...]], timeout: float
+        self, function: Callable[..., T], calls: Sequence[tuple[Any, ...]], timeout: float, stop: Event | None
     ) -> list[T | WorkerError | UserError]:
         code = _dumps(function)
         if isinstance(code, WorkerError):
@@ -101,7 +128,7 @@ class WorkerPool:
         travel = [index for index, message in enumerate(results) if isinstance(message, bytes)]
         worker = self._idle.get()
         try:
-            answers = worker.call_each(code, [results[index] for index in travel], timeout)
+            answers = worker.call_each(code, [results[index] for index in travel], timeout, stop)
         finally:
             self._idle.put(worker)
         for index, answer in zip(travel, answers, strict=True):
@@ -112,9 +139,10 @@ class WorkerPool:
 class _Worker:
     """One process at a time. Only `kill` may be called from a thread that is not using it."""
 
-    def __init__(self, memory_bytes: int | None) -> None:
+    def __init__(self, memory_bytes: int | None, server: ForkServer | None) -> None:
         self._memory_bytes = memory_bytes
-        self._process: subprocess.Popen[bytes] | None = None
+        self._server = server
+        self._process: processes.Process | None = None
         self._pipe: Connection | None = None
         self._loaded: dict[bytes, Any] = {}
         self._over = False
@@ -126,10 +154,12 @@ class _Worker:
             self.kill()  # a pool that nobody closed
             self.discard()
 
-    def call_each(self, code: bytes, messages: Sequence[bytes], timeout: float) -> list[Any]:
+    def call_each(self, code: bytes, messages: Sequence[bytes], timeout: float, stop: Event | None) -> list[Any]:
         """For each message a result, a WorkerError or a UserError."""
         answers: list[Any] = []
         while len(answers) < len(messages):
+            if stop is not None and stop.is_set():
+                return answers + [UNASKED] * (len(messages) - len(answers))
             try:
                 pipe = self._ready(code)
             except WorkerError as error:
@@ -192,18 +222,26 @@ class _Worker:
         return answers
 
     def _start(self) -> Connection:
+        if self._server is not None:
+            self._server.ready()  # without the lock: it may take seconds, and `kill` must not wait for it
         ours, theirs = socket.socketpair()
         self._pipe = pipe = Connection(ours.detach())
-        memory = str(self._memory_bytes or 0)
-        command = [sys.executable, "-P", "-u", "-c", _BOOT, str(theirs.fileno()), memory, *sys.path]
         with theirs, self._lock:
             if self._over:
                 raise EOFError("the pool is closed")
-            self._process = processes.start(command, theirs)
+            self._process = self._server.fork(theirs) if self._server is not None else self._interpreter(theirs)
         if not pipe.poll(START_SECONDS):
             self.kill()
         pipe.recv_bytes()
+        if self._server is not None:
+            self._loaded = {self._server.code: True}
         return pipe
+
+    def _interpreter(self, channel: socket.socket) -> processes.Process:
+        memory = str(self._memory_bytes or 0)
+        return processes.start(
+            [sys.executable, "-P", "-u", "-c", _BOOT, str(channel.fileno()), memory, *sys.path], channel
+        )
 
 
 def _result(answer: bytes) -> Any:

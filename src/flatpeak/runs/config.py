@@ -29,6 +29,11 @@ class RunSectionConfig(StrictConfig):
     process grades everything, after sampling, and a function that hangs stops the run. The scores are the same."""
     grading_timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 2.0
     """Seconds that a worker may take for one call: a completion, or a group where the function or the built-in reward
-    grades groups. Then it is killed and those scores are missing. A function's own `timeout` comes first."""
+    grades groups. Then it is killed, and those scores are missing (or `on_timeout`). A function's own `timeout` comes
+    first."""
     grading_memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 4.0
     """GiB that one of these processes may allocate (on Linux); what asks for more is missing. null: no limit."""
+    grading_budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
+    """Seconds that a training step may lose to answers whose grading runs out of time or memory, the built-in rewards'
+    answers too. What is not graded by then counts as timed out. Calls that give a score cost nothing of it, a function
+    called once for all completions has its own limit only, and evaluations have no budget. null: no limit."""

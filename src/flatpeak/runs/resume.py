@@ -22,6 +22,7 @@ CHANGEABLE = frozenset(
         "run.grading_workers",
         "run.grading_timeout",
         "run.grading_memory",
+        "run.grading_budget",
         "training.steps",
         "training.activation_checkpointing",
         "training.micro_batch_tokens",
@@ -65,8 +66,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     return {
         key: f"{before.get(key, _ABSENT)} -> {after.get(key, _ABSENT)}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT) and not _unset(key, before, after)
     }
+
+
+def _unset(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether a key that the earlier version of flatpeak did not have is left unset."""
+    return key not in before and (after[key] is None or after[key] is False)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flatpeak.protocols import Reward, Sampler, StreamingSampler
+from flatpeak.rewards.budget import GradingBudget
 from flatpeak.rewards.combine import RewardSet
 from flatpeak.rewards.failures import passes_power_of_ten
 from flatpeak.rollout.config import RolloutConfig
@@ -38,6 +40,8 @@ class Rollouts:
     failed: Mapping[str, int] = field(default_factory=dict)
     """By reward part, the completions without a score because something failed; of all that were drawn. Parts
     without any are left out."""
+    timed_out: Mapping[str, int] = field(default_factory=dict)
+    """By reward part, the answers scored for having run out of time or memory; likewise."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """What the reward measured of itself, by metric: a judge's calls, cost, distance from the truth."""
 
@@ -58,16 +62,17 @@ def collect(
     `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
     """
     kept, dead = list[_Drawn](), list[_Drawn]()
-    verdicts: list[float] = []
+    verdicts, timed_out = list[float](), Counter[str]()
     drawn, rollout_seconds, reward_seconds = 0, 0.0, 0.0
-    before = failures(phase.reward)
+    before, budget = failures(phase.reward), _budget(phase.reward)
     for round_ in range(max_resamples + 1):
         wanted = config.prompts_per_step - len(kept)
         prompts = take_prompts(phase.prompts, cursor, wanted)
         cursor, drawn = cursor + wanted, drawn + wanted
-        started = time.perf_counter()
-        graded = _graded(sampler, phase.reward, prompts, config, seed=derive_seed(seed, "rollout", round_))
+        started, round_seed = time.perf_counter(), derive_seed(seed, "rollout", round_)
+        graded = _graded(sampler, phase.reward, prompts, config, seed=round_seed, budget=budget)
         groups, scores = graded.groups, graded.scores
+        timed_out.update({name: sum(map(sum, flags)) for name, flags in scores.timed_out.items()})
         rollout_seconds += graded.sampled_at - started
         reward_seconds += time.perf_counter() - graded.sampled_at
         verdicts.extend(_known(scores.parts.get(phase.accuracy or "", ())))
@@ -77,10 +82,7 @@ def collect(
         if len(kept) == config.prompts_per_step:
             break
     chosen = kept + dead[: config.prompts_per_step - len(kept)]
-    scores = Scores(
-        total=[scores.total[index] for _, index, scores in chosen],
-        parts={name: [scores.parts[name][index] for _, index, scores in chosen] for name in chosen[0][2].parts},
-    )
+    scores = _scores(chosen)
     return Rollouts(
         groups=[group for group, _, _ in chosen],
         scores=scores,
@@ -90,7 +92,21 @@ def collect(
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
         measured=phase.reward.measured(scores) if isinstance(phase.reward, RewardSet) else {},
+        timed_out=dict(timed_out),
         failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
+    )
+
+
+def _budget(reward: Reward) -> GradingBudget | None:
+    """What one step may lose to answers without a verdict, all its rounds together; None is no limit."""
+    return reward.step_budget() if isinstance(reward, RewardSet) else None
+
+
+def _scores(drawn: Sequence[_Drawn]) -> Scores:
+    """The scores of groups of several rounds; which of them timed out is counted by round."""
+    return Scores(
+        total=[scores.total[index] for _, index, scores in drawn],
+        parts={name: [scores.parts[name][index] for _, index, scores in drawn] for name in drawn[0][2].parts},
     )
 
 
@@ -126,7 +142,13 @@ class _Graded:
 
 
 def _graded(
-    sampler: Sampler, reward: Reward, prompts: Sequence[Prompt], config: RolloutConfig, *, seed: int
+    sampler: Sampler,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    config: RolloutConfig,
+    *,
+    seed: int,
+    budget: GradingBudget | None,
 ) -> _Graded:
     """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can."""
     size, sampling = config.group_size, config.sampling()
@@ -137,10 +159,11 @@ def _graded(
             found[index] = group
         sampled_at = time.perf_counter()
         groups = [found[index] for index in range(len(prompts))]
-        return _Graded(groups=groups, scores=reward.finish(groups, grading), sampled_at=sampled_at)
+        return _Graded(groups=groups, scores=reward.finish(groups, grading, budget=budget), sampled_at=sampled_at)
     groups = sampler.generate(prompts, group_size=size, sampling=sampling, seed=seed)
     sampled_at = time.perf_counter()
-    return _Graded(groups=groups, scores=reward(groups), sampled_at=sampled_at)
+    scores = reward(groups, budget=budget) if isinstance(reward, RewardSet) else reward(groups)
+    return _Graded(groups=groups, scores=scores, sampled_at=sampled_at)
 
 
 def _known(part: Sequence[Sequence[Score]]) -> list[float]:

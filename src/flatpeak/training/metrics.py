@@ -48,6 +48,7 @@ def step_metrics(
         "reward/missing_fraction": _mean(missing),
         **{f"reward/{name}": _mean_known(part) for name, part in rollouts.scores.parts.items()},
         **{f"reward/{name}/failed": float(count) for name, count in rollouts.failed.items()},
+        **{f"reward/{name}/timeouts": float(count) for name, count in rollouts.timed_out.items()},
         **rollouts.measured,
         "groups/informative_fraction": float(informative(shaped.rewards_PG, shaped.valid_PG).float().mean()),
         "groups/drawn": float(rollouts.drawn),

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+import worker_parts
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.math.grader import MathGrader
 from flatpeak.rewards.math.r1_zero import question_only_reward, r1_zero_reward
 from flatpeak.rewards.math.scorer import MathReward, build_math_reward
+from flatpeak.rewards.math.symbolic import Symbolic
 from flatpeak.types import Completion, Group, Prompt
 
 SLOW = r"\sum_{n=1}^{10^9} \frac{1}{n^2}"
@@ -42,15 +44,72 @@ def test_extraction_any_takes_bare_answers(group: Callable[..., Group]) -> None:
     assert reward([group("18", "#### 18", "It is 18.")]).total == [[1.0, 1.0, 0.0]]
 
 
-def test_a_failed_verdict_is_missing_and_counted_even_if_all_fail(group: Callable[..., Group]) -> None:
-    reward = build_reward({"math": config(type="math", timeout=0.3, workers=1)})
+def test_an_answer_that_runs_out_of_time_is_wrong_and_counted_even_if_all_do(group: Callable[..., Group]) -> None:
+    notices: list[str] = []
+    reward = build_reward({"math": config(type="math", timeout=0.3, workers=1)}, notice=notices.append)
     only = group(rf"\boxed{{{SLOW}}}", gold="2")
-    assert reward([only]).total == [[None]]
-    assert reward([only, group(r"\boxed{18}")]).total == [[None], [1.0]]
-    failures = reward.failures["math"]
-    assert failures.count == 2
-    assert "no answer from a worker process within 0.3 s" in failures.first_error
+    for groups, total, late in (
+        ([only], [[0.0]], [[True]]),
+        ([only, group(r"\boxed{18}")], [[0.0], [1.0]], [[True], [False]]),
+        ([group(r"\boxed{18}")], [[1.0]], None),
+    ):
+        scores = reward(groups)
+        assert scores.total == total
+        assert scores.timed_out == ({} if late is None else {"math": late})
+    assert reward.failures == {}
+    assert notices == ["reward 'math': 1 answer so far ran out of time or memory; the score stands for wrong"]
     reward.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "blamed"),
+    [
+        (SLOW, "2", True),
+        (SLOW, r"\max(3, 5)", True),  # only math-verify can read it, and it does
+        ("2", SLOW, False),
+        (SLOW, r"\prod_{k=1}^{100000}(1+\frac{2}{k})", False),
+    ],
+)
+def test_an_answer_is_to_blame_where_another_one_has_a_verdict(
+    group: Callable[..., Group], answer: str, gold: str, blamed: bool
+) -> None:
+    reward = build_reward({"math": config(type="math", timeout=1.0, workers=1)})
+    scores = reward([group(rf"\boxed{{{answer}}}", gold=gold)])
+    assert scores.total == [[0.0 if blamed else None]]
+    assert scores.timed_out == ({"math": [[True]]} if blamed else {})
+    assert ("math" in reward.failures) != blamed
+    reward.close()
+
+
+def test_a_worker_that_dies_of_itself_leaves_a_missing_score(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatpeak.rewards.math.grader.Symbolic", worker_parts.Dying)
+    reward = build_reward({"math": config(type="math", timeout=20.0, workers=1)})
+    sums = group(r"\boxed{\sum_{k=1}^{5} k}", r"\boxed{14}", gold="15")
+    scores = reward([sums])
+    assert (scores.total, scores.timed_out) == ([[None, 0.0]], {})
+    assert reward.failures["math"].first_error == "a worker process died: killed by SIGKILL"
+    reward.close()
+
+
+def test_an_answer_that_wants_too_much_memory_is_wrong(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatpeak.rewards.math.grader.Symbolic", worker_parts.Greedy)
+    reward = build_reward({"math": config(type="math", timeout=20.0, workers=1)})
+    scores = reward([group(r"\boxed{\sum_{k=1}^{5} k}", gold="15")])
+    assert (scores.total, scores.timed_out) == ([[0.0]], {"math": [[True]]})
+    reward.close()
+
+
+def test_an_answer_that_wants_too_much_of_the_stack_wants_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deep(answer: str, gold: str) -> bool:
+        return deep(answer, gold)
+
+    monkeypatch.setattr("flatpeak.rewards.math.symbolic.verify", deep)
+    with pytest.raises(MemoryError):
+        Symbolic()(r"\sum_{k=1}^{5} k", "15")
 
 
 def test_an_answer_is_one_spelling_of_what_was_extracted(
@@ -118,10 +177,12 @@ def test_question_only_pays_for_a_right_answer_in_a_box(response: str, form: flo
     assert question_only_reward(response, "18") == {"format_reward": form, "answer_reward": right, "reward": right}
 
 
-def test_a_failed_verdict_leaves_the_form_and_no_reward() -> None:
+def test_without_a_verdict_the_form_is_left_and_the_answer_wrong_unless_the_gold_is_to_blame() -> None:
     with MathGrader(timeout=0.3, workers=1) as grader:
         rewards = question_only_reward(rf"\boxed{{{SLOW}}}", "2", grader=grader)
-    assert rewards == {"format_reward": 1.0, "answer_reward": None, "reward": None}
+        assert rewards == {"format_reward": 1.0, "answer_reward": 0.0, "reward": 0.0}
+        rewards = question_only_reward(r"\boxed{2}", SLOW, grader=grader)
+        assert rewards == {"format_reward": 1.0, "answer_reward": None, "reward": None}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ MathExtraction = Literal["auto", "any", "boxed"]
 class _VerifiedConfig(StrictConfig):
     weight: float = 1.0
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
-    """Seconds that one answer may take where the rules cannot decide; beyond, its score is missing."""
+    """Seconds that one answer may take where the rules cannot decide; beyond, it is wrong."""
     workers: Annotated[int, Field(ge=1)] = 2
     """Processes for such answers, started when the first one comes."""
     evaluated: bool = False

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
+from flatpeak.rewards.budget import stopwatch
 from flatpeak.rewards.calls import one_line
+from flatpeak.rewards.math.asking import Outcome, Pair, ask_within, ran_out, result
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.limits import MAX_CHARACTERS, OverLimitError
 from flatpeak.rewards.math.rules import read_answer, rule_verdict, worth_asking
 from flatpeak.rewards.math.symbolic import Symbolic
-from flatpeak.rewards.workers import WorkerError, WorkerPool
+from flatpeak.rewards.workers import UNASKED, WorkerError, WorkerPool
 
 if TYPE_CHECKING:
+    from flatpeak.rewards.budget import GradingBudget
     from flatpeak.rewards.math.config import MathExtraction
+    from flatpeak.types import Score
 
 MEMORY_BYTES: Final = 2**30
 MAX_CACHED: Final = 100_000
 MAX_CACHED_CHARACTERS: Final = 2 * MAX_CHARACTERS
 """Of answer and gold together, where the rules decide: what is longer is read again, in less than a millisecond."""
-Outcome = bool | WorkerError
+TRIVIAL: Final = "7"
+"""An answer that costs nothing: a gold answer that gives it no verdict cannot be graded against at all. (Not 0, from
+which a sum of positive terms is told apart without adding them.)"""
+
+
+class UnscorableError(WorkerError):
+    """An answer that ran out of time, memory or the step's budget, against a gold answer that can be graded against."""
 
 
 def extracted(text: str, extraction: MathExtraction) -> str | None:
@@ -35,8 +45,8 @@ def extracted(text: str, extraction: MathExtraction) -> str | None:
 class MathGrader:
     """Grades (text, gold) pairs; a context manager, because it may own worker processes.
 
-    A verdict is True, False, or None where it failed: the worker ran out of its time or memory, or died. Failed is
-    never False. Verdicts are cached by (answer, gold), failed ones too, so that a text costs its time limit once.
+    A verdict is True, False, or None where it failed: the worker ran out of its time or memory, or died. Verdicts are
+    cached by (answer, gold), failed ones too, so that a text costs its time limit once.
     """
 
     def __init__(self, *, extraction: MathExtraction = "auto", timeout: float = 2.0, workers: int = 2) -> None:
@@ -68,29 +78,60 @@ class MathGrader:
             for outcome in self.compare((extracted(text, self._extraction), gold) for text, gold in pairs)
         ]
 
-    def compare(self, pairs: Iterable[tuple[str | None, str]]) -> list[Outcome]:
-        """Of (extracted answer or None, gold); a failed verdict is the reason why it failed."""
-        asked: dict[tuple[str, str], Future[bool]] = {}
-        decided: list[Outcome | tuple[str, str]] = []
-        for answer, reference in pairs:
-            gold = gold_answer(reference)
-            verdict = self._decide(answer, gold)
-            if verdict is not None or answer is None:
-                decided.append(verdict or False)
-                continue
-            key = (answer, gold)
-            if key not in asked:
-                asked[key] = self._workers().submit(Symbolic(), answer, gold)
-            decided.append(key)
-        answered = {key: _result(future) for key, future in asked.items()}
-        for key, outcome in answered.items():
-            self._remember(key, outcome)
-        return [answered[entry] if isinstance(entry, tuple) else entry for entry in decided]
+    def compare(self, pairs: Iterable[tuple[str | None, str]], *, budget: GradingBudget | None = None) -> list[Outcome]:
+        """Of (extracted answer or None, gold); a failed verdict is the reason why it failed.
 
-    def _decide(self, answer: str | None, gold: str) -> Outcome | None:
+        It is an UnscorableError where the answer is to blame. What a budget leaves ungraded has run out of time.
+        """
+        asked: dict[Pair, Future[Outcome] | None] = {}
+        decided: list[tuple[Pair, Outcome | None]] = []
+        for answer, reference in pairs:
+            pair = (answer or "", gold_answer(reference))
+            with stopwatch() as seconds:
+                outcome = False if answer is None else self._decide(*pair)
+            decided.append((pair, outcome))
+            if outcome is None and pair not in asked:
+                asked[pair] = None if budget is not None else self._submit(pair, self._timeout)
+                if budget is not None:
+                    budget.spend(seconds[0])
+        found = self._ask(asked, budget)
+        return [self._blamed(found[pair] if outcome is None else outcome, pair[1], budget) for pair, outcome in decided]
+
+    def _ask(self, asked: Mapping[Pair, Future[Outcome] | None], budget: GradingBudget | None) -> dict[Pair, Outcome]:
+        """Outcomes of pairs that are left to the workers, and were submitted already where there is no budget.
+
+        All but those that the budget left open are remembered.
+        """
+        if budget is None:
+            found = {pair: result(future) for pair, future in asked.items() if future is not None}
+        else:
+            if asked:
+                with stopwatch() as seconds:
+                    self._workers().ready()
+                budget.spend(seconds[0])
+            # What the rules can read takes a moment. What they cannot may take any time, a short text rarely much.
+            pairs = sorted(asked, key=lambda pair: (_unread(*pair), len(pair[0])))
+            found = ask_within(budget, pairs, self._submit, limit=self._timeout, workers=self._size)
+        for pair, outcome in found.items():
+            self._remember(pair, outcome)
+        return {pair: found.get(pair, UNASKED) for pair in asked}
+
+    def _blamed(self, outcome: Outcome, gold: str, budget: GradingBudget | None) -> Outcome:
+        """UnscorableError for a limit that the answer ran into, and not the gold answer; else the outcome."""
+        if not isinstance(outcome, WorkerError) or not ran_out(outcome) or not self._gradable(gold, budget):
+            return outcome
+        return UnscorableError(outcome.reason, str(outcome))
+
+    def _gradable(self, gold: str, budget: GradingBudget | None) -> bool:
+        """Whether a trivial answer has a verdict against this gold answer."""
+        pair = (TRIVIAL, gold)
+        outcome = self._decide(*pair)
+        if outcome is None:
+            outcome = self._ask({pair: None if budget is not None else self._submit(pair, self._timeout)}, budget)[pair]
+        return not isinstance(outcome, WorkerError)
+
+    def _decide(self, answer: str, gold: str) -> Outcome | None:
         """What the cache or the rules say; None for a pair that is left to the workers."""
-        if answer is None:
-            return False
         cached = self._cache.get((answer, gold))
         if cached is not None:
             return cached
@@ -100,10 +141,13 @@ class MathGrader:
             self._remember((answer, gold), outcome)
         return outcome
 
+    def _submit(self, pair: Pair, limit: float) -> Future[Outcome]:
+        return self._workers().submit(Symbolic(), *pair, timeout=limit)
+
     def _workers(self) -> WorkerPool:
         with self._lock:
             if self._pool is None:
-                self._pool = WorkerPool(self._size, timeout=self._timeout, memory_bytes=MEMORY_BYTES)
+                self._pool = WorkerPool(self._size, timeout=self._timeout, memory_bytes=MEMORY_BYTES, forked=Symbolic())
             return self._pool
 
     def _remember(self, key: tuple[str, str], outcome: Outcome) -> None:
@@ -119,12 +163,15 @@ def grade_answer(text: str, gold: str, *, extraction: MathExtraction = "auto", t
         return grader.grade([(text, gold)])[0]
 
 
-def _result(future: Future[bool]) -> Outcome:
-    try:
-        return future.result()
-    except WorkerError as error:
-        # It is cached, and its traceback would keep the variables of all who called alive: a step's tensors too.
-        return error.with_traceback(None)
+def _unread(*texts: str) -> bool:
+    return any(read_answer(text)[1].kind == "unread" for text in texts)
+
+
+def score_of(outcome: Outcome) -> Score:
+    """What a reward pays: 0 for an answer that ran out of its limits, nothing where the answer is not to blame."""
+    if isinstance(outcome, UnscorableError):
+        return 0.0
+    return None if isinstance(outcome, WorkerError) else float(outcome)
 
 
 def _fast_outcome(answer: str, gold: str) -> Outcome | None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from flatpeak.rewards.math.evaluated import only_evaluated
 from flatpeak.rewards.math.extract import block_answer, extract_answer
-from flatpeak.rewards.math.grader import MathGrader
+from flatpeak.rewards.math.grader import MathGrader, score_of
 from flatpeak.rewards.math.limits import OverLimitError
-from flatpeak.rewards.workers import WorkerError
 
 if TYPE_CHECKING:
     from flatpeak.types import Score
@@ -39,7 +38,7 @@ def question_only_answer(response: str) -> str | None:
 def r1_zero_reward(
     response: str, gold: str, *, grader: MathGrader | None = None, evaluated: bool = False, question: str = ""
 ) -> dict[str, Score]:
-    """format_reward, answer_reward and reward, each 0 or 1; the last two are None where the verdict failed.
+    """format_reward, answer_reward and reward, each 0 or 1; the last two are None where the gold answer is to blame.
 
     `grader` keeps its workers and its cache over many calls; without one, each call that needs a worker starts one.
     `evaluated` refuses answers that are not worked out (see `flatpeak.rewards.math.evaluated`), also those that are
@@ -64,6 +63,5 @@ def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question:
         with MathGrader(workers=1) as own:
             return _rewards(answer, gold, own, question)
     pairs = [(answer, gold)]
-    verdict = grader.compare(pairs if question is None else only_evaluated(pairs, [question]))[0]
-    right = None if isinstance(verdict, WorkerError) else float(verdict)
+    right = score_of(grader.compare(pairs if question is None else only_evaluated(pairs, [question]))[0])
     return {"format_reward": float(answer is not None), "answer_reward": right, "reward": right}

@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING
 from flatpeak.rewards.layout import judged_text
 from flatpeak.rewards.math.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
 from flatpeak.rewards.math.evaluated import only_evaluated
-from flatpeak.rewards.math.grader import MathGrader, Outcome, extracted
+from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extracted, score_of
 from flatpeak.rewards.math.r1_zero import question_only_answer, r1_zero_answer
 from flatpeak.rewards.math.rules import normalized
 from flatpeak.rewards.parts import PartScores
 from flatpeak.rewards.workers import WorkerError
 
 if TYPE_CHECKING:
-    from flatpeak.types import Completion, Group, Prompt, Score
+    from flatpeak.rewards.budget import GradingBudget
+    from flatpeak.types import Completion, Group, Prompt
 
 
 class MathReward:
-    """1 if what `extract` finds in a completion is equal to the row's gold answer, else 0; missing where that failed.
+    """1 if what `extract` finds in a completion is equal to the row's gold answer, else 0.
 
-    A Scorer with worker processes of its own. Failures are limits on single texts, so they are tolerated.
+    An answer that runs out of time or memory is not shown to be right, and so 0. Missing is what cannot be blamed on an
+    answer: the gold answer is too much for the grader too, or a worker died. A Scorer with worker processes of its own.
+    Failures are those of single texts, so they are tolerated.
     """
 
     def __init__(
@@ -40,6 +43,10 @@ class MathReward:
 
     def score(self, groups: Sequence[Group]) -> PartScores:
         """The scores of all groups; the first failure with its reason."""
+        return self.score_within(groups, None)
+
+    def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> PartScores:
+        """The scores of all groups; what the budget leaves ungraded has run out of time."""
         pairs = [
             (self._extract(judged_text(completion, group.prompt)), group.prompt.example.gold)
             for group in groups
@@ -49,13 +56,16 @@ class MathReward:
             pairs = only_evaluated(
                 pairs, [group.prompt.example.question for group in groups for _ in group.completions]
             )
-        outcomes = self._grader.compare(pairs)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, WorkerError)]
-        flat = iter(outcomes)
+        outcomes = self._grader.compare(pairs, budget=budget)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, WorkerError)]
+        found = iter(outcomes)
+        rows = [[next(found) for _ in group.completions] for group in groups]
         return PartScores(
-            scores=[[_score(next(flat)) for _ in group.completions] for group in groups],
-            failed=len(failures),
-            first_error=failures[0] if failures else None,
+            scores=[[score_of(outcome) for outcome in row] for row in rows],
+            timed_out=[[isinstance(outcome, UnscorableError) for outcome in row] for row in rows],
+            failed=sum(score_of(outcome) is None for outcome in outcomes),
+            unasked=sum(error.reason == "budget" for error in errors),
+            first_error=errors[0] if errors else None,
             tolerated=True,
         )
 
@@ -79,7 +89,3 @@ def build_math_reward(config: MathConfig | R1ZeroConfig | QuestionOnlyConfig) ->
         case QuestionOnlyConfig():
             extract = question_only_answer
     return MathReward(extract, timeout=config.timeout, workers=config.workers, evaluated=config.evaluated)
-
-
-def _score(outcome: Outcome) -> Score:
-    return None if isinstance(outcome, WorkerError) else float(outcome)

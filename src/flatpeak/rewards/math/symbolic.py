@@ -12,6 +12,14 @@ RECURSION_LIMIT: Final = 1000
 DIGITS: Final = 40
 """To which values have to agree where math-verify compares them as decimals; its own 6 let approximations pass."""
 
+# The parser builds its tables, and SymPy its caches, as they are used: after these a worker's first verdict takes 5 to
+# 45 ms instead of 60 to 210 ms.
+_FIRST: Final = (
+    (r"\sum_{k=1}^{2} \frac{k}{2}+\sqrt{2}\cdot\sin(x)", r"\int_0^1 x^2 dx"),
+    (r"\lim_{x\to0} x", "0"),
+    (r"\max(1,2)", "2"),
+)
+
 
 class Symbolic:
     """(answer, gold) -> whether they are equal, by the rules with all their digits, else by math-verify.
@@ -23,11 +31,14 @@ class Symbolic:
         return _load, ()
 
     def __call__(self, answer: str, gold: str) -> bool:
-        """The two as they were extracted."""
-        verdict = rule_verdict(answer, gold)
-        if verdict is None:
-            return worth_asking(answer, gold) and verify(read_answer(answer)[0], read_answer(gold)[0])
-        return verdict
+        """The two as they were extracted. What a text wants of the stack counts as memory."""
+        try:
+            verdict = rule_verdict(answer, gold)
+            if verdict is None:
+                return worth_asking(answer, gold) and verify(read_answer(answer)[0], read_answer(gold)[0])
+            return verdict
+        except RecursionError:
+            raise MemoryError from None
 
 
 def verify(answer: str, gold: str) -> bool:
@@ -66,5 +77,6 @@ def _load() -> Symbolic:
 
     logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
     sys.setrecursionlimit(RECURSION_LIMIT)
-    verify("x", "x")  # the parser builds its tables at its first use
+    for answer, gold in _FIRST:
+        verify(answer, gold)
     return Symbolic()
