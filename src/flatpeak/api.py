@@ -136,8 +136,8 @@ def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_
     with open_notices(progress, metric=recipe.evaluation.metric) as (shown, notices):
         if given.model is not None:
             recipe = without_source(recipe, own=start.own, named=start.named, progress=shown)
-        resolved = recipe.model_dump(mode="json")
-        check_start(recipe.run, resolved, resume=start.resume, overwrite=start.overwrite)
+        resolved, chosen = recipe.model_dump(mode="json"), recipe.model_dump(mode="json", exclude_defaults=True)
+        check_start(recipe.run, resolved, resume=start.resume, overwrite=start.overwrite, chosen=chosen)
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
         saved = read_saved(recipe, shown) if start.resume else Saved()
@@ -157,6 +157,7 @@ def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_
                     resume=start.resume,
                     overwrite=start.overwrite,
                     command=start.command,
+                    chosen=chosen,
                     before=parts.prepare,
                 ) as run,
                 StopSignals() as stop,

@@ -58,15 +58,17 @@ def train_reward_model(
     `resume` or `overwrite`.
     """
     recipe = as_config(config, settings)
-    resolved = recipe.model_dump(mode="json")
-    check_start(recipe.run, resolved, resume=resume, overwrite=overwrite)
+    resolved, chosen = recipe.model_dump(mode="json"), recipe.model_dump(mode="json", exclude_defaults=True)
+    check_start(recipe.run, resolved, resume=resume, overwrite=overwrite, chosen=chosen)
     with open_notices(progress, metric="accuracy") as (shown, notices):
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
         saved = _saved(recipe, shown) if resume else None
         parts = _assemble(recipe, model, tokenizer, saved=saved, progress=shown)
         with (
-            RunDirectory.create(recipe.run, resolved, resume=resume, overwrite=overwrite, command=command) as run,
+            RunDirectory.create(
+                recipe.run, resolved, resume=resume, overwrite=overwrite, command=command, chosen=chosen
+            ) as run,
             StopSignals() as stop,
         ):
             journal = _journal(recipe, parts, run, stop, shown, notices, saved)

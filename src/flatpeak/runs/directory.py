@@ -94,14 +94,16 @@ class RunDirectory(RunPaths):
         resume: bool = False,
         overwrite: bool = False,
         command: Sequence[str] | None = None,
+        chosen: Mapping[str, Any] | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> RunDirectory:
         """Take `config.directory/config.name` and write config.yaml and manifest.json.
 
-        `resolved` is the whole recipe as plain data. A name that was used is refused without `resume` or `overwrite`;
-        with `resume`, a run that does not exist yet is started, so that one command can be repeated until it is done.
-        A run that failed before its first step was done gives its name away. `before` is called once the name is ours
-        and before anything is deleted or written: what it raises leaves an earlier run as it was.
+        `resolved` is the whole recipe as plain data, `chosen` the same without its defaults. A used name is
+        refused without `resume` or `overwrite`; with `resume`, a run that does not exist yet is started, so that one
+        command can be repeated until it is done. A run that failed before its first step was done gives its name away.
+        `before` is called once the name is ours and before anything is deleted or written: what it raises leaves an
+        earlier run as it was.
         Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
         """
         path = _run_path(config, resume=resume, overwrite=overwrite)
@@ -118,7 +120,7 @@ class RunDirectory(RunPaths):
             before()
             if replaced:
                 run._clear()
-            run._start(_as_written(resolved), command)
+            run._start(_as_written(resolved), command, chosen)
         except BaseException:
             lock.release()
             raise
@@ -132,10 +134,10 @@ class RunDirectory(RunPaths):
             else:
                 path.unlink()
 
-    def _start(self, resolved: dict[str, Any], command: Sequence[str] | None) -> None:
+    def _start(self, resolved: dict[str, Any], command: Sequence[str] | None, chosen: Mapping[str, Any] | None) -> None:
         start = redact(describe_start(command))
         if self.resumed:
-            changed = _check_recipe(self, resolved)
+            changed = _check_recipe(self, resolved, chosen)
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
             manifest.setdefault("resumed", []).append(start | {"changed": changed})
             tidy(self.checkpoints)
@@ -198,7 +200,14 @@ class RunDirectory(RunPaths):
         self.close()
 
 
-def check_start(config: RunSectionConfig, resolved: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+def check_start(
+    config: RunSectionConfig,
+    resolved: Mapping[str, Any],
+    *,
+    resume: bool,
+    overwrite: bool,
+    chosen: Mapping[str, Any] | None = None,
+) -> None:
     """UserError where `RunDirectory.create` would refuse the start, whatever the model and the task are.
 
     It writes nothing and loads no torch, so that a mistake is found before they are loaded. `create` looks again, once
@@ -212,12 +221,12 @@ def check_start(config: RunSectionConfig, resolved: Mapping[str, Any], *, resume
         check_unlocked(path / _LOCK)
     _replaces(run, resume=resume, overwrite=overwrite)
     if resume and run.config.exists():
-        _check_recipe(run, _as_written(resolved))
+        _check_recipe(run, _as_written(resolved), chosen)
 
 
-def _check_recipe(run: RunPaths, resolved: Mapping[str, Any]) -> dict[str, str]:
+def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> dict[str, str]:
     """What the recipe of a resumed run changes; UserError where it may not."""
-    return check_resumable(yaml.safe_load(run.config.read_text(encoding="utf-8")), resolved)
+    return check_resumable(yaml.safe_load(run.config.read_text(encoding="utf-8")), resolved, chosen=chosen)
 
 
 def _as_written(resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,13 +37,21 @@ _CHANGEABLE_OF_A_REWARD = re.compile(
 _ABSENT = "(absent)"
 
 
-def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def check_resumable(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, chosen: Mapping[str, Any] | None = None
+) -> dict[str, str]:
     """The keys that changed, all of them allowed to, as {"training.steps": "100 -> 200"}.
+
+    `chosen` is the new recipe without what is at its default: a key that an earlier version did not know, and so did
+    not write, has not changed where nobody chose a value for it. None counts every such key.
 
     Raises UserError showing the others. `training.steps` may change only under a constant schedule: a linear or cosine
     one stretches with it, so that the steps already taken would have had other learning rates.
     """
     changed = changes(old, new)
+    if chosen is not None:
+        unknown = _unknown_then(flatten(old), flatten(new)) - flatten(chosen).keys()
+        changed = {key: change for key, change in changed.items() if key not in unknown}
     allowed = set(CHANGEABLE)
     if flatten(new).get("optimizer.schedule", "constant") != "constant":
         allowed.discard("training.steps")
@@ -73,6 +81,12 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
 def _unset(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether a key that the earlier version of flatpeak did not have is left unset."""
     return key not in before and (after[key] is None or after[key] is False)
+
+
+def _unknown_then(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """Keys that only the new recipe has, in sections that both have; a part of a section that is new was added."""
+    sections = {key.rpartition(".")[0] for key in old}
+    return {key for key in new.keys() - old.keys() if key.rpartition(".")[0] in sections}
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
