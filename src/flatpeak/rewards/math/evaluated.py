@@ -56,6 +56,7 @@ _UNREAD: Final = re.compile(
 )
 """Operations in a text that the rules cannot read as a whole."""
 _E: Final = Node("symbol", name="e")
+_I: Final = Node("symbol", name="i")
 _ONE: Final = integer(1)
 _TEN: Final = integer(10)
 _EXPANSIONS: Final = frozenset({"expansion", "expansion of a quotient"})
@@ -209,6 +210,9 @@ def _of_product(node: Node) -> set[str]:
     above, below = ([factor for factor, place in factors if place == side and _is_numeral(factor)] for side in (1, -1))
     if any(map(_are_several, (together, above, below))):
         found.add("product")
+    radicals = Counter(form_of(factor) for factor, _ in factors if factor == _I or _is_radical(factor))
+    if radicals and max(radicals.values()) > 1:
+        found.add("power")
     if _sums_above(node) > 1:
         found.add("expansion of a quotient" if _has_letters_below(node) else "expansion")
     return found
@@ -251,6 +255,10 @@ def _sums_above(node: Node) -> int:
         elif place > 0 and times > 1 and factor.kind in ("mul", "div", "neg"):
             total += times * _sums_above(factor)
     return total
+
+
+def _is_radical(node: Node) -> bool:
+    return node.kind == "root" and not symbols_in(node)
 
 
 def _is_compound(node: Node) -> bool:
