@@ -190,13 +190,16 @@ class NumberReward:
                 "numeric gold answers (answer_pattern can cut them out), or use another reward type"
             )
         text = judged_text(completion, prompt)
-        right = extract_answer(text, self.extraction) == gold
-        if right and self.evaluated:
-            example = prompt.example
-            right = not leaves_work(text, self.extraction, gold=example.gold, question=example.question)
-        return float(right)
+        return float(extract_answer(text, self.extraction) == gold and not self._leaves_work(text, prompt))
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The extracted number in lowest terms (`3/4`, `-5`), or None: what a majority vote counts."""
-        number = extract_answer(judged_text(completion, prompt), self.extraction)
+        text = judged_text(completion, prompt)
+        number = extract_answer(text, self.extraction)
+        if number is not None and self._leaves_work(text, prompt):
+            return f"{number} to be worked out"
         return None if number is None else str(number)
+
+    def _leaves_work(self, text: str, prompt: Prompt) -> bool:
+        example = prompt.example
+        return self.evaluated and leaves_work(text, self.extraction, gold=example.gold, question=example.question)

@@ -15,6 +15,7 @@ from math_cases import CASES, grade
 from pydantic import TypeAdapter
 from test_math_grade_command import rows, run
 
+from flatpeak.errors import UserError
 from flatpeak.recipe import load_recipe
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import RewardConfig
@@ -22,7 +23,8 @@ from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.limits import OverLimitError
 from flatpeak.rewards.math.r1_zero import question_only_reward, r1_zero_reward
-from flatpeak.types import Group
+from flatpeak.runs.resume import check_resumable
+from flatpeak.types import Completion, Group, Prompt
 
 RESTATED = [
     (r"\binom84", "70"),
@@ -517,6 +519,26 @@ def test_the_reward_for_numbers_refuses_too(group: Callable[..., Group], extract
     assert strict([asked]).total == [[1.0, 1.0, 1.0, 0.0, 0.0]]
     sums = group(*map(frame.format, (r"11+\frac{2}{2}", "12")), gold="12")
     assert strict([sums]).total == [[0.0, 1.0]]
+
+
+def test_an_answer_that_is_refused_has_a_vote_of_its_own(
+    completion: Callable[..., Completion], prompt: Callable[..., Prompt]
+) -> None:
+    texts = [completion(rf"\boxed{{{answer}}}") for answer in ("12", "12.0", r"11+\frac{2}{2}")]
+    for type, rest in (("math", {}), ("number", {"extraction": "boxed"})):
+        reward = build_reward({"right": config(type=type, evaluated=True, **rest)})
+        first, second, refused = (reward.answer("right", text, prompt("12")) for text in texts)
+        assert first == second == "12" != refused
+        assert refused is not None
+        loose = build_reward({"right": config(type=type, **rest)})
+        assert {loose.answer("right", text, prompt("12")) for text in texts} == {"12"}
+
+
+def test_a_run_that_did_not_know_the_option_resumes_without_it_and_not_with_it() -> None:
+    old = {"rewards": {"correctness": {"type": "math"}}}
+    assert check_resumable(old, {"rewards": {"correctness": {"type": "math", "evaluated": False}}}) == {}
+    with pytest.raises(UserError, match=r"rewards\.correctness\.evaluated: \(absent\) -> [Tt]rue"):
+        check_resumable(old, {"rewards": {"correctness": {"type": "math", "evaluated": True}}})
 
 
 def test_patterns_take_digits_and_nothing_is_left_of_them(group: Callable[..., Group]) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from flatpeak.rewards.layout import judged_text
 from flatpeak.rewards.math.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
-from flatpeak.rewards.math.evaluated import only_evaluated
+from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
+from flatpeak.rewards.math.extract import gold_answer
 from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extracted, score_of
 from flatpeak.rewards.math.r1_zero import question_only_answer, r1_zero_answer
 from flatpeak.rewards.math.rules import normalized
@@ -72,7 +73,12 @@ class MathReward:
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The extracted answer in one spelling, or None if there is none: what a majority vote counts."""
         answer = self._extract(judged_text(completion, prompt))
-        return None if answer is None or not answer.strip() else normalized(answer)
+        if answer is None or not answer.strip():
+            return None
+        example = prompt.example
+        if self._evaluated and not is_evaluated(answer, gold_answer(example.gold), example.question):
+            return "".join(answer.split())[:256]  # with a vote of its own: its value is right, and it is not
+        return normalized(answer)
 
     def close(self) -> None:
         """End the workers."""
