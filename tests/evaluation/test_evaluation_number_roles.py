@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flatpeak.evaluation.number_roles import doubt, same_order
+from flatpeak.evaluation.number_roles import ambiguous_word, keeps_order
 from flatpeak.evaluation.perturb import perturb
 from flatpeak.types import Example
 
@@ -112,9 +112,9 @@ def test_what_was_more_remains_more() -> None:
         mia, ben, given = map(int, re.findall(r"\d+", changed))
         assert given < ben < mia - given < mia
         assert gold == str(mia - given + ben)
-    assert same_order([3, 1, 2, 2], [30, 0, 5, 5])
-    assert not same_order([3, 1, 2, 2], [30, 0, 5, 6])
-    assert not same_order([3, 1], [1, 1])
+    assert keeps_order([3, 1, 2, 2], [30, 0, 5, 5])
+    assert not keeps_order([3, 1, 2, 2], [30, 0, 5, 6])
+    assert not keeps_order([3, 1], [1, 1])
 
 
 def test_hours_a_day_and_days_a_week_stay_within_their_bounds() -> None:
@@ -142,4 +142,4 @@ def test_hours_a_day_and_days_a_week_stay_within_their_bounds() -> None:
     ],
 )
 def test_words_that_leave_a_role_open_are_named(text: str, word: str | None) -> None:
-    assert doubt(text) == word
+    assert ambiguous_word(text) == word

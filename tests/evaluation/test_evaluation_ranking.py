@@ -70,7 +70,7 @@ def expected(model: Any, tokenizer: Any, prompt: Prompt, letters: str, space: st
     return sums
 
 
-class Silent:
+class NeverAsked:
     """A sampler that must not be asked."""
 
     def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Group]:
@@ -84,7 +84,7 @@ def reward(extraction: str = "letter") -> Any:
 
 def run(policy: Policy, prompts: Sequence[Prompt], **settings: Any) -> Evaluation:
     return evaluate(
-        settings.pop("sampler", Silent()),
+        settings.pop("sampler", NeverAsked()),
         prompts,
         settings.pop("reward", reward()),
         EvaluationConfig(choices="rank", **settings),
@@ -170,7 +170,7 @@ def test_a_question_without_options_and_a_reward_that_reads_no_letter_are_refuse
     with pytest.raises(UserError, match=r"^evaluation\.choices=rank: question 's' has no lettered options; use a mult"):
         run(policy, [bare])
 
-    class Deaf:
+    class ReadsNothing:
         def __call__(self, groups: Sequence[Group]) -> Any:
             return reward()(groups)
 
@@ -178,7 +178,7 @@ def test_a_question_without_options_and_a_reward_that_reads_no_letter_are_refuse
             return None
 
     with pytest.raises(UserError, match=r"the reward correctness reads None where the answer is the letter [A-D]; set"):
-        run(policy, prompts, reward=Deaf())
+        run(policy, prompts, reward=ReadsNothing())
     assert run(policy, prompts, reward=reward("robust")).rows[0]["answer"] in "ABCD"
 
 

@@ -1,4 +1,4 @@
-"""What each number of a worked question does. Where the text leaves a doubt, nothing is decided.
+"""What each number of a worked question does. Where the text leaves a ambiguous_word, nothing is decided.
 
 A solution's mark `<<60*2=120>>` has a 2 that may be the question's "2 slats per foot", or the two sides of a fence that
 the question never mentions. Equal values say nothing about roles, so roles are read from the text: the question may
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from flatpeak.evaluation.names import ALIKE
 from flatpeak.evaluation.spans import last_sentence
-from flatpeak.evaluation.worked_steps import Origin, Place, Step, entered, without_marks
+from flatpeak.evaluation.worked_steps import Origin, Place, Step, operands_of, without_marks
 
 _NUMBER_WORD = re.compile(
     r"\b(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
@@ -27,7 +27,7 @@ _NUMBER_WORD = re.compile(
     r"|single)\b"
 )
 """Words that stand for a number which no perturbation changes."""
-_DOUBTS = {
+_AMBIGUOUS_WORDS = {
     "conditions, limits and choices, under which other numbers may call for another computation": (
         r"at least|at most|up to|over|under|above|below|exceeds?|exceeding|limit|minimum|maximum|whichever|unless|until"
         r"|otherwise|instead|enough|only|except|no more|or more|or less|best|worst|least|most|which|overtime|regular"
@@ -55,8 +55,8 @@ _DOUBTS = {
         r"in an? (?:gallon|quart|pint|cup|ton|pound|mile|kilometer|yard)"
     ),
 }
-_DOUBT = re.compile(
-    rf"\b(?:{'|'.join(_DOUBTS.values())})\b"
+_AMBIGUOUS = re.compile(
+    rf"\b(?:{'|'.join(_AMBIGUOUS_WORDS.values())})\b"
     # Ranges, sizes, remarks; "8 more" of an unsaid thing or than an unsaid number; "9 sheep and goats"; half as a
     # percentage, which is both what is taken and what is left.
     r"|[:(;]|\d\s*[-x]\s*\d|\d[- ]by[- ]\d|\d more\b|\d (?:\w+ )?\w+ and (?!\d)\w+[.,?]|\b50 ?%|\b50 percent"
@@ -84,16 +84,16 @@ _WORDS: tuple[tuple[str, Fraction, tuple[Place, ...]], ...] = (
     (r"%|\bpercent", Fraction(100), ("term", "factor", "dividend", "divisor")),
 )
 """What a word of the question multiplies or divides by."""
-_UNSAID = frozenset(
+_COMMON_VALUES = frozenset(
     {*range(13), 14, 15, 16, 18, 20, 24, 25, 30, 31, 36, 48, 50, 52, 60, 90, 100, 144, 180, 360, 365, 1000}
 )
 """Numbers that solutions often hold without anybody having said them."""
-_FILLER_WORDS = (
+_STOPWORD_LIST = (
     "a an the of to in on at for and or is are was were he she they it his her their has have had do does did how many "
     "much each per by from with that this there will be as than more less if then so but not all some who what when "
     "where its also can would could should one get gets got take takes took make makes made"
 )
-_FILLERS = frozenset(_FILLER_WORDS.split())
+_STOPWORDS = frozenset(_STOPWORD_LIST.split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +106,10 @@ class Number:
     percent: bool
 
 
-def doubt(question: str) -> str | None:
-    """The first word of a question that leaves the role of its numbers in doubt."""
+def ambiguous_word(question: str) -> str | None:
+    """The first word of a question that leaves the role of its numbers open."""
     text = question.lower()
-    found = _DOUBT.search(text) or _NUMBER_WORD.search(text)
+    found = _AMBIGUOUS.search(text) or _NUMBER_WORD.search(text)
     return None if found is None else found[0]
 
 
@@ -127,13 +127,14 @@ def find_origins(
     if any(uses["question", at] != 1 for at in range(len(numbers))):
         return None
     if any(
-        uses["step", at] != 1 if steps[at].value in _UNSAID else not uses["step", at] for at in range(len(steps) - 1)
+        uses["step", at] != 1 if steps[at].value in _COMMON_VALUES else not uses["step", at]
+        for at in range(len(steps) - 1)
     ):
         return None
     named = all(_named_where_used(at, number, steps, origins, question) for at, number in enumerate(numbers))
-    if not named or _stranger(question, rationale):
+    if not named or _names_a_bystander(question, rationale):
         return None
-    return origins if _says_nothing_else(steps, numbers, rationale) else None
+    return origins if _says_only_known_numbers(steps, numbers, rationale) else None
 
 
 def _origins(steps: Sequence[Step], numbers: Sequence[Number], question: str) -> list[list[Origin]] | None:
@@ -147,7 +148,7 @@ def _origins(steps: Sequence[Step], numbers: Sequence[Number], question: str) ->
     for index, step in enumerate(steps):
         row: list[Origin] = []
         for operand, place in zip(step.operands, step.places, strict=True):
-            said = _times_said(operand, place, question)
+            said = _constant_uses(operand, place, question)
             places = known.get(operand, []) + [("constant", 0)] * bool(said)
             constants[operand] += bool(said)
             if len(places) != 1 or constants[operand] > said > 0:
@@ -158,7 +159,7 @@ def _origins(steps: Sequence[Step], numbers: Sequence[Number], question: str) ->
     return found
 
 
-def _times_said(operand: Fraction, place: Place, question: str) -> int:
+def _constant_uses(operand: Fraction, place: Place, question: str) -> int:
     """How many operands in such a place the words of the question may stand for."""
     text = question.lower().replace("$", " dollar ")
     counts = [
@@ -178,7 +179,7 @@ def _named_where_used(
     at: int, number: Number, steps: Sequence[Step], origins: Sequence[Sequence[Origin]], question: str
 ) -> bool:
     """Whether a word beside the number stands in the solution's line that uses it too; not asked of rare values."""
-    if number.value not in _UNSAID:
+    if number.value not in _COMMON_VALUES:
         return True
     used = next(
         step for step, row in zip(steps, origins, strict=True) if {("question", at), ("percent", at)} & set(row)
@@ -186,7 +187,7 @@ def _named_where_used(
     start, end = number.span
     before = re.split(r"[.?!;]", question[:start])[-1]
     after = re.split(r"[.?!;](?:\s|$)", question[end:])[0]
-    beside = {*re.findall(r"[a-z]+", before.lower())[-3:], *re.findall(r"[a-z]+", after.lower())[:4]} - _FILLERS
+    beside = {*re.findall(r"[a-z]+", before.lower())[-3:], *re.findall(r"[a-z]+", after.lower())[:4]} - _STOPWORDS
     if before.endswith("$"):
         beside |= {"dollar", "cost"}
     if number.percent:
@@ -195,8 +196,8 @@ def _named_where_used(
     return bool({*map(_stem, beside)} & {*map(_stem, re.findall(r"[a-z]+", line))})
 
 
-def _stranger(question: str, rationale: str) -> bool:
-    """Whether somebody appears once in the question, not in the solution, and another one is asked about."""
+def _names_a_bystander(question: str, rationale: str) -> bool:
+    """Whether a person stands once in the question and not in the solution, and another one is asked about."""
     asked = re.findall(r"[a-z,] ([A-Z][a-z]+)", question[last_sentence(question) :])
     names = Counter(name for name in re.findall(r"\b[A-Z][a-z]+\b", question) if name in ALIKE)
     once = [name for name, count in names.items() if count == 1 and name not in asked and name not in rationale]
@@ -210,7 +211,7 @@ def _stem(word: str) -> str:
     return word
 
 
-def _says_nothing_else(steps: Sequence[Step], numbers: Sequence[Number], rationale: str) -> bool:
+def _says_only_known_numbers(steps: Sequence[Step], numbers: Sequence[Number], rationale: str) -> bool:
     """Whether the solution's words hold only numbers that are known; 1 is in many phrases and changes nothing."""
     text = without_marks(rationale).lower()
     known = {Fraction(1), *(number.value for number in numbers), *(step.value for step in steps)}
@@ -240,7 +241,7 @@ def bounds(question: str) -> list[Fraction]:
     return found + [Fraction(100)] * ("%" in text or "percent" in text)
 
 
-def same_order(before: Sequence[Fraction], after: Sequence[Fraction]) -> bool:
+def keeps_order(before: Sequence[Fraction], after: Sequence[Fraction]) -> bool:
     """Whether the larger of any two numbers is the larger still: what was more, cheaper or left over remains so."""
     order = sorted(range(len(before)), key=before.__getitem__)
     return all(
@@ -249,7 +250,7 @@ def same_order(before: Sequence[Fraction], after: Sequence[Fraction]) -> bool:
     )
 
 
-def still_divides(
+def keeps_divisibility(
     steps: Sequence[Step],
     origins: Sequence[Sequence[Origin]],
     *,
@@ -261,7 +262,9 @@ def still_divides(
     `before` and `after` are the question's numbers and the results.
     """
     for index, (step, row) in enumerate(zip(steps, origins, strict=True)):
-        pairs = zip(entered(step, row, before[0], before[1]), entered(step, row, after[0], after[1]), strict=True)
+        pairs = zip(
+            operands_of(step, row, before[0], before[1]), operands_of(step, row, after[0], after[1]), strict=True
+        )
         for place, (old, new) in zip(step.places, pairs, strict=True):
             if place != "divisor" or old <= 1:
                 continue

@@ -14,7 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from flatpeak.evaluation.number_roles import Number, bounds, constants, doubt, find_origins, same_order, still_divides
+from flatpeak.evaluation.number_roles import (
+    Number,
+    ambiguous_word,
+    bounds,
+    constants,
+    find_origins,
+    keeps_divisibility,
+    keeps_order,
+)
 from flatpeak.evaluation.spans import split_question
 from flatpeak.evaluation.worked_steps import read_steps, replayed
 from flatpeak.types import Example
@@ -119,7 +127,7 @@ def _as_long(value: int, draw: random.Random) -> int:
 def _annotated(example: Example, numbers: Sequence[Number], draw: random.Random) -> Example | None:
     """By the marks of a worked solution, where the text says what each number does (see `number_roles`)."""
     steps = read_steps(example.rationale or "")
-    if not steps or str(steps[-1].value) != example.gold or doubt(example.question) is not None:
+    if not steps or str(steps[-1].value) != example.gold or ambiguous_word(example.question) is not None:
         return None
     origins = find_origins(steps, numbers, question=example.question, rationale=example.rationale or "")
     if origins is None:
@@ -132,8 +140,8 @@ def _annotated(example: Example, numbers: Sequence[Number], draw: random.Random)
         results = replayed(steps, origins, values)
         if results is None or results[-1] == steps[-1].value:
             continue
-        ordered = same_order([*fixed, *old, *were], [*fixed, *values, *results])
-        if ordered and still_divides(steps, origins, before=(old, were), after=(values, results)):
+        ordered = keeps_order([*fixed, *old, *were], [*fixed, *values, *results])
+        if ordered and keeps_divisibility(steps, origins, before=(old, were), after=(values, results)):
             return _changed(example, _rewritten(example.question, numbers, values), results[-1])
     return None
 
@@ -145,7 +153,7 @@ def _fitted(example: Example, numbers: Sequence[Number], draw: random.Random) ->
     those with two none does.
     """
     plain = re.fullmatch(r"\d+", example.gold) and _ASKS.search(example.question)
-    if not plain or len(numbers) != 2 or doubt(example.question) or _PARTS.search(example.question.lower()):
+    if not plain or len(numbers) != 2 or ambiguous_word(example.question) or _PARTS.search(example.question.lower()):
         return None
     old, gold = [number.value for number in numbers], Fraction(example.gold)
     fitting = [apply for apply in _OPERATIONS if _applied(apply, old) == gold]
@@ -155,7 +163,7 @@ def _fitted(example: Example, numbers: Sequence[Number], draw: random.Random) ->
         new = golds.pop()
         if golds or new is None or new < 0 or new.denominator != 1 or new == gold:
             continue
-        if same_order([*old, gold], [*values, new]):
+        if keeps_order([*old, gold], [*values, new]):
             return _changed(example, _rewritten(example.question, numbers, values), new)
     return None
 

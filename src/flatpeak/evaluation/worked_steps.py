@@ -92,7 +92,7 @@ def replayed(
     results: list[Fraction] = []
     for step, row in zip(steps, origins, strict=True):
         try:
-            result = _evaluated(step.tree, iter(entered(step, row, values, results)))
+            result = _evaluated(step.tree, iter(operands_of(step, row, values, results)))
         except ZeroDivisionError:
             return None
         if result < 0 or (step.value.denominator == 1 and result.denominator != 1):
@@ -101,7 +101,7 @@ def replayed(
     return results if results[-1].denominator == 1 else None
 
 
-def entered(
+def operands_of(
     step: Step, origins: Sequence[Origin], values: Sequence[Fraction], results: Sequence[Fraction]
 ) -> list[Fraction]:
     """The operands of a step, given the question's numbers and the earlier results."""
