@@ -1300,6 +1300,8 @@ _BOXED_RULES: Final[dict[str, list[Row]]] = {
         (r"45\text{ units}^2", r"45\text{ cm}^2", True),
         (r"45\text{ units}^3", r"45\text{ cm}^2", False),
         (r"5\text{ mol}^{-1}", "5", True),
+        ("mx+b", r"5\,\frac{\text{m}^2}{\text{s}}", False),
+        (r"18\text{ dollars per hour}", r"\frac{\pi r}{h+r}", False),
         (r"5\,\frac{\text{m}}{\text{s}}", r"5\text{ m/s}", True),
         (r"5\text{ m}\cdot\text{s}^{-1}", r"5\text{ m/s}", True),
         (r"5\text{ m}\cdot\text{s}^{-2}", r"5\text{ m/s}", False),

@@ -16,6 +16,7 @@ from flatpeak.rewards.math.values import Expression, proportional, same_value
 Verdict = bool | None
 _MONEY: Final = frozenset({"usd", "eur", "gbp", "jpy", "inr", "cny", "cent"})
 _POINTS: Final = re.compile(r"(?:\\(?:triangle|angle)\s*)?(?:\\(?:overline|bar)\s*)?\{?(?P<points>[A-Z]{2,8})\}?")
+_SINGLE_UNIT: Final = re.compile(r"([^^·]+)(?:\^(?P<power>-?\d+))?")
 _OPEN_UNIT: Final = re.compile(r"unit(?:\^(?P<power>-?\d+))?")
 
 
@@ -156,10 +157,12 @@ def _values(gold: Reading, answer: Reading) -> tuple[Expression, Expression]:
         other = (answer, gold)[place]
         if reading.unit is None or other.unit is not None:
             continue
-        unit, _, power = reading.unit.name.partition("^")
-        letter = next((each for each in sorted(values[1 - place].letters) if each.lower() == unit), None)
-        if letter is not None:
-            factor = operation("pow", Node("symbol", name=letter), integer(int(power or 1)))
+        single = _SINGLE_UNIT.fullmatch(reading.unit.name)
+        letter = next(
+            (each for each in sorted(values[1 - place].letters) if single and each.lower() == single[1]), None
+        )
+        if single is not None and letter is not None:
+            factor = operation("pow", Node("symbol", name=letter), integer(int(single["power"] or 1)))
             values[place] = Expression(node=operation("mul", values[place].node, factor))
     return values[0], values[1]
 
