@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,8 @@ def evaluate(
     from flatpeak.runs.files import write_atomic
     from flatpeak.runs.summary import finite
 
-    with open_progress(sys.stderr) as progress:
+    # What a reward function prints in this process is no part of the result.
+    with redirect_stdout(sys.stderr), open_progress(sys.stderr) as progress:
         comparison = compare_checkpoints(paths, overrides, recipe=recipe, stages=stages, progress=progress)
     if rows is not None:
         write_atomic(Path(rows), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in comparison.rows()))

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -99,7 +100,8 @@ def show_run(
 
     stream = sys.stderr if as_json else sys.stdout
     try:
-        with open_progress(stream, metric=metric) as progress:
+        # What a reward function prints in this process is no part of the object that --json prints.
+        with redirect_stdout(stream), open_progress(stream, metric=metric) as progress:
             result = start(progress)
     except KeyboardInterrupt:
         if again is not None:

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
+from flatpeak.rewards import output
+
 SPARE_SECONDS: Final = 1.0
 USER_FILE: Final = "flatpeak_user_"
 """What the names of modules begin with that are files of the user's: nothing can import them, but they can be run."""
@@ -57,16 +59,23 @@ class WorkerError(Exception):
 def start(command: Sequence[str], channel: socket.socket) -> subprocess.Popen[bytes]:
     """A process that has the channel, nothing to read, and a process group of its own.
 
-    What it prints goes to standard error: standard output may be a result that a program reads.
+    What it prints goes to standard error (`output.capture`): standard output may be a result that a program reads.
     """
+    printed = output.capture()
     # A process inherits the mask. Batch systems signal all processes of a job, and it is this one that decides what
     # happens then; the new one unblocks them once it has its own handlers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[channel.fileno()], process_group=0
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            pass_fds=[channel.fileno()],
+            process_group=0,
         )
     finally:
+        os.close(printed)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
