@@ -60,7 +60,7 @@ _HEDGES: Final = (
     "\\begin{{cases}} {0} & x>0 \\\\ {1} & x<0 \\end{{cases}}",
     "{0} \\text{{ since }} x>0, \\text{{ else }} {1}",
 )
-"""What says something else than the number in it; {1} is another number."""
+"""Texts that state something else than the number in them; {1} is another number."""
 _SMALL: Final = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen"

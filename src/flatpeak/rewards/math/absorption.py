@@ -1,4 +1,4 @@
-r"""Where digits prove nothing: `1 + e^{-300}` and `\cos(10^{-50})` are 1 to a hundred digits, and are not 1."""
+r"""Numbers lost among the digits of larger ones: `1 + e^{-300}` and `\cos(10^{-50})` only look like 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SATURATED: Final = 30
 """Beyond it the hyperbolic tangent differs from 1 by less than a comparison may see."""
 _CONSTANTS: Final = ("e", "i", "pi")
 _KEEPS_DIGITS: Final = frozenset({"number", "symbol", "mul", "div", "neg", "root", "abs", "degree"})
-"""What keeps a small argument's digits."""
+"""Operations that keep a small argument's digits."""
 _SATURATES: Final = frozenset({"tanh", "coth"})
 
 _Values = tuple[Any, Any]
