@@ -1,10 +1,10 @@
-r"""Whether an answer is worked out as far as its gold answer is, or leaves operations to whoever reads it.
+r"""A check that an answer is worked out as far as its gold answer is.
 
-Values alone do not tell: `\binom84` is 70, and a question that asks for it holds a right answer already. So two things
+Equal values are not enough: `\binom84` is 70, and a question that asks for it already holds a right answer. Two things
 are refused beside a gold answer: operations of a kind that the gold does not have (functions, sums, binomials,
-integrals; sums, products and powers of numerals; products of sums beside an expanded gold), and what stands in the
-question word for word, unless it is a plain number or spelled as the gold is. Fractions, radicals, signs, units,
-decimals, scientific notation and common factors are ways to write a result.
+integrals; sums, products and powers of numerals; products of sums beside an expanded gold), and a copy from the
+question, unless it is a plain number or has the form of the gold. Fractions, radicals, signs, units, decimals,
+scientific notation and common factors are ways to write a result.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class _Structure:
     """The same for answers that differ in spelling and in the order of terms and factors only."""
     operations: frozenset[str]
     """The kinds of operations that are left to do."""
-    grants: frozenset[str]
-    """Kinds that an answer to this gold may leave: its own, and those that only spell it otherwise."""
+    allowed: frozenset[str]
+    """As a gold answer: the kinds that an answer may leave, its own and those that only spell it otherwise."""
     compound: bool
     """Whether it is more than a number, a letter, or a product of them."""
     tokens: tuple[str, ...]
@@ -98,7 +98,7 @@ def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
         return True
     if given.form == reference.form:
         return True
-    if not given.operations <= reference.grants:
+    if not given.operations <= reference.allowed:
         return False
     if given.compound or given.operations or (reference.operations and not given.tokens[0].isalpha()):
         return not _is_in(given.tokens, question)
@@ -118,18 +118,18 @@ def _structure(text: str) -> _Structure:
     reading = _unnamed(read_answer(text)[1])
     nodes = list(_nodes(reading))
     operations: frozenset[str] = frozenset().union(*map(_operations, nodes), *map(_of_text, _unread(reading)))
-    grants = set(operations)
+    allowed = set(operations)
     if any(each == _E for node in nodes for each in walk(node)):
-        grants.add("exponential")
+        allowed.add("exponential")
     if not _EXPANSIONS.isdisjoint(operations) or any(map(_has_letters_below, nodes)):
-        grants |= _EXPANSIONS if "expansion" in operations else {"expansion of a quotient"}
+        allowed |= _EXPANSIONS if "expansion" in operations else {"expansion of a quotient"}
     if reading.kind == "equation" and reading.expression is not None:
         nodes.append(reading.expression.node)
     compound = reading.kind in ("scalar", "equation") and any(map(_is_compound, nodes))
     return _Structure(
         form=_answer_form(reading),
         operations=operations,
-        grants=frozenset(grants),
+        allowed=frozenset(allowed),
         compound=compound or _REPEATING.search(reading.text) is not None,
         tokens=_tokens(reading.text),
     )
