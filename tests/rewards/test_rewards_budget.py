@@ -170,6 +170,23 @@ def test_a_function_of_all_completions_has_its_own_limit_and_leaves_the_budget_t
     reward.close()
 
 
+def test_a_function_of_all_completions_that_hangs_leaves_the_budget_to_others(group: MAKE) -> None:
+    with WorkerPool(1, timeout=60) as pool:
+        whole = FunctionConfig(function="worker_parts:hostile_batch", timeout=1)
+        reward = build_reward({"whole": whole}, workers=pool, budget=0.5)
+        assert reward([group("a")], budget=reward.step_budget()).total == [[1.0]]
+        budget = reward.step_budget()
+        assert reward([group("spins")], budget=budget).total == [[None]]
+        assert budget is not None and budget.left == 0.5
+
+
+def test_what_is_said_of_failures_is_not_what_befell_another_answer(group: MAKE) -> None:
+    with WorkerPool(1, timeout=60) as pool:
+        reward = functions(pool, on_timeout=0)
+        assert reward([group("a", "spins", "exits")]).total == [[1.0, 0.0, None]]
+        assert reward.failures["mine"].first_error == "a worker process died: exit code 0"
+
+
 def test_a_score_for_running_out_of_time_needs_a_call_that_can() -> None:
     with pytest.raises(ValidationError, match="on_timeout has no effect with timeout: null"):
         FunctionConfig(function="worker_parts:where", timeout=None, on_timeout=0)

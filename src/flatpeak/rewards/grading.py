@@ -110,7 +110,8 @@ class Grading:
                 else:
                     hanging += result.reason == "timeout"
                     found.append(_without_result(result, size, part.on_timeout))
-            if budget is not None and not cancelled and any(map(_ran_out, results)):
+            charged = budget is not None and not cancelled and not _isolation(part).whole
+            if budget is not None and charged and any(map(_ran_out, results)):
                 budget.spend(seconds[0])
                 if budget.spent:
                     given_up = UNASKED

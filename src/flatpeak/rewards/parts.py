@@ -44,7 +44,10 @@ def joined(found: Sequence[PartScores], groups: Sequence[Group]) -> PartScores:
         timed_out=[[next(late) for _ in group.completions] for group in groups],
         unasked=sum(scored.unasked for scored in found),
         failed=sum(scored.failed for scored in found),
-        first_error=next((scored.first_error for scored in found if scored.first_error is not None), None),
+        # Of a failure where there is one: a score that stands for a timeout is none.
+        first_error=next(
+            (one.first_error for one in sorted(found, key=lambda one: not one.failed) if one.first_error), None
+        ),
         tolerated=any(scored.tolerated for scored in found),
     )
 

@@ -74,13 +74,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     return {
         key: f"{before.get(key, _ABSENT)} -> {after.get(key, _ABSENT)}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT) and not _unset(key, before, after)
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
     }
-
-
-def _unset(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether a key that the earlier version of flatpeak did not have is left unset."""
-    return key not in before and (after[key] is None or after[key] is False)
 
 
 def _unknown_then(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:

@@ -59,6 +59,7 @@ class MathReward:
             )
         outcomes = self._grader.compare(pairs, budget=budget)
         errors = [outcome for outcome in outcomes if isinstance(outcome, WorkerError)]
+        errors.sort(key=lambda error: isinstance(error, UnscorableError))  # failures first
         found = iter(outcomes)
         rows = [[next(found) for _ in group.completions] for group in groups]
         return PartScores(
