@@ -81,7 +81,7 @@ def test_short_verdicts_are_not_held_up_by_what_long_ones_would_use():
         judge.close()
         assert len(server.requests) == 200
     assert (found.failed, sum(score == 1.0 for score in found.scores[0])) == (0, 1)
-    assert seconds < 10
+    assert seconds < 40  # far below a minute, the least that waiting for the limit would take; a busy machine needs 9
 
 
 def test_a_server_that_asks_for_an_hour_costs_one_step_and_not_its_deadline():
