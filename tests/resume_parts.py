@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from flatpeak.runs.checkpoints import checkpoint_name, checkpoint_steps
 from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.notices import read_notices
 from flatpeak.runs.seal import MANIFEST, seal
 from flatpeak.runs.summary import read_summary
 from flatpeak.training.learner import Learner
@@ -133,6 +134,7 @@ def outcome(path: Path) -> dict[str, Any]:
             {name: value for name, value in row.items() if not name.startswith(TIMES)}
             for row in read_metrics(path / "metrics.jsonl")
         ],
+        "notices": [(row["stage"], row["step"], row["text"]) for row in read_notices(path / "notices.jsonl")],
         "rollouts": {file.name: file.read_bytes() for file in (path / "rollouts").iterdir()},
         "evaluations": {file.name: file.read_bytes() for file in (path / "evaluations").iterdir()},
         "summary": (summary.status, summary.best_step, summary.last_step, summary.evaluations, summary.signal),
@@ -146,5 +148,5 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[what].keys() == expected[what].keys()
         for name, tensor in expected[what].items():
             assert torch.equal(found[what][name], tensor), (what, name)
-    for what in ("metrics", "state", "rollouts", "evaluations", "summary", "links"):
+    for what in ("metrics", "notices", "state", "rollouts", "evaluations", "summary", "links"):
         assert found[what] == expected[what], what

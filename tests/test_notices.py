@@ -72,6 +72,17 @@ def test_silence_is_asked_for_by_false_and_keeps_the_notices(
     )
 
 
+def test_silence_holds_where_a_saved_model_is_loaded(
+    recipe: Recipe, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(recipe(), reward=odd, progress=False)
+    resumed = train(recipe(training={"steps": 3}), reward=odd, progress=False, resume=True)
+    assert resumed.summary.last_step == 3
+    assert capsys.readouterr() == ("", "")
+    train(recipe(training={"steps": 4}), reward=odd, resume=True)
+    assert "train 4/4" in capsys.readouterr().err
+
+
 class Collected(list[str]):
     """A Progress that is false as long as it holds nothing."""
 

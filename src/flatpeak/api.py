@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from flatpeak.config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.experiments.report import write_report
 from flatpeak.policy.passes import training_layers
+from flatpeak.policy.policy import no_progress_bar
 from flatpeak.progress import as_progress
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.recipe import Settings, apply_settings, parse_config, read_recipe
@@ -172,7 +173,8 @@ def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_
 def open_notices(progress: Progress | bool | None, *, metric: str) -> Iterator[tuple[Progress, NoticeLog]]:
     """What shows a run, and the log that keeps its notices once the run's directory is there."""
     watching = as_progress(progress, metric=metric)
-    with closing(NoticeLog(failed=watching.notice)) as log:
+    bars = no_progress_bar() if progress is False else nullcontext()
+    with bars, closing(NoticeLog(failed=watching.notice)) as log:
         yield RecordedProgress(watching, log), log
 
 

@@ -229,7 +229,7 @@ class Policy:
 
     def save(self, directory: Path) -> None:
         """Write model and tokenizer in Hugging Face format."""
-        with _no_progress_bar():
+        with no_progress_bar():
             self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
 
@@ -264,8 +264,8 @@ def _master(parameter: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """transformers draws a bar at every save, across whatever display the run has."""
+def no_progress_bar() -> Iterator[None]:
+    """A context in which transformers draws no bar at loads and saves, across whatever display a run has."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
