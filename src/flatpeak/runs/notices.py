@@ -112,7 +112,7 @@ def truncate_notices(path: Path, *, step: int | None, stage: str) -> None:
 
     `step` None empties the file.
     """
-    if not path.exists():
+    if not path.is_file():
         return
     end = 0
     for line_end, row in read_lines(path):
