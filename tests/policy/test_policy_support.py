@@ -45,6 +45,13 @@ UNSERVED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("context", [2, 3, 7, 8])
+@pytest.mark.parametrize("decoder", ["gpt2", "llama"])
+def test_a_model_is_probed_within_its_context(decoder: str, context: int) -> None:
+    settings = GPT2 | {"n_positions": context} if decoder == "gpt2" else COMMON | {"max_position_embeddings": context}
+    assert Policy(build(decoder, settings, scale=3.0), Tokenizer()).notice is None
+
+
 @pytest.mark.parametrize("name", UNSERVED)
 def test_an_unserved_architecture_falls_back_with_a_notice_and_scores_right(name: str) -> None:
     model_type, settings, reason = UNSERVED[name]

@@ -22,6 +22,7 @@ class Probed(Protocol):
     model: Any
     causal: Any
     head: Head
+    context_length: int | None
 
     @property
     def device(self) -> torch.device:
@@ -98,10 +99,17 @@ def _rope_types(settings: Any) -> set[str]:
 
 @torch.no_grad()
 def probe(policy: Probed) -> str | None:
-    """Compare packed and decoded logits with the plain forward pass on two short prompts; None if they agree."""
+    """Compare packed and decoded logits with the plain forward pass on two short prompts; None if they agree.
+
+    Of 8 and 4 tokens, or fewer where the context is shorter.
+    """
     layers = policy.causal.config.num_hidden_layers
     vocabulary = policy.head.linear.weight.shape[0]
-    long, short = [[(7 * step + 3 * shift) % vocabulary for step in range(1, 9 - 4 * shift)] for shift in (0, 1)]
+    longest = min(8, policy.context_length or 8)
+    lengths = (longest, max(2, longest // 2))
+    long, short = [
+        [(7 * step + 3 * shift) % vocabulary for step in range(1, length + 1)] for shift, length in enumerate(lengths)
+    ]
     try:
         row = pack_prompts([long[:-1], short[:-1]], device=policy.device, multiple=1)
         context = PackedContext(row)
@@ -116,7 +124,7 @@ def probe(policy: Probed) -> str | None:
         decoded = policy.decode(state, torch.tensor([long[-1], short[-1]] * 2, device=policy.device))
         if sorted(state.calls) != list(range(layers)):
             return f"decoding ran attention on layers {sorted(state.calls)} instead of once on each of {layers}"
-    except (UnservedAttentionError, TypeError, ValueError, RuntimeError) as error:
+    except (UnservedAttentionError, TypeError, ValueError, IndexError, RuntimeError) as error:
         return str(error)  # an unknown model may do anything with a mask that is none
     start = 0
     for index, tokens in enumerate((long, short)):
