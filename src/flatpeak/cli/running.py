@@ -73,7 +73,8 @@ def run_and_tell(
     from flatpeak.runs.directory import check_start
 
     # Before torch is imported: none of what is refused here depends on the model or the task.
-    check_start(config.run, config.model_dump(mode="json"), resume=resume, overwrite=overwrite)
+    resolved, chosen = config.model_dump(mode="json"), config.model_dump(mode="json", exclude_defaults=True)
+    check_start(config.run, resolved, resume=resume, overwrite=overwrite, chosen=chosen)
 
     def start(progress: Progress) -> RunResult:
         command = ["flatpeak", *sys.argv[1:]]

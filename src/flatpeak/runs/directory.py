@@ -206,7 +206,7 @@ def check_start(
     *,
     resume: bool,
     overwrite: bool,
-    chosen: Mapping[str, Any] | None = None,
+    chosen: Mapping[str, Any] | None,
 ) -> None:
     """UserError where `RunDirectory.create` would refuse the start, whatever the model and the task are.
 
