@@ -149,6 +149,14 @@ def test_a_function_is_given_up_for_the_step_once_its_hanging_calls_have_spent_t
     assert again.total == [[3.0]]
 
 
+def test_a_question_that_spends_the_budget_before_another_is_graded_does_not_end_the_run(group: MAKE) -> None:
+    with WorkerPool(1, timeout=60) as pool:
+        reward = functions(pool, budget=0.8, on_timeout=0)
+        step = [group(*["spins"] * 8), *[group("ccc")] * 40]
+        assert reward(step, budget=reward.step_budget()).total == [[0.0] * 8, *[[0.0]] * 40]
+        assert reward([group("ccc")], budget=reward.step_budget()).total == [[3.0]]
+
+
 def test_calls_that_succeed_however_slowly_are_never_given_up(group: MAKE) -> None:
     with WorkerPool(1, timeout=60) as pool:
         reward = build_reward(

@@ -52,8 +52,9 @@ class FailureLog:
         """Count the failures of one call, and say so the first time and then at powers of ten.
 
         A UserError where a part with a weight works for nothing: it has failed on PATIENCE completions in a row, or has
-        raised on all of its very first call, if that is about several questions. One hard question never stops a run,
-        and neither do failures that the part itself tolerates.
+        raised on all of its very first call, if that is about several questions. Completions that were not graded for
+        want of time say nothing of the part: one hard question that spends the step's budget stops no run, and neither
+        do failures that the part itself tolerates.
         """
         size = sum(len(group.completions) for group in groups)
         if not size:
@@ -61,9 +62,9 @@ class FailureLog:
         first = part.name not in self._in_a_row
         timed_out = sum(scored.flags)
         fruitless = scored.failed + timed_out == size and not scored.tolerated
-        in_a_row = self._in_a_row.get(part.name, 0) + size if fruitless else 0
+        in_a_row = self._in_a_row.get(part.name, 0) + size - scored.unasked if fruitless else 0
         self._in_a_row[part.name] = in_a_row
-        if not in_a_row:
+        if not fruitless:
             self.proven.add(part.name)
         if scored.first_error is None:
             return
