@@ -17,7 +17,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from string import ascii_uppercase
+from string import ascii_letters, ascii_uppercase
 from typing import Final
 
 from flatpeak.rewards.layout import after_thinking, last_answer
@@ -25,6 +25,7 @@ from flatpeak.rewards.numbers import last_boxed
 
 _WIDE: Final = str.maketrans(
     {"（": "(", "）": ")", "：": ":", "．": ".", "。": ". ", "，": ", ", "；": "; ", "！": "! ", "、": ", "}
+    | {chr(ord(letter) + 0xFEE0): letter for letter in ascii_letters}
 )
 _TEXT_COMMAND: Final = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf)\s?\{([^{}]{0,80})\}")
 _MARKUP: Final = re.compile(r"[*$`_]|\\[()\[\],;! ]")
@@ -62,13 +63,15 @@ _CLAUSE_END: Final = re.compile(r"[.!?](?=\s|$)|[,;:\n]|\bbut\b", re.IGNORECASE)
 _SENTENCE_END: Final = re.compile(r"[.!?](?=\s|$)")
 
 _DIRECT: Final = re.compile(
-    r"(?P<named>(?:definitely |clearly |probably |likely |indeed |therefore )?(?:the )?(?:option |choice |letter )?)"
-    r"['\"“‘]?(?:(?P<letter>[A-Za-z])(?!(?![\u4e00-\u9fff])[\w'’-])|[(\[{]\s?(?P<bracketed>[A-Za-z])\s?[)\]}])['\"”]?",
+    r"(?P<named>(?:definitely |clearly |probably |(?:most )?likely |indeed |actually |therefore )?"
+    r"(?:the )?(?:option |choice |letter )?)"
+    r"['\"“‘]?(?:(?P<letter>[A-Za-z])(?!(?![\u4e00-\u9fff])[\w-]|['’]\w)|[(\[{]\s?(?P<bracketed>[A-Za-z])\s?[)\]}])['\"”’]?",
     re.IGNORECASE,
 )
 _BRACKETED: Final = re.compile(r"(?<![\w)])[(\[](?P<letter>[A-Za-z])[)\]]")
 _GOES_ON: Final = re.compile(
-    r"\s?(?:[.,;:!)\]<]|\s[-–—]|$|(?:because|since|as|for|which|due|so|and|or|is|but)\b|[/&]|选?项|因|由于|和|或)"
+    r"\s?(?:[.,;:!)\]<]|\s[-–—]|$|(?:because|since|as|for|which|due|so|and|or|is|but|rather than|instead of)\b|[/&]"
+    r"|选?项|因|由于|和|或)"
 )
 _ENDS: Final = re.compile(r"\s?(?:[.,;:!)\]<]|$)")
 _ANOTHER: Final = re.compile(
@@ -84,7 +87,8 @@ _LAST_PLACES: Final = 20
 
 _SUBJECT: Final = re.compile(r"\s(?:is|was|has|does|would|can)")
 _WHOLE: Final = re.compile(r"[(\[{\"'“]?\s?(?P<letter>[A-Za-z])\s?[)\]}\"'”]?[.:,!]?")
-_LABELED: Final = re.compile(r"[(\[]?(?P<letter>[A-Za-z])[)\].:]+(?P<text>\s.*)", re.DOTALL)
+_LABELED: Final = re.compile(r"[(\[]?(?P<letter>[A-Za-z])(?:[)\].:]+|\s[-–—])(?P<text>\s.*)", re.DOTALL)
+_NAMED: Final = re.compile(r"\s*(?:option|choice)\s(?=[(\[]?[A-Za-z](?!\w))", re.IGNORECASE)
 _LETTER: Final = re.compile(r"[a-z]")
 _LONE: Final = re.compile(r"(?<!\w)[A-Z](?!\w)")
 
@@ -244,6 +248,8 @@ class _Reader:
         return self._letters[self._texts.index(words)]
 
     def _one_option(self, text: str, *, any_text: bool) -> str | None:
+        if any_text:  # of lines, `Option A` is a heading
+            text = _NAMED.sub("", text, count=1) if _NAMED.match(text) else text
         return self._alone(text) or self._written_out(text, any_text=any_text)
 
     def _alone(self, text: str) -> str | None:

@@ -372,6 +372,13 @@ def test_of_the_right_answers_of_the_table_only_those_with_operations_are_refuse
         (r"Write 8 as a power of 2.", "8", "2^{3}"),
         ("Which line is $2x - y + 3 = 0$ in slope-intercept form?", "2x-y+3=0", "y=2x+3"),
         (r"Find $\log 20 - \log 2 + \log 3$.", r"\log 20 - \log 2 + \log 3", r"1+\log 3"),
+        (r"Reduce $\frac{12}{18}$.", "12/18", r"\frac23"),
+        (r"Rationalize $\frac{1}{\sqrt3}$.", r"1/\sqrt3", r"\frac{\sqrt3}{3}"),
+        ("Expand $3(x+2)$.", "(2+x)3", "3x+6"),
+        ("Factor $x^2-9$.", "-9+x^2", "(x-3)(x+3)"),
+        ("Factor $x^2-9$.", "1(x^2-9)", "(x-3)(x+3)"),
+        (r"Simplify $x\cdot x^2$.", r"x^2\cdot x", "x^3"),
+        (r"Simplify $y = \frac{x^2-1}{x-1}$.", r"\frac{-1+x^2}{x-1}", "x+1"),
     ],
 )
 def test_an_answer_that_stands_in_the_question_in_another_form_is_refused(
@@ -536,9 +543,10 @@ def test_an_answer_that_is_refused_has_a_vote_of_its_own(
 
 def test_a_run_that_did_not_know_the_option_resumes_without_it_and_not_with_it() -> None:
     old = {"rewards": {"correctness": {"type": "math"}}}
-    assert check_resumable(old, {"rewards": {"correctness": {"type": "math", "evaluated": False}}}) == {}
+    assert check_resumable(old, {"rewards": {"correctness": {"type": "math", "evaluated": False}}}, chosen=old) == {}
+    asked = {"rewards": {"correctness": {"type": "math", "evaluated": True}}}
     with pytest.raises(UserError, match=r"rewards\.correctness\.evaluated: \(absent\) -> [Tt]rue"):
-        check_resumable(old, {"rewards": {"correctness": {"type": "math", "evaluated": True}}})
+        check_resumable(old, asked, chosen=asked)
 
 
 def test_patterns_take_digits_and_nothing_is_left_of_them(group: Callable[..., Group]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Final
 
@@ -86,7 +86,15 @@ def _tuple_and_names(gold: Reading, answer: Reading) -> Verdict:
         return False
     if any(item.kind != "named" for item in names) or len(gold.items) != len(answer.items):
         return False
-    return _all(_equal(one, other) for one, other in zip(gold.items, answer.items, strict=True))
+    sides = [_by_letter(side.items) if side.kind == "list" else side.items for side in (gold, answer)]
+    return _all(_equal(one, other) for one, other in zip(*sides, strict=True))
+
+
+def _by_letter(names: Sequence[Reading]) -> Sequence[Reading]:
+    """In alphabetical order, if that is how tuples of these letters are customarily ordered: `y=5, x=3` is `(3,5)`."""
+    letters = {item.label for item in names}
+    customary = any(letters.issubset(order) for order in _COORDINATES)
+    return sorted(names, key=lambda item: item.label) if customary else names
 
 
 def _in_any_order(gold: Reading, answer: Reading) -> Verdict:
@@ -272,6 +280,7 @@ def _inequalities(gold: Reading, answer: Reading) -> Verdict:
     return _all(_equal(one, other) for one, other in zip(gold.items, answer.items[::-1], strict=True))
 
 
+_COORDINATES: Final = ("abcd", "xyz")
 _INFINITY: Final = Node("symbol", name="infty")
 _INFINITIES: Final = (("-\\infty", operation("neg", _INFINITY)), ("\\infty", _INFINITY))
 _RULES: Final[dict[tuple[str, str], Callable[[Reading, Reading], Verdict]]] = {

@@ -101,7 +101,7 @@ def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
     if not given.operations <= reference.allowed:
         return False
     if given.compound or given.operations or (reference.operations and not given.tokens[0].isalpha()):
-        return not _is_in(given.tokens, question)
+        return given.form not in _forms(question) and not _is_in(given.tokens, question)
     return True
 
 
@@ -329,6 +329,18 @@ def _segments(question: str) -> tuple[tuple[str, ...], ...]:
         except OverLimitError:
             continue
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _forms(question: str) -> frozenset[str]:
+    """The forms of the formulas of a question."""
+    found = set()
+    for segment in _SEGMENT_ENDS.split(question):
+        try:
+            found.add(_structure(segment).form if segment.strip() else "")
+        except OverLimitError:
+            continue
+    return frozenset(found)
 
 
 def _is_in(tokens: tuple[str, ...], question: str) -> bool:

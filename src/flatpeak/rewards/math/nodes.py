@@ -112,10 +112,13 @@ def form_of(node: Node) -> str:
     if node.kind == "add" and not is_mixed_number(node):
         return f"+({','.join(sorted(f'{sign:+}{form_of(term)}' for sign, term in terms_of(node)))})"
     if node.kind in ("mul", "div", "neg"):
+        factors = [(factor, place) for factor, place in factors_of(node) if integer_value(factor) != 1]
+        if [place for _, place in factors] == [1] and not _is_negative(node):
+            return form_of(factors[0][0])
         places: dict[int, list[str]] = {1: [], -1: []}
-        for factor, place in factors_of(node):
+        for factor, place in factors:
             places[place].append(form_of(factor))
-        above, below = (",".join(sorted(each for each in places[place] if each != "1:1")) for place in (1, -1))
+        above, below = (",".join(sorted(places[place])) for place in (1, -1))
         return f"{'-' if _is_negative(node) else ''}*({above}/{below})"
     return f"{node.kind}({','.join(map(form_of, node.args))})"
 

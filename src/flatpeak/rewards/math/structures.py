@@ -35,8 +35,10 @@ _CHOICE: Final = re.compile(r"^[A-J]$")
 _CELL: Final = re.compile(r"\s*&\s*")
 _ROW: Final = re.compile(rf"\s*{ROW_END}\s*")
 _PLUS_MINUS: Final = re.compile(r"\\(pm|mp)(?![A-Za-z])\s*")
+_DENIAL: Final = r"\\(?:not|lnot|neg)\b|\\text\s*\{[^{}]*\b(?:not|never|but|except|unless|wrong|incorrect|false)\b"
 _NAME: Final = re.compile(
-    r"^(?:\\[a-z]+(?<!\\pi)|\{?[A-Za-z]+\}?|\\text\s*\{[A-Za-z ]+\}|\\(?:overline|vec)\s*\{?[A-Za-z]{1,3}\}?"
+    rf"^(?!{_DENIAL})"
+    r"(?:\\[a-z]+(?<!\\pi)|\{?[A-Za-z]+\}?|\\text\s*\{[A-Za-z ]+\}|\\(?:overline|vec)\s*\{?[A-Za-z]{1,3}\}?"
     r"|m?\s*\\angle\s*[A-Za-z]{1,3}|\|\s*(?:\\(?:overline|vec|overrightarrow)\s*)?\{?[A-Z]{2,3}\}?\s*\|"
     r"|\|\s*\\(?:vec|overrightarrow)\s*\{?[A-Za-z]\}?\s*\||\\\|[^|]{1,24}\\\|)'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
 )
@@ -204,10 +206,17 @@ def _related(text: str) -> Reading | None:
     if not all(sides):
         return None
     if signs == [r"\in"]:
-        return _named(text, sides[0], read(sides[1]))
+        return _named(text, sides[0], read(sides[1])) if _is_variable(sides[0]) else None
     if set(signs) == {"="}:
         return _equation(text, sides)
     return None if {"=", r"\in"} & set(signs) else _inequality(text, signs, sides)
+
+
+def _is_variable(side: str) -> bool:
+    """Whether what is in a set is a name, with words or without; of `x-1` in an interval x is in another."""
+    if _NAME.match(side) or _NAMES.match(side):
+        return True
+    return re.match(_DENIAL, side) is None and _expressions([side]) is None
 
 
 def _approximation(text: str, signs: list[str], sides: list[str]) -> Reading | None:
