@@ -198,6 +198,8 @@ def test_the_robust_extraction_reads_what_is_stated_last(text, letter):
         "answer is D/ C",
         "The answer is (B). Rather, the answer is A or B.",
         "<answer>A or B</answer>",
+        "The answer is 'A or C'.",
+        'The answer is "A and C"',
         "<answer>(A) or (B)</answer>",
         "<answer>A. B. C. D.</answer>",
         "the answer is (A) <answer>unsure</answer>",

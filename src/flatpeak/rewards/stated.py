@@ -191,7 +191,7 @@ class _Reader:
         if other is None:
             return _Statement(at, letter)
         second, after = self._known(other["bracketed"] or other["letter"] or other["beside"]), other["rest"]
-        after = other["after"] if after is None else after
+        after = (other["after"] if after is None else after).lstrip("'\"”’")
         named = second is not None and second != letter and not _SUBJECT.match(after)
         return _Statement(at, None if named and (other["letter"] is None or _GOES_ON.match(after)) else letter)
 
