@@ -16,9 +16,11 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 # Each may import what stands in a line above its own, and itself; what stands in one line does not know the others.
 ORDER = (
+    {"kernels"},
     {"functional"},
     {"errors", "hub", "schema", "types"},
     {"protocols"},
+    {"utils"},
     {"tasks", "rollout", "rewards", "policy", "gradreg", "runs"},
     {"evaluation"},
     {"training"},
@@ -26,7 +28,8 @@ ORDER = (
     {"config"},
     {"recipe_errors", "recipe_yaml"},
     {"recipe"},
-    {"experiments"},
+    {"experiments", "report"},
+    {"pipeline"},
     {"checks", "progress", "samplers"},
     {"graders"},
     {"assembly"},

@@ -1,0 +1,222 @@
+"""The structure of the package in figures: `python tests/support/structure.py` prints the table of docs/architecture.md.
+
+`make check` runs it with --check, which fails where that table is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "flatpeak"
+SMALL = 50
+"""Lines below which a file counts as small."""
+# Each part may import what stands in a line above its own, and itself; parts of one line do not know each other.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"kernels"}),
+    frozenset({"functional"}),
+    frozenset({"errors", "types"}),
+    frozenset({"protocols"}),
+    frozenset({"utils"}),
+    frozenset({"tasks", "rollout", "rewards", "policy", "gradreg", "runs"}),
+    frozenset({"evaluation"}),
+    frozenset({"training"}),
+    frozenset({"config"}),
+    frozenset({"report"}),
+    frozenset({"pipeline"}),
+    frozenset({"integrations"}),
+    frozenset({"cli", "__main__"}),
+)
+RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
+SAME_ROLE = frozenset({"__init__", "build", "config"})
+"""Names that mean the same in every package: its public names, how it is built, and its configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """The modules of a package by dotted name, and the imports between them."""
+
+    lines: Mapping[str, int]
+    packages: frozenset[str]
+    """Modules that are the `__init__` of a package."""
+    imports: Mapping[str, frozenset[str]]
+
+    @property
+    def importers(self) -> dict[str, set[str]]:
+        """The modules that import each module."""
+        found = defaultdict(set)
+        for module, others in self.imports.items():
+            for other in others - {module}:
+                found[other].add(module)
+        return found
+
+    @property
+    def single_importers(self) -> list[str]:
+        """Modules that exactly one other module imports."""
+        importers = self.importers
+        return sorted(m for m in self.lines if m not in self.packages and len(importers[m]) == 1)
+
+    @property
+    def small(self) -> list[str]:
+        """Modules of fewer than SMALL lines, packages' own aside."""
+        return sorted(m for m, lines in self.lines.items() if m not in self.packages and lines < SMALL)
+
+    @property
+    def upward(self) -> list[tuple[str, str]]:
+        """Imports between parts that the layers forbid."""
+        return sorted(
+            (module, other)
+            for module, others in self.imports.items()
+            if (part := part_of(module))
+            for other in others
+            if (target := part_of(other)) and part != target and RANK[target] >= RANK[part]
+        )
+
+    @property
+    def circles(self) -> list[list[str]]:
+        """Groups of modules that import each other, however long the way round."""
+        reach = {module: self._reachable(module) for module in self.lines}
+        found = {frozenset(m for m in reach[module] if module in reach[m]) for module in self.lines}
+        return sorted(sorted(group) for group in found if len(group) > 1)
+
+    def _reachable(self, start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for other in self.imports[waiting.pop()] - seen:
+                seen.add(other)
+                waiting.append(other)
+        return seen
+
+    @property
+    def ambiguous(self) -> dict[str, list[str]]:
+        """Module names that mean different things in different packages.
+
+        A task and its own reward may share one, and a command may be named as what it runs.
+        """
+        by_name = defaultdict(list)
+        for module in self.lines:
+            if module not in self.packages and part_of(module) != "cli":
+                by_name[module.rpartition(".")[2]].append(module)
+        for package in self.packages - {"flatpeak"}:
+            by_name[package.rpartition(".")[2]].append(package)
+        return {
+            name: sorted(modules)
+            for name, modules in sorted(by_name.items())
+            if name not in SAME_ROLE and len(modules) > 1 and {part_of(m) for m in modules} != {"tasks", "rewards"}
+        }
+
+
+def part_of(module: str) -> str:
+    """`flatpeak.rewards.math.units` is in `rewards`; the package itself is in none."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(source: str, *, typing_only: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, inside functions too; those under TYPE_CHECKING unless `typing_only` is off."""
+    tree = ast.parse(source)
+    hidden = set()
+    if not typing_only:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                hidden |= {id(inner) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import; write the whole name"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def read_structure(package: Path = PACKAGE) -> Structure:
+    """The structure of the package at this path. What an `__init__` names for type checkers only is no import of it."""
+    paths = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    packages = frozenset(module for module, path in paths.items() if path.name == "__init__.py")
+    found = {}
+    for module, path in paths.items():
+        named = imports(path.read_text(encoding="utf-8"), typing_only=module not in packages)
+        found[module] = frozenset(m for _, name in named if (m := _module(name, paths)) and m != module)
+    lines = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in paths.items()}
+    return Structure(lines=lines, packages=packages, imports=found)
+
+
+def module_name(path: Path, package: Path = PACKAGE) -> str:
+    """The dotted name of a file of the package."""
+    return ".".join((package.name, *path.relative_to(package).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def _module(name: str, known: Mapping[str, Path]) -> str | None:
+    """The module that an imported name is or lies in; a package's own version and names count as no module."""
+    if name in known:
+        return name
+    parent = name.rpartition(".")[0]
+    return parent if parent in known and parent != "flatpeak" else None
+
+
+def occurrences(package: Path, pattern: str) -> int:
+    """How often a text occurs in the package's files."""
+    return sum(path.read_text(encoding="utf-8").count(pattern) for path in package.rglob("*.py"))
+
+
+def count(package: Path = PACKAGE) -> dict[str, int]:
+    """The figures of docs/architecture.md, in its order."""
+    found = read_structure(package)
+    names = Counter(path.name for path in package.rglob("*.py"))
+    return {
+        "Python files": len(found.lines),
+        "lines": sum(found.lines.values()),
+        "files with a single importer": len(found.single_importers),
+        f"files under {SMALL} lines": len(found.small),
+        "loose files at the top": sum(1 for path in package.glob("*.py")),
+        "file names used more than once": sum(1 for n in names.values() if n > 1),
+        "module names with two meanings": len(found.ambiguous),
+        "circles of imports": len(found.circles),
+        "imports that run up": len(found.upward) if all(part_of(m) in RANK for m in found.lines if "." in m) else -1,
+        "`getattr(flatpeak, ...)`": occurrences(package, "getattr(flatpeak"),
+        "`isinstance(_, RewardSet)`": occurrences(package, ", RewardSet)"),
+    }
+
+
+def main() -> None:
+    """Print the figures as rows of a table, or check those of the documentation."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--package", type=Path, default=PACKAGE, help="another checkout's src/flatpeak")
+    parser.add_argument("--check", action="store_true", help="fail where docs/architecture.md says otherwise")
+    parser.add_argument("--list", action="store_true", help="name the files behind the figures")
+    given = parser.parse_args()
+    figures = count(given.package)
+    if given.check:
+        page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+        stale = [name for name, n in figures.items() if name != "lines" and not _shown(page, name, n)]
+        if stale:
+            sys.exit(f"docs/architecture.md is out of date: {', '.join(f'{name} {figures[name]}' for name in stale)}")
+        return
+    for name, n in figures.items():
+        print(f"| {name} | {n:,} |")
+    if given.list:
+        found = read_structure(given.package)
+        for title in ("single_importers", "small", "ambiguous", "circles", "upward"):
+            print(title, *_listed(getattr(found, title)), sep="\n  ")
+
+
+def _shown(page: str, name: str, n: int) -> bool:
+    rows = [line.split("|") for line in page.splitlines() if line.startswith(f"| {name} |")]
+    return any(row[-2].strip() == f"{n:,}" for row in rows)
+
+
+def _listed(found: object) -> list[str]:
+    items = found.items() if isinstance(found, dict) else found
+    return [str(item) for item in items]  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()
