@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flatpeak
 from benchmarks.turns import Link, Meter
-from flatpeak.config import RunConfig
+from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.config.run_config import RunConfig
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.policy import Policy
-from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.prompts import build_prompts

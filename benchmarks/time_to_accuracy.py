@@ -20,7 +20,7 @@ from pathlib import Path
 import flatpeak
 from benchmarks.part import Row, Run, main, say
 from benchmarks.rounds import Round, Worker
-from flatpeak.recipe import load_recipe
+from flatpeak.config.load import load_recipe
 
 GOAL = 0.9
 LIMIT = 200

@@ -76,7 +76,7 @@ def make_run(recipe: Callable[..., Any], train: Callable[..., Any]) -> Callable[
     """`make_run(name, **sections)`: a run that uses all that a resumed one could get wrong."""
 
     def make(name: str = "tiny", **sections: Any) -> Any:
-        from flatpeak.recipe import merge
+        from flatpeak.config.load import merge
         from resume_parts import EVERYTHING, Run
 
         return Run(train, Watcher, recipe(**merge(merge(EVERYTHING, sections), {"run": {"name": name}})))

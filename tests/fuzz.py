@@ -30,11 +30,11 @@ import yaml
 from transformers.utils.logging import disable_progress_bar
 
 from flatpeak import api
+from flatpeak.config.load import merge, parse_config
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.policy import Policy
-from flatpeak.recipe import merge, parse_config
 from flatpeak.samplers import build_sampler
 from flatpeak.training.batch import collate
 from flatpeak.types import Example, Group, Prompt

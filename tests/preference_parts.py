@@ -33,7 +33,7 @@ def write_pairs(path: Path, *, count: int = 120, seed: int = 0) -> Path:
 
 def reward_model_recipe(directory: Path, pairs: Path, **sections: Any) -> dict[str, Any]:
     """A few steps of a tiny new model; `sections` are merged over it."""
-    from flatpeak.recipe import merge
+    from flatpeak.config.load import merge
 
     base = {
         "run": {"name": "judge", "directory": str(directory), "checkpoint_every": 0},

@@ -20,7 +20,7 @@ SIZES = {
 
 def tiny_recipe(directory: Path, **sections: Any) -> dict[str, Any]:
     """Single-digit sums, a model of a few thousand parameters, two steps; `sections` are merged over it."""
-    from flatpeak.recipe import merge
+    from flatpeak.config.load import merge
 
     base = {
         "run": {"name": "tiny", "directory": str(directory), "checkpoint_every": 0},

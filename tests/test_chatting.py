@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flatpeak.chatting import chat_loop
+from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
 from flatpeak.evaluation.chat import Console, unknown_characters
-from flatpeak.recipe import parse_config
 from flatpeak.runs.checkpoints import write_checkpoint
 from flatpeak.tasks.arithmetic import arithmetic_examples
 from flatpeak.types import Completion, Prompt, SamplingParams

@@ -19,10 +19,10 @@ from flatpeak import comparison as comparison_module
 from flatpeak.chatting import chat_loop
 from flatpeak.cli.main import app
 from flatpeak.comparison import compare_checkpoints, evaluated_by
+from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
 from flatpeak.evaluation.chat import Console
 from flatpeak.evaluation.locate import locate_model, locate_stages
-from flatpeak.recipe import load_recipe, parse_config
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from flatpeak.config.load import load_recipe, parse_config, shipped_recipes
 from flatpeak.errors import UserError
-from flatpeak.recipe import load_recipe, parse_config, shipped_recipes
 
 MODEL = {"model": {"path": "x"}}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.policy.support import PROVEN
-from flatpeak.recipe import load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.rewards.parts import PartScores
 from flatpeak.runs.directory import WRITTEN
 from flatpeak.runs.metrics import read_metrics

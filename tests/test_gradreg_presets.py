@@ -3,7 +3,7 @@
 import pytest
 
 from flatpeak import GradientRegularizationConfig
-from flatpeak.recipe import load_recipe, merge, parse_config
+from flatpeak.config.load import load_recipe, merge, parse_config
 
 MODEL = {"model": {"path": "x"}}
 

@@ -8,11 +8,11 @@ import pytest
 from huggingface_hub import constants
 
 from flatpeak.errors import UserError
-from flatpeak.hub import hub_or_cache
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_tokenizer
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.config import GSM8KConfig
+from flatpeak.utils.huggingface import hub_or_cache
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from flatpeak.config.load import load_recipe, merge, parse_config, shipped_recipes
+from flatpeak.config.unused_settings import written
 from flatpeak.errors import UserError
-from flatpeak.idle_settings import written
-from flatpeak.recipe import load_recipe, merge, parse_config, shipped_recipes
 from flatpeak.training.config import ObjectiveConfig
 
 MODEL = {"model": {"path": "x"}}

@@ -11,8 +11,8 @@ import yaml
 
 import flatpeak.api
 from flatpeak.api import as_config
+from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
-from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.runs.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak import recipe
-from flatpeak.errors import UserError
-from flatpeak.recipe import (
+from flatpeak.config import load as recipe
+from flatpeak.config.load import (
     apply_overrides,
     apply_settings,
     load_recipe,
     merge,
     parse_config,
+    parse_value,
     read_recipe,
     shipped_recipes,
 )
-from flatpeak.recipe_errors import known_keys
-from flatpeak.recipe_yaml import parse_value
+from flatpeak.config.messages import known_keys
+from flatpeak.errors import UserError
 from recipe_parts import unsaid
 
 MODEL = {"model": {"path": "somewhere"}}
@@ -410,7 +410,7 @@ def test_a_bad_recipe_fails_before_torch_is_imported(tmp_path):
     code = (
         "import sys\n"
         "from flatpeak.errors import UserError\n"
-        "from flatpeak.recipe import load_recipe, parse_config\n"
+        "from flatpeak.config.load import load_recipe, parse_config\n"
         "try:\n    parse_config(load_recipe(sys.argv[1]))\n"
         "except UserError as error:\n    print(error)\n"
         "print('torch' in sys.modules)\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flatpeak.config import RunConfig
-from flatpeak.recipe import load_recipe, parse_config
+from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.config.run_config import RunConfig
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.tasks.preferences import load_preferences
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flatpeak.config import RunConfig
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.samplers import CheckedSampler, PlainSampler, build_sampler
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams

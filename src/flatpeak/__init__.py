@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flatpeak.api import RunResult, sft, train
-    from flatpeak.config import RunConfig
+    from flatpeak.config.run_config import RunConfig
     from flatpeak.errors import UserError
     from flatpeak.forking import fork
     from flatpeak.gradreg.config import GradientRegularizationConfig
@@ -32,7 +32,7 @@ __all__ = [
 _HOMES = {
     "GradientRegularizationConfig": "flatpeak.gradreg.config",
     "GradientRegularizer": "flatpeak.gradreg.regularizer",
-    "RunConfig": "flatpeak.config",
+    "RunConfig": "flatpeak.config.run_config",
     "RunResult": "flatpeak.api",
     "UserError": "flatpeak.errors",
     "fork": "flatpeak.forking",

@@ -12,14 +12,14 @@ import torch
 
 from flatpeak.assembly import Given, Parts, assemble, own_reference
 from flatpeak.checks import without_source
-from flatpeak.config import RunConfig
+from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.experiments.report import write_report
 from flatpeak.policy.passes import training_layers
 from flatpeak.policy.policy import no_progress_bar
 from flatpeak.progress import as_progress
 from flatpeak.protocols import Progress, Sampler, Task
-from flatpeak.recipe import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start

@@ -16,7 +16,7 @@ from flatpeak.checks import (
     recipe_notices,
     renamed_settings,
 )
-from flatpeak.config import RunConfig
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluator, Grader
 from flatpeak.evaluation.evaluator import make_evaluator

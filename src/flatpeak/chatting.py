@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flatpeak.config import RunConfig
+from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.chat import ChatSettings, Console, chat_prompt, converse
 from flatpeak.evaluation.locate import Located, locate_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
-from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.runs.checkpoints import is_checkpoint
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.rollout_log import first_row, logged_steps

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatpeak.config import RunConfig
+from flatpeak.config.run_config import RunConfig
+from flatpeak.config.unused_settings import written
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import CURRENT_NAMES, EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.idle_settings import written
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.policy import Policy
 from flatpeak.protocols import Progress

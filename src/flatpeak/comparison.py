@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from flatpeak.assembly import Given, open_evaluation
-from flatpeak.config import RunConfig
+from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_config
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.compare import Comparison
 from flatpeak.evaluation.locate import Located, locate_model, locate_stages
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.progress import Silence
 from flatpeak.protocols import Progress
-from flatpeak.recipe import apply_overrides, load_recipe, merge, parse_config
 
 Recipe = Mapping[str, Any]
 SECTIONS = ("task", "prompt", "rewards", "rollout", "evaluation")

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from flatpeak.api import RunResult, train
-from flatpeak.config import RunConfig
+from flatpeak.config.load import Settings, apply_settings, load_recipe, merge, parse_config
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import RunError, UserError
 from flatpeak.protocols import Progress, Sampler, Task
-from flatpeak.recipe import Settings, apply_settings, load_recipe, merge, parse_config
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.fork import copy_run, read_origin
-from flatpeak.runs.redact import HIDDEN
 from flatpeak.runs.resume import changes, flatten
 from flatpeak.samplers import SamplerFactory
+from flatpeak.utils.redaction import HIDDEN
 
 IN_THE_CHECKPOINT = {
     "model.path": "the model",

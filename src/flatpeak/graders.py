@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatpeak.checks import check_accuracy, check_metric
-from flatpeak.config import RunConfig
+from flatpeak.config.run_config import RunConfig
 from flatpeak.evaluation.evaluate import Grader, TextAnswers
 from flatpeak.protocols import Progress, Reward
 from flatpeak.rewards.build import as_reward, build_reward

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from flatpeak.api import Recipe, RunResult, as_config, open_notices, report_on
-from flatpeak.config import RunConfig
+from flatpeak.config.load import Settings
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError, brief
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.policy.loading import cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.protocols import Progress
-from flatpeak.recipe import Settings
 from flatpeak.rewards.model.classifier import Classifier, load_model, locate, make_wording
 from flatpeak.rewards.model.template import COMPLETION, PROMPT, Record, pick_template
 from flatpeak.rollout.randomness import derive_seed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flatpeak.config import RunConfig
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.policy.decode_attention import kernel_notices
 from flatpeak.policy.policy import Policy

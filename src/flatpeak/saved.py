@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatpeak.assembly import keeps_own_reference
-from flatpeak.config import RunConfig
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.policy.policy import Policy
 from flatpeak.protocols import Progress

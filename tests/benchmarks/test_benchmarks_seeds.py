@@ -12,7 +12,7 @@ from benchmarks.demo_seeds import read_figures
 from benchmarks.demo_seeds import table as demo_table
 from benchmarks.steps_to_accuracy import averages, interval, noise, table
 
-from flatpeak.recipe import load_recipe, parse_config
+from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.tasks.build import build_task
 
 

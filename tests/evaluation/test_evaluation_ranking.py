@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
 from flatpeak.evaluation.compare import Comparison
 from flatpeak.evaluation.config import EvaluationConfig
@@ -19,7 +20,6 @@ from flatpeak.evaluation.result import Evaluation
 from flatpeak.policy.config import NewModelConfig, TokenizerConfig
 from flatpeak.policy.loading import make_model
 from flatpeak.policy.policy import Policy
-from flatpeak.recipe import parse_config
 from flatpeak.rewards.build import build_reward
 from flatpeak.types import Example, Group, Prompt
 from run_parts import SIZES

@@ -186,8 +186,8 @@ def test_a_run_perturbs_before_and_after_training_and_not_between(tmp_path: Path
     ],
 )
 def test_a_recipe_that_cannot_be_judged_is_refused(tmp_path: Path, sections: dict[str, object], said: str) -> None:
+    from flatpeak.config.load import parse_config
     from flatpeak.errors import UserError
-    from flatpeak.recipe import parse_config
     from run_parts import tiny_recipe
 
     with pytest.raises(UserError, match=said):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from flatpeak.api import train
 from flatpeak.cli.main import app
-from flatpeak.config import RunConfig
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.experiments.explain import Explanation, ToldCompletion, explain, render, shown_token
 from run_parts import tiny_recipe

@@ -1,6 +1,6 @@
 import pytest
 
-from flatpeak.runs.redact import redact
+from flatpeak.utils.redaction import redact
 
 
 @pytest.mark.parametrize(

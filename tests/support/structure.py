@@ -1,6 +1,6 @@
-"""The structure of the package in figures: `python tests/support/structure.py` prints the table of docs/architecture.md.
+"""The structure of the package in figures: `python tests/support/structure.py` prints them as rows of a table.
 
-`make check` runs it with --check, which fails where that table is out of date.
+`make check` runs it with --check, which fails where the table of docs/architecture.md is out of date.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def part_of(module: str) -> str:
 
 
 def imports(source: str, *, typing_only: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, inside functions too; those under TYPE_CHECKING unless `typing_only` is off."""
+    """(line, dotted name) of every import, inside functions too; `typing_only` includes those under TYPE_CHECKING."""
     tree = ast.parse(source)
     hidden = set()
     if not typing_only:

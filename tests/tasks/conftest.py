@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing asks whether the Hub answers: data sets of the Hub are stood in for here."""
-    monkeypatch.setattr("flatpeak.hub._problem", lambda: None)
+    monkeypatch.setattr("flatpeak.utils.huggingface._problem", lambda: None)

@@ -1,6 +1,6 @@
 import pytest
 
-from flatpeak.tasks.gold import is_integer, is_number, normalize_gold
+from flatpeak.utils.answers import is_integer, is_number, normalize_gold
 
 
 @pytest.mark.parametrize(

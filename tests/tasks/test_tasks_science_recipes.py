@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 from pydantic import TypeAdapter
 
+from flatpeak.config.load import load_recipe
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.recipe import load_recipe
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.config import PromptConfig, TaskConfig

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from flatpeak.config.load import merge
 from flatpeak.errors import UserError
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.tokenizers import build_tokenizer
-from flatpeak.recipe import merge
 from flatpeak.reward_model import train_reward_model
 from flatpeak.rewards.model.classifier import Classifier
 from flatpeak.rewards.model.config import SequenceClassifierConfig

@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _fail(text: str, *, code: int) -> None:
-    from flatpeak.runs.redact import redact
+    from flatpeak.utils.redaction import redact
 
     typer.echo(redact(text), err=True)
     sys.exit(code)

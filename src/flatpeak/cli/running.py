@@ -16,7 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from flatpeak.api import RunResult
-    from flatpeak.config import RunConfig
+    from flatpeak.config.run_config import RunConfig
     from flatpeak.protocols import Progress
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 
@@ -41,7 +41,7 @@ def resume_command(arguments: Sequence[str]) -> str:
 
 def read_config(recipe: str, overrides: Sequence[str] | None) -> RunConfig:
     """The checked recipe; imports no torch."""
-    from flatpeak.recipe import load_recipe, parse_config
+    from flatpeak.config.load import load_recipe, parse_config
 
     return parse_config(load_recipe(recipe, overrides or ()))
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from flatpeak.schema import StrictConfig
+from flatpeak.utils.schema import StrictConfig
 
 Perturbation = Literal["numbers", "distractor", "framing", "paraphrase", "rename", "typos"]
 CURRENT_NAMES: dict[Perturbation, Perturbation] = {"paraphrase": "framing"}

@@ -14,12 +14,12 @@ from rich.console import Group as Lines
 from rich.table import Column, Table
 from rich.text import Text
 
-from flatpeak.config import RunConfig
+from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.functional import completion_weights, importance_ratio, kl_k3
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
-from flatpeak.recipe import load_recipe, parse_config
 from flatpeak.runs.checkpoints import LAST, checkpoint_name
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.nearby import run_hint

@@ -14,10 +14,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from flatpeak.errors import UserError, brief
-from flatpeak.hub import hub_or_cache
 from flatpeak.policy.config import ModelConfig, NewModelConfig
 from flatpeak.policy.policy import Policy
 from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.utils.huggingface import hub_or_cache
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 

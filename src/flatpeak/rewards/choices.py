@@ -10,8 +10,8 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.layout import judged_text
 from flatpeak.rewards.stated import stated_letter
+from flatpeak.utils.answers import judged_text
 
 if TYPE_CHECKING:
     from flatpeak.rewards.config import ChoiceExtraction

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from flatpeak.rewards.judge.config import JudgeConfig
 from flatpeak.rewards.math.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
 from flatpeak.rewards.model.config import SequenceClassifierConfig
-from flatpeak.schema import StrictConfig
+from flatpeak.utils.schema import StrictConfig
 
 Extraction = Literal["whole", "answer_tag", "gsm8k_strict", "gsm8k_flexible", "last_number", "boxed"]
 

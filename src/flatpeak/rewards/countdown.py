@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.layout import judged_text, last_answer
 from flatpeak.rewards.numbers import parse_number
+from flatpeak.utils.answers import judged_text, last_answer
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Example, Prompt, Score

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flatpeak.rewards.layout import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, judged_text
+from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, judged_text
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Prompt, Score

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.countdown import evaluate
-from flatpeak.rewards.layout import after_thinking, judged_text, last_answer
 from flatpeak.rewards.parts import PartScores
+from flatpeak.utils.answers import after_thinking, judged_text, last_answer
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Example, Group, Prompt, Score

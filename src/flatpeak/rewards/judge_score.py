@@ -7,8 +7,8 @@ from collections import deque
 from fractions import Fraction
 from typing import Final
 
-from flatpeak.rewards.layout import after_thinking
 from flatpeak.rewards.numbers import parse_number
+from flatpeak.utils.answers import after_thinking
 
 _TAG: Final = re.compile(r"<score>([^<>]*)</score>", re.IGNORECASE)
 _NUMBER: Final = r"(?:(?<![\w.)\]])-)?(?<![A-Za-z0-9_])(?<![0-9][.,])\.?[0-9][0-9.,]*+(?!\w)"

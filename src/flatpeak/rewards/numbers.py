@@ -9,12 +9,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.layout import after_thinking, judged_text
 from flatpeak.rewards.math.evaluated import is_evaluated
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
 from flatpeak.rewards.math.limits import OverLimitError
 from flatpeak.rewards.math.numerals import in_prose, stated_number
+from flatpeak.utils.answers import after_thinking, judged_text
 
 if TYPE_CHECKING:
     from flatpeak.rewards.config import Extraction

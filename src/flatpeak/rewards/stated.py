@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from string import ascii_letters, ascii_uppercase
 from typing import Final
 
-from flatpeak.rewards.layout import after_thinking, last_answer
 from flatpeak.rewards.numbers import last_boxed
+from flatpeak.utils.answers import after_thinking, last_answer
 
 _WIDE: Final = str.maketrans(
     {"（": "(", "）": ")", "：": ":", "．": ".", "。": ". ", "，": ", ", "；": "; ", "！": "! ", "、": ", "}

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from flatpeak.schema import StrictConfig
 from flatpeak.types import SamplingParams
+from flatpeak.utils.schema import StrictConfig
 
 
 class RolloutConfig(StrictConfig):

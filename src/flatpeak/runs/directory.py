@@ -21,9 +21,9 @@ from flatpeak.runs.lock import RunLock, check_unlocked
 from flatpeak.runs.manifest import describe_start
 from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
 from flatpeak.runs.notices import truncate_notices
-from flatpeak.runs.redact import redact
 from flatpeak.runs.resume import check_resumable
 from flatpeak.runs.rollout_log import truncate_rollouts
+from flatpeak.utils.redaction import redact
 
 _LOCK = ".lock"
 WRITTEN = (

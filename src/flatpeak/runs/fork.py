@@ -16,10 +16,10 @@ from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.manifest import describe_start
 from flatpeak.runs.metrics import truncate_metrics
 from flatpeak.runs.notices import truncate_notices
-from flatpeak.runs.redact import redact
 from flatpeak.runs.resume import changes
 from flatpeak.runs.rollout_log import logged_steps
 from flatpeak.runs.seal import broken_file
+from flatpeak.utils.redaction import redact
 
 
 def read_origin(source: RunPaths, step: int) -> CheckpointState:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatpeak.runs.lines import LineWriter, Row, read_lines
-from flatpeak.runs.redact import redact
+from flatpeak.utils.redaction import redact
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Progress

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from flatpeak.runs.notices import warn
-from flatpeak.runs.redact import redact
 from flatpeak.types import Group, Scores
+from flatpeak.utils.redaction import redact
 
 Row = dict[str, Any]
 LARGE = 2**30

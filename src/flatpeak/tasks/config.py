@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flatpeak.schema import StrictConfig
 from flatpeak.tasks.config_benchmarks import ChoicesConfig, MATHConfig, MMLUConfig, MMLUProConfig
 from flatpeak.tasks.config_science import (
     CamelAIConfig,
@@ -16,6 +15,7 @@ from flatpeak.tasks.config_science import (
     ReasoningGymConfig,
 )
 from flatpeak.tasks.config_sources import OverlapConfig, SourceConfig
+from flatpeak.utils.schema import StrictConfig
 
 
 class ArithmeticConfig(StrictConfig):

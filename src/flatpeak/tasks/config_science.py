@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flatpeak.schema import StrictConfig
 from flatpeak.tasks.config_sources import OverlapConfig
+from flatpeak.utils.schema import StrictConfig
 
 
 class CamelAIConfig(StrictConfig):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from flatpeak.schema import StrictConfig
+from flatpeak.utils.schema import StrictConfig
 
 
 class SourceConfig(StrictConfig):

@@ -8,9 +8,9 @@ from itertools import islice
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.config import GSM8KConfig
-from flatpeak.tasks.gold import is_number, normalize_gold
 from flatpeak.tasks.sources import Row, directory, read_hub, read_jsonl
 from flatpeak.types import Example
+from flatpeak.utils.answers import is_number, normalize_gold
 
 HUB_NAME = "openai/gsm8k"
 HUB_CONFIG = "main"

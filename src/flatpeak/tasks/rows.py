@@ -15,11 +15,11 @@ from flatpeak.tasks.config_sources import SourceConfig
 from flatpeak.tasks.deduplicate import question_key
 from flatpeak.tasks.equations import variants, worked
 from flatpeak.tasks.format_strings import did_you_mean, field_names, fill
-from flatpeak.tasks.gold import is_integer, normalize_gold
 from flatpeak.tasks.overlap import find_overlap
 from flatpeak.tasks.similarity import cluster_keys, held_out, near_any
 from flatpeak.tasks.sources import Row, read_file, read_hub
 from flatpeak.types import Example
+from flatpeak.utils.answers import is_integer, normalize_gold
 
 Split = tuple[tuple[Example, ...], tuple[Example, ...]]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flatpeak.errors import UserError
-from flatpeak.hub import hub_or_cache
+from flatpeak.utils.huggingface import hub_or_cache
 
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from flatpeak.rewards.config import RewardConfig
-from flatpeak.schema import StrictConfig
 from flatpeak.tasks.config import TaskConfig
+from flatpeak.utils.schema import StrictConfig
 
 Normalization = Literal["sequence_mean", "constant", "token_mean", "longest", "sequence_sum"]
 MinibatchOf = Literal["groups", "completions"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from judge_parts import FunctionJudge, config, group
 
+from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.recipe import parse_config
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.judge.build import build_judge_reward, judge_reward
 from flatpeak.rewards.judge.reward import Safety

@@ -12,7 +12,7 @@ from judge_server import Answer, JudgeServer, error, message
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.build import build_judge_reward
 from flatpeak.rewards.judge.config import JudgeConfig
-from flatpeak.rewards.judge.secret import Secret
+from flatpeak.utils.redaction import Secret
 
 KEY = "Zq7-made-up-key-4f1c9d2e8b"
 OTHERS = {"OPENAI_API_KEY": "sk-other-aaaaaaaaaaaaaaaaaaaa", "OPENAI_ADMIN_KEY": "sk-admin-bbbbbbbbbbbbbbbbbbbb"}
@@ -118,7 +118,7 @@ def test_a_key_with_a_line_break_inside_is_refused_without_being_shown(monkeypat
     ],
 )
 def test_a_recipe_that_holds_a_key_is_refused_without_repeating_it(field, value):
-    from flatpeak.recipe import parse_config
+    from flatpeak.config.load import parse_config
 
     backend = {"type": "endpoint", "base_url": "http://host/v1", "model": "m", field: value}
     with pytest.raises(UserError, match=f"backend.{field}") as raised:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from judge_server import JudgeServer, error
 
+from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.recipe import parse_config
 from flatpeak.rewards.judge.protocol import JudgeDownError
 from flatpeak.runs.checkpoints import newest_valid
 from run_parts import Watcher

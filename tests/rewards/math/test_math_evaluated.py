@@ -15,8 +15,8 @@ from math_cases import CASES, grade
 from pydantic import TypeAdapter
 from test_math_grade_command import rows, run
 
+from flatpeak.config.load import load_recipe
 from flatpeak.errors import UserError
-from flatpeak.recipe import load_recipe
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated

@@ -111,7 +111,7 @@ def endpoint_judge(name: str, config: JudgeConfig, backend: EndpointConfig) -> J
     from flatpeak.rewards.judge.client import Endpoint, EndpointJudge
     from flatpeak.rewards.judge.limits import Budget, RateLimits
     from flatpeak.rewards.judge.retry import RetryPolicy
-    from flatpeak.rewards.judge.secret import Secret
+    from flatpeak.utils.redaction import Secret
 
     clock = RealClock()
     return EndpointJudge(

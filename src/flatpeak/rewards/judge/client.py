@@ -14,8 +14,8 @@ from flatpeak.rewards.judge.breaker import CircuitBreaker
 from flatpeak.rewards.judge.limits import Budget, BudgetSpentError, HeldError, RateLimits
 from flatpeak.rewards.judge.protocol import Clock, JudgeReply, JudgeRequest, RealClock
 from flatpeak.rewards.judge.retry import LONGEST_PAUSE, RETRIED_STATUSES, RetryPolicy, read_retry_after
-from flatpeak.rewards.judge.secret import Secret
 from flatpeak.rewards.judge.wire import as_reply, error_in, error_text, expected_tokens
+from flatpeak.utils.redaction import Secret
 
 _FATAL: Final = {
     401: "the endpoint refused the key (401): check the variable that backend.api_key_env names",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flatpeak.errors import UserError
-from flatpeak.hub import hub_or_cache
 from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
+from flatpeak.utils.huggingface import hub_or_cache
 
 
 class LocalJudge:

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from flatpeak.errors import UserError
-from flatpeak.schema import StrictConfig
+from flatpeak.utils.schema import StrictConfig
 
 _BUILT_IN: Final = Path(__file__).parents[1] / "rubrics"
 _WORD: Final = r"^[a-z][a-z0-9_]*$"

@@ -6,8 +6,8 @@ import re
 import unicodedata
 from typing import TYPE_CHECKING, Final, Literal
 
-from flatpeak.rewards.layout import after_thinking, judged_text, last_answer
 from flatpeak.rewards.numbers import last_boxed
+from flatpeak.utils.answers import after_thinking, judged_text, last_answer
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Prompt

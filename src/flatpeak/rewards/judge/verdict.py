@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from flatpeak.rewards.layout import after_thinking
+from flatpeak.utils.answers import after_thinking
 
 Output = Literal["json_schema", "json", "tag"]
 

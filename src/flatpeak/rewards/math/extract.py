@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from flatpeak.rewards.layout import ANSWER_CLOSE, ANSWER_OPEN, after_thinking
 from flatpeak.rewards.math.limits import MAX_BOXES, MAX_CHARACTERS, OverLimitError
+from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, after_thinking
 
 if TYPE_CHECKING:
     from flatpeak.rewards.math.config import MathExtraction

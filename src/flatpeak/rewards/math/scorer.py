@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flatpeak.rewards.layout import judged_text
 from flatpeak.rewards.math.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
 from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.math.extract import gold_answer
@@ -15,6 +14,7 @@ from flatpeak.rewards.math.r1_zero import question_only_answer, r1_zero_answer
 from flatpeak.rewards.math.rules import normalized
 from flatpeak.rewards.parts import PartScores
 from flatpeak.rewards.workers import WorkerError
+from flatpeak.utils.answers import judged_text
 
 if TYPE_CHECKING:
     from flatpeak.rewards.budget import GradingBudget

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError, brief
-from flatpeak.hub import hub_or_cache
 from flatpeak.rewards.model.template import Record, Spread, Wording, pick_template, read_record
+from flatpeak.utils.huggingface import hub_or_cache
 
 UNBOUNDED = 10**9
 """Tokenizers that know of no limit say a number far beyond this."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from flatpeak.schema import StrictConfig
+from flatpeak.utils.schema import StrictConfig
 
 
 class SequenceClassifierConfig(StrictConfig):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from flatpeak.config.unused_settings import refuse_idle
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.idle_settings import refuse_idle
 from flatpeak.policy.config import ModelConfig, ReferenceConfig
 from flatpeak.rewards.config import NumberConfig, RewardConfig
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.runs.config import RunSectionConfig
-from flatpeak.schema import StrictConfig
 from flatpeak.tasks.config import ArithmeticConfig, PromptConfig, TaskConfig
 from flatpeak.training.config import (
     AdvantageConfig,
@@ -23,6 +22,7 @@ from flatpeak.training.config import (
     SFTConfig,
     TrainingConfig,
 )
+from flatpeak.utils.schema import StrictConfig
 
 RESERVED_PARTS = frozenset(
     {"mean", "std", "missing_fraction", "accuracy", "reward", "length", "truncated"}

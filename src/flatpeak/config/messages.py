@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from flatpeak.config import RunConfig
+from flatpeak.config.run_config import RunConfig
 
 _LONGEST_VALUE = 60
 

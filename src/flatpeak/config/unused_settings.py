@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatpeak.schema import StrictConfig
+from flatpeak.utils.schema import StrictConfig
 
 Get = Callable[[str], Any]
 """The value of a dotted key; None where there is none."""

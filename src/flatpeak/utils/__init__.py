@@ -1,0 +1,1 @@
+"""The ground floor: helpers that every part may import."""
