@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.models import load_model, load_tokenizer
 from benchmarks.turns import Link, Meter
 from benchmarks.workloads import FIRST_WORD, GROUP, Workload
-from flatpeak.functional.products import SETTING, onednn_is_faster
+from flatpeak.kernels.matmul import SETTING, onednn_is_faster
 from flatpeak.policy.policy import Policy
 from flatpeak.types import Batch
 

@@ -151,13 +151,9 @@ def test_nothing_unpickles_what_a_file_could_hold():
 
 
 def test_declarations_and_the_command_line_load_no_torch():
-    light = [
-        path
-        for path in FILES
-        if path.name in ("config/run_config.py", "__init__.py") and component_of(path) != "functional"
-    ]
-    light += [Path("config/load.py"), Path("types.py"), Path("protocols.py"), Path("errors.py")]
-    light += [path for path in FILES if component_of(path) == "cli"]
+    light = [path for path in FILES if path.name in ("config.py", "__init__.py") and component_of(path) != "functional"]
+    light += [path for path in FILES if component_of(path) in ("config", "cli")]
+    light += [Path("types.py"), Path("protocols.py"), Path("errors.py")]
     names = modules(light)
     assert {
         "flatpeak",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatpeak.functional.products import SETTING, onednn_is_faster
+from flatpeak.kernels.matmul import SETTING, onednn_is_faster
 from flatpeak.policy.linears import FastLinear
 from flatpeak.policy.policy import Policy
 from flatpeak.rollout.engine import NativeEngine

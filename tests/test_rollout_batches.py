@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatpeak.functional.products import SETTING, onednn_is_faster
+from flatpeak.kernels.matmul import SETTING, onednn_is_faster
 from flatpeak.policy.linears import FastLinear
 from flatpeak.policy.policy import Policy
 from flatpeak.rollout.engine import NativeEngine

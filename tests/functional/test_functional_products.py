@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatpeak.functional import products
-from flatpeak.functional.products import linear, multiply, onednn_is_faster, pack, product
+from flatpeak.kernels import matmul as products
+from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack, product
 
 TOLERANCE = 5e-6
 """Of float32 against float64, relative to the largest entry. Sums have up to 192 terms of size one, each rounded to

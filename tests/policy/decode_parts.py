@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.policy.decode_attention import PromptTiles, reference_attention
+from flatpeak.kernels.decode_attention import PromptTiles, reference_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def naive(case: Case, tensors: dict[str, Any]) -> Tensor:
 
 def kernel_gaps(cases: list[Case]) -> list[tuple[float, float]]:
     """Largest differences of the kernel from the naive float64 answer, and from the reference in the same type."""
-    from flatpeak.policy.decode_kernel import kernel_attention
+    from flatpeak.kernels.decode_attention_triton import kernel_attention
 
     _repair_interpreter()
     gaps = []

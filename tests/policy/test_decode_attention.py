@@ -17,8 +17,8 @@ import pytest
 import torch
 from decode_parts import Case, as_argument, naive, problem
 
-from flatpeak.policy import decode_attention as module
-from flatpeak.policy.decode_attention import (
+from flatpeak.kernels import decode_attention as module
+from flatpeak.kernels.decode_attention import (
     TILE_ROWS,
     PromptTiles,
     decode_attention,
@@ -196,7 +196,7 @@ HEADS: dict[str, Any] = {
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Stands in for the kernel's module: the reference, until a test puts something else there."""
     fake = SimpleNamespace(kernel_attention=lambda *_, tiles, **given: reference_attention(**given))
-    monkeypatch.setitem(sys.modules, "flatpeak.policy.decode_kernel", fake)
+    monkeypatch.setitem(sys.modules, "flatpeak.kernels.decode_attention_triton", fake)
     monkeypatch.setattr(module, "find_spec", lambda name: object())
     monkeypatch.setattr(module, "_FAULTS", [])
     kernel_fault.cache_clear()

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
-from flatpeak.functional import products
-from flatpeak.functional.products import onednn_is_faster
+from flatpeak.kernels import matmul as products
+from flatpeak.kernels.matmul import onednn_is_faster
 from flatpeak.policy import linears
 from flatpeak.policy.linears import FastConv1D, FastLinear, make_fast, make_plain, packed_weights
 from flatpeak.policy.policy import Policy

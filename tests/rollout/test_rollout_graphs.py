@@ -10,8 +10,8 @@ from cuda_fakes import FakeCuda, fake_cuda
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from flatpeak.kernels.decode_attention import decode_attention
 from flatpeak.policy import attention
-from flatpeak.policy.decode_attention import decode_attention
 from flatpeak.rollout.graphs import GraphedStep
 from flatpeak.rollout.randomness import row_keys, uniforms
 from flatpeak.rollout.sampling import draw

@@ -1,6 +1,12 @@
 """The mathematics: tensors in, tensors out."""
 
 from flatpeak.functional.advantages import group_advantages
+from flatpeak.functional.bradley_terry import (
+    bradley_terry_loss,
+    calibration_error,
+    centering_penalty,
+    preference_accuracy,
+)
 from flatpeak.functional.curvature import hessian_vector_product, regularized_gradient
 from flatpeak.functional.estimators import (
     PairedDifference,
@@ -13,20 +19,16 @@ from flatpeak.functional.estimators import (
 from flatpeak.functional.kl import kl_k1, kl_k2, kl_k3
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.functional.losses import (
+    capped_policy_loss,
     clipped_surrogate,
+    frozen_policy_loss,
     importance_ratio,
     policy_gradient,
+    reweighted_policy_loss,
     sequence_importance_ratio,
     truncated_policy_gradient,
     unclipped_surrogate,
 )
-from flatpeak.functional.preferences import (
-    bradley_terry_loss,
-    calibration_error,
-    centering_penalty,
-    preference_accuracy,
-)
-from flatpeak.functional.second_pass import capped_policy_loss, frozen_policy_loss, reweighted_policy_loss
 from flatpeak.functional.weights import completion_weights
 
 __all__ = [

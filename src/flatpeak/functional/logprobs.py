@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.functional.products import linear, product
+from flatpeak.kernels.matmul import linear, product
 
 _LOGITS_PER_CHUNK_CPU = 1 << 22
 """16 MiB of float32: what larger caches hold, and few enough passes over the gradient of a large output layer."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from flatpeak.errors import UserError
-from flatpeak.functional.losses import importance_ratio
-from flatpeak.functional.second_pass import frozen_policy_loss
+from flatpeak.functional.losses import frozen_policy_loss, importance_ratio
 from flatpeak.gradreg.config import RatioMode
 from flatpeak.integrations.replay import MicroBatch
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flatpeak.kernels.decode_attention import PromptTiles, decode_attention
 from flatpeak.policy.attention import AttentionRule
-from flatpeak.policy.decode_attention import PromptTiles, decode_attention
 from flatpeak.policy.response_attention import SUMMED
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from flatpeak.functional.products import linear, multiply, onednn_is_faster, pack, served
+from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack, served
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that transformers calls with the same tensor, one after the other."""

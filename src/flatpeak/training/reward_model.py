@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flatpeak.functional.preferences import bradley_terry_loss, centering_penalty, preference_accuracy
+from flatpeak.functional.bradley_terry import bradley_terry_loss, centering_penalty, preference_accuracy
 from flatpeak.rewards.model.classifier import Classifier, length_batches
 from flatpeak.rewards.model.template import Spread
 from flatpeak.training.config import RewardModelConfig

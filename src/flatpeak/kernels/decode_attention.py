@@ -102,7 +102,7 @@ def decode_attention(
     settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if not uses_kernel(query_RHD, keys_SHTD, window=window, softcap=softcap):
         return reference_attention(*tensors, *prompts, prompt_columns=prompt_columns, **settings)
-    from flatpeak.policy.decode_kernel import kernel_attention
+    from flatpeak.kernels.decode_attention_triton import kernel_attention
 
     if tiles is None:
         rows, heads = query_RHD.shape[:2]
@@ -249,7 +249,7 @@ def _disagreement(
         "softcap": 5.0 if softcapped else None,
     }
     try:
-        from flatpeak.policy.decode_kernel import kernel_attention
+        from flatpeak.kernels.decode_attention_triton import kernel_attention
 
         tiles = PromptTiles.build(problem["prompt_S"], arena_rows=3, repeats=heads // kv_heads)
         found = kernel_attention(**problem, **settings, tiles=tiles).double()

@@ -1,0 +1,1 @@
+"""Hand-written kernels for matrix products and attention; torch only."""
