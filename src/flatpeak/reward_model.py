@@ -25,7 +25,7 @@ from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkp
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.notices import START, NoticeLog
 from flatpeak.runs.signals import StopSignals
-from flatpeak.tasks.config_science import PreferencesConfig
+from flatpeak.tasks.config import PreferencesConfig
 from flatpeak.tasks.preferences import Preferences, load_preferences
 from flatpeak.training.data import Stream
 from flatpeak.training.journal import Journal

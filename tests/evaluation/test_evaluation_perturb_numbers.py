@@ -15,7 +15,7 @@ from flatpeak.evaluation.perturb_numbers import question_numbers
 from flatpeak.evaluation.worked_steps import read_steps, replayed
 from flatpeak.tasks.arithmetic import arithmetic_examples
 from flatpeak.tasks.config import ArithmeticConfig, GSM8KConfig
-from flatpeak.tasks.gsm8k import gsm8k_examples
+from flatpeak.tasks.math import gsm8k_examples
 from flatpeak.types import Example
 
 CRATES = (

@@ -24,8 +24,8 @@ from flatpeak.rewards.gym import (
     restore,
 )
 from flatpeak.rewards.workers import WorkerPool
-from flatpeak.tasks.config_science import ReasoningGymConfig
-from flatpeak.tasks.gym import plain, reasoning_gym_examples
+from flatpeak.tasks.config import ReasoningGymConfig
+from flatpeak.tasks.reasoning_gym import plain, reasoning_gym_examples
 from flatpeak.types import Completion, Group, Prompt
 
 factory = pytest.importorskip("reasoning_gym.factory")

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.build import build_task
-from flatpeak.tasks.choices import Choices
-from flatpeak.tasks.config_benchmarks import ChoicesConfig
+from flatpeak.tasks.config import ChoicesConfig
+from flatpeak.tasks.multiple_choice import Choices
 
 
 def write(file, rows):

@@ -151,7 +151,7 @@ def test_without_a_path_the_hub_is_asked(monkeypatch):
         asked.append((name, split, path_option))
         return iter(())
 
-    monkeypatch.setattr("flatpeak.tasks.countdown.read_hub", nothing)
+    monkeypatch.setattr("flatpeak.tasks.arithmetic.read_hub", nothing)
     with pytest.raises(UserError, match="there are only 0 rows"):
         build(source="published")
     assert asked == [("Jiayi-Pan/Countdown-Tasks-3to4", "train", "task.path, a file")]

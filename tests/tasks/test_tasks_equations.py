@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatpeak.tasks.equations import (
-    find_equation,
-    numbers_in,
-    rationale,
-    results,
-    variants,
-    worked,
-)
+from flatpeak.tasks.rows import find_equation, numbers_in, rationale, results, variants, worked
 from flatpeak.types import Example
 
 

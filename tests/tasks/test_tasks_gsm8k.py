@@ -7,7 +7,7 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.config import GSM8KConfig
-from flatpeak.tasks.gsm8k import gsm8k_gold
+from flatpeak.tasks.math import gsm8k_gold
 
 ROWS = [
     {"question": "Ada has 3 boxes of 4 pens. How many pens? ", "answer": "3 * 4 = <<3*4=12>>12 pens\n#### 12"},

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from flatpeak.errors import UserError
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.config import TaskConfig
-from flatpeak.tasks.gym import plain
+from flatpeak.tasks.reasoning_gym import plain
 
 pytest.importorskip("reasoning_gym")
 

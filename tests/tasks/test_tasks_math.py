@@ -6,9 +6,9 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config_benchmarks import MATHConfig
+from flatpeak.tasks.config import MATHConfig
+from flatpeak.tasks.data_files import slug
 from flatpeak.tasks.math import HUB_500, HUB_NAME, SUBJECTS, boxed_answer
-from flatpeak.tasks.selection import slug
 
 
 def row(problem, answer, *, level="Level 1", type="Algebra"):

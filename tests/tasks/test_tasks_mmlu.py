@@ -9,7 +9,7 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config_benchmarks import MMLUConfig
+from flatpeak.tasks.config import MMLUConfig
 from flatpeak.tasks.mmlu import CATEGORIES
 
 ODD = ['Which of these,\nif any, is "round"?', 'a "wheel"', "b,c", "a\nline", "42"]

@@ -8,9 +8,8 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.rewards.choices import official_letter
 from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import PromptConfig
-from flatpeak.tasks.config_benchmarks import MMLUProConfig
-from flatpeak.tasks.mmlu_pro import PRO_CATEGORIES as CATEGORIES
+from flatpeak.tasks.config import MMLUProConfig, PromptConfig
+from flatpeak.tasks.mmlu import PRO_CATEGORIES as CATEGORIES
 from flatpeak.tasks.prompts import build_prompts
 from run_parts import tiny_model
 

@@ -10,11 +10,8 @@ from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import TaskConfig
-from flatpeak.tasks.config_sources import OverlapConfig, SourceConfig
-from flatpeak.tasks.deduplicate import word_set
-from flatpeak.tasks.overlap import RareWordIndex, find_overlap, first_of_near
-from flatpeak.tasks.similarity import near_any
+from flatpeak.tasks.config import OverlapConfig, SourceConfig, TaskConfig
+from flatpeak.tasks.decontamination import RareWordIndex, find_overlap, first_of_near, near_any, word_set
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LONG = (

@@ -5,8 +5,7 @@ from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import TaskConfig
-from flatpeak.tasks.config_science import PreferencesConfig
+from flatpeak.tasks.config import PreferencesConfig, TaskConfig
 from flatpeak.tasks.preferences import PreferencePair, conversation_text, load_preferences
 
 
@@ -189,7 +188,7 @@ def test_without_files_the_configured_splits_of_the_hub_are_read(monkeypatch, tm
     asked = []
 
     def hub(name, *, config, split, path_option):
-        from flatpeak.tasks.sources import Row
+        from flatpeak.tasks.data_files import Row
 
         asked.append((name, config, split, path_option))
         first = 0 if split == "preference" else 50

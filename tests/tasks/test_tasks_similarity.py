@@ -2,8 +2,7 @@ import random
 
 import pytest
 
-from flatpeak.tasks.deduplicate import question_key, word_set
-from flatpeak.tasks.similarity import cluster_keys, held_out, near_any
+from flatpeak.tasks.decontamination import cluster_keys, held_out, near_any, question_key, word_set
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from zipfile import ZipFile
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.sources import read_csv_cells, read_file, read_objects, read_split
+from flatpeak.tasks.data_files import read_csv_cells, read_file, read_objects, read_split
 
 
 def read(file):

@@ -60,7 +60,7 @@ def grade(
 
 def _read(file: str) -> list[_Row]:
     """Each row; a UserError that names the line of a bad one."""
-    from flatpeak.tasks.sources import read_jsonl
+    from flatpeak.tasks.data_files import read_jsonl
 
     path = Path(file).expanduser()
     if not path.is_file():

@@ -217,7 +217,7 @@ def _read(example: Example) -> tuple[str, str, dict[str, Any]]:
 
 
 def restore(value: Any) -> Any:
-    """A value from the tagged form in which a row is stored (tasks/gym.py)."""
+    """A value from the tagged form in which a row is stored (tasks/reasoning_gym.py)."""
     if not isinstance(value, list):
         return value
     kind, *items = value

@@ -7,25 +7,29 @@ from dataclasses import dataclass
 from typing import cast
 
 from flatpeak.protocols import Task
-from flatpeak.tasks.arithmetic import arithmetic_examples
-from flatpeak.tasks.choices import choices_examples
-from flatpeak.tasks.config import ArithmeticConfig, CustomTaskConfig, GSM8KConfig, RowsConfig, TaskConfig
-from flatpeak.tasks.config_benchmarks import ChoicesConfig, MATHConfig, MMLUConfig, MMLUProConfig
-from flatpeak.tasks.config_science import (
+from flatpeak.tasks.arithmetic import arithmetic_examples, countdown_examples
+from flatpeak.tasks.config import (
+    ArithmeticConfig,
     CamelAIConfig,
+    ChoicesConfig,
     CountdownTaskConfig,
+    CustomTaskConfig,
     DrSCIConfig,
+    GSM8KConfig,
+    MATHConfig,
+    MMLUConfig,
+    MMLUProConfig,
     PreferencesConfig,
     ReasoningGymConfig,
+    RowsConfig,
+    TaskConfig,
 )
-from flatpeak.tasks.countdown import countdown_examples
 from flatpeak.tasks.custom import custom_task
-from flatpeak.tasks.gsm8k import gsm8k_examples
-from flatpeak.tasks.gym import reasoning_gym_examples
-from flatpeak.tasks.math import math_examples
-from flatpeak.tasks.mmlu import mmlu_examples
-from flatpeak.tasks.mmlu_pro import mmlu_pro_examples
+from flatpeak.tasks.math import gsm8k_examples, math_examples
+from flatpeak.tasks.mmlu import mmlu_examples, mmlu_pro_examples
+from flatpeak.tasks.multiple_choice import choices_examples
 from flatpeak.tasks.preferences import preference_examples
+from flatpeak.tasks.reasoning_gym import reasoning_gym_examples
 from flatpeak.tasks.rows import rows_examples
 from flatpeak.tasks.science import camel_ai_examples, dr_sci_examples
 from flatpeak.types import Example

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.config_science import PreferencesConfig
-from flatpeak.tasks.deduplicate import question_key
-from flatpeak.tasks.similarity import held_out
-from flatpeak.tasks.sources import Row, fetch_file, read_file, read_hub
+from flatpeak.tasks.config import PreferencesConfig
+from flatpeak.tasks.data_files import Row, fetch_file, read_file, read_hub
+from flatpeak.tasks.decontamination import held_out, question_key
 from flatpeak.types import Example
 
 _TRANSCRIPT_TURN = "\n\nAssistant:"

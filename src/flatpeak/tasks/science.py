@@ -17,13 +17,11 @@ from itertools import islice
 from typing import Any, Final
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.config_science import CamelAIConfig, DrSCIConfig
-from flatpeak.tasks.deduplicate import question_key
-from flatpeak.tasks.format_strings import did_you_mean
-from flatpeak.tasks.overlap import find_overlap, first_of_near
+from flatpeak.tasks.config import CamelAIConfig, DrSCIConfig
+from flatpeak.tasks.data_files import Row, directory, fetch_file, read_file, read_objects
+from flatpeak.tasks.decontamination import find_overlap, first_of_near, held_out, question_key
+from flatpeak.tasks.prompts import did_you_mean
 from flatpeak.tasks.rows import source_questions
-from flatpeak.tasks.similarity import held_out
-from flatpeak.tasks.sources import Row, directory, fetch_file, read_file, read_objects
 from flatpeak.types import Example
 
 DR_SCI_HUB: Final = "MiniByte-666/Dr.SCI"

@@ -15,8 +15,8 @@ from fractions import Fraction
 from typing import Any, Final
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.config_science import ReasoningGymConfig
-from flatpeak.tasks.format_strings import did_you_mean
+from flatpeak.tasks.config import ReasoningGymConfig
+from flatpeak.tasks.prompts import did_you_mean
 from flatpeak.types import Example
 
 TEST_SEEDS: Final = 1_000_000_000
