@@ -14,7 +14,7 @@ from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.policy.policy import Policy
 from flatpeak.protocols import Progress, Sampler, Tokenizer
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.rollout.generate import GenerateEngine
+from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.rollout.invariance import batch_invariant
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 

@@ -13,7 +13,7 @@ from flatpeak.policy.cache import KeyValueCache
 from flatpeak.policy.decoding import GpuAttention
 from flatpeak.policy.packing import pack_prompts
 from flatpeak.policy.prompt_memory import fitting_rooms, round_up
-from flatpeak.rollout.schedule import Schedule
+from flatpeak.rollout.scheduler import Schedule
 
 TOLERANCE = 5e-6
 """float32 against float64, on sums of a hundred values of size one, weighted."""

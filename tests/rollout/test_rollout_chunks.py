@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatpeak.rollout.chunks import Chunk, plan_chunks
+from flatpeak.rollout.slots import Chunk, plan_chunks
 
 
 def test_long_prompts_come_first_and_stand_together() -> None:

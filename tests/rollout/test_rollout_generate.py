@@ -9,7 +9,7 @@ from rollout_fakes import NumberTokenizer, byte_level_tokenizer, make_prompt
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.errors import UserError
-from flatpeak.rollout.generate import GenerateEngine
+from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.types import Completion, SamplingParams
 
 VOCABULARY = 24

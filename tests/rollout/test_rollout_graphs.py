@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.kernels.decode_attention import decode_attention
 from flatpeak.policy import attention
-from flatpeak.rollout.graphs import GraphedStep
+from flatpeak.rollout.cuda_graphs import GraphedStep
 from flatpeak.rollout.randomness import row_keys, uniforms
 from flatpeak.rollout.sampling import draw
 

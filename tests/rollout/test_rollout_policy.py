@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 
 from flatpeak.policy.policy import Policy
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.rollout.generate import GenerateEngine
+from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.types import SamplingParams
 
 PROMPTS = [make_prompt(f"p{n}", range(3, 5 + 3 * n)) for n in range(5)]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from flatpeak.rollout.schedule import Schedule, longest_first
+from flatpeak.rollout.scheduler import Schedule, longest_first
 
 
 class Run:

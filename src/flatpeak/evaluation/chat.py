@@ -8,7 +8,7 @@ from typing import Any
 
 from flatpeak.policy.policy import Policy
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.rollout.generate import GenerateEngine
+from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.tasks.config import PromptConfig
 from flatpeak.tasks.prompts import build_prompts, word_messages
 from flatpeak.types import Completion, Example, Message, Prompt, SamplingParams

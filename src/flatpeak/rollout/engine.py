@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatpeak.rollout.chunks import check_request
 from flatpeak.rollout.randomness import row_keys
-from flatpeak.rollout.rows import Rows
-from flatpeak.rollout.schedule import Admission, Schedule, longest_first
+from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
+from flatpeak.rollout.slots import Rows, Workspace, check_request
 from flatpeak.rollout.stopping import StopStrings
-from flatpeak.rollout.workspace import Workspace
 from flatpeak.types import Group, Prompt, SamplingParams
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from flatpeak.rollout.chunks import generate_in_chunks
-from flatpeak.rollout.rows import Rows
+from flatpeak.rollout.slots import Rows, generate_in_chunks
 from flatpeak.types import Group, Prompt, SamplingParams
 
 if TYPE_CHECKING:
