@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 from flatpeak.rewards.build import as_reward
-from flatpeak.rewards.numbers import extract_answer, parse_number
+from flatpeak.rewards.number import extract_answer, parse_number
 from flatpeak.types import Completion, Example, Group, Prompt
 
 

@@ -147,8 +147,8 @@ def test_the_processes_that_grade_end_where_the_parts_do_not_fit_together(
     recipe: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[object] = []
-    monkeypatch.setattr("flatpeak.rewards.workers.WorkerPool.close", lambda self: closed.append(self))
-    monkeypatch.setattr("flatpeak.rewards.combine.RewardSet.close", lambda self: closed.append(self))
+    monkeypatch.setattr("flatpeak.rewards.workers.pool.WorkerPool.close", lambda self: closed.append(self))
+    monkeypatch.setattr("flatpeak.rewards.reward_set.RewardSet.close", lambda self: closed.append(self))
     with pytest.raises(UserError):
         flatpeak.api.train(recipe(sft={"steps": 2, "stop_at": 0.5, "check_size": 500}))
     assert sorted(type(one).__name__ for one in closed) == ["RewardSet", "WorkerPool"]

@@ -15,7 +15,7 @@ import pytest
 
 from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.policy.support import PROVEN
-from flatpeak.rewards.parts import PartScores
+from flatpeak.rewards.base import PartScores
 from flatpeak.runs.directory import WRITTEN
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Completion, Example, Group, Prompt, Score

@@ -15,7 +15,7 @@ import pytest
 import flatpeak.assembly
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.build import as_reward
-from flatpeak.rewards.workers import WorkerPool
+from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import collect
 from flatpeak.training.curriculum import Phase

@@ -27,8 +27,8 @@ from flatpeak.policy.loading import check_source, load_policy, restore_weights
 from flatpeak.policy.policy import Policy
 from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.protocols import Progress, Sampler, Task
-from flatpeak.rewards.combine import RewardSet
-from flatpeak.rewards.workers import WorkerPool
+from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.signals import StopSignals
 from flatpeak.samplers import SamplerFactory, build_sampler, callers_sampler

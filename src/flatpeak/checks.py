@@ -13,7 +13,7 @@ from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.policy import Policy
 from flatpeak.protocols import Progress
-from flatpeak.rewards.combine import RewardSet
+from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.types import Prompt
 
 GREEDY = ("accuracy", "reward", "length", "truncated", "accuracy/not_near_train")

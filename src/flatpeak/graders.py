@@ -10,9 +10,9 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.evaluation.evaluate import Grader, TextAnswers
 from flatpeak.protocols import Progress, Reward
 from flatpeak.rewards.build import as_reward, build_reward
-from flatpeak.rewards.combine import RewardSet
 from flatpeak.rewards.config import RewardConfig
-from flatpeak.rewards.workers import WorkerPool
+from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.types import Prompt
 
 SHOWN_TO_REWARDS = 16

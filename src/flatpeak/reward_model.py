@@ -18,8 +18,16 @@ from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.policy.loading import cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.protocols import Progress
-from flatpeak.rewards.model.classifier import Classifier, load_model, locate, make_wording
-from flatpeak.rewards.model.template import COMPLETION, PROMPT, Record, pick_template
+from flatpeak.rewards.classifier import (
+    COMPLETION,
+    PROMPT,
+    Classifier,
+    Record,
+    load_model,
+    locate,
+    make_wording,
+    pick_template,
+)
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start

@@ -9,7 +9,7 @@ import pytest
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import evaluate
 from flatpeak.rewards.build import build_reward
-from flatpeak.rewards.math.config import MathConfig
+from flatpeak.rewards.config import MathConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 SAID = (

@@ -12,12 +12,12 @@ from pydantic import TypeAdapter, ValidationError
 
 import worker_parts
 from flatpeak.errors import UserError
-from flatpeak.rewards.budget import GradingBudget
+from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.build import build_reward
-from flatpeak.rewards.combine import RewardSet
 from flatpeak.rewards.config import FunctionConfig, RewardConfig
 from flatpeak.rewards.math.asking import Outcome, Pair, ask_within
-from flatpeak.rewards.workers import WorkerError, WorkerPool
+from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Group
 
 MAKE = Callable[..., Group]
@@ -205,7 +205,7 @@ def test_a_score_for_running_out_of_time_needs_a_call_that_can() -> None:
 
 
 def test_a_function_that_only_ever_hangs_still_ends_the_run(group: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatpeak.rewards.grading.PATIENCE", 4)
+    monkeypatch.setattr("flatpeak.rewards.workers.grading.PATIENCE", 4)
     with WorkerPool(2, timeout=20) as pool:
         reward = functions(pool, timeout=0.1, on_timeout=0)
         with pytest.raises(

@@ -4,9 +4,9 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.build import as_reward, build_reward
-from flatpeak.rewards.combine import RewardSet
 from flatpeak.rewards.config import CountdownConfig, FormatConfig, FunctionConfig, LengthConfig, NumberConfig
-from flatpeak.rewards.numbers import NumberReward
+from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.types import Scores
 
 

@@ -10,7 +10,7 @@ from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.countdown import CountdownReward, evaluate
 from flatpeak.rewards.format import FormatReward
 from flatpeak.rewards.judge_score import parse_judge_score
-from flatpeak.rewards.numbers import NumberReward, extract_answer
+from flatpeak.rewards.number import NumberReward, extract_answer
 
 P = "<think>x</think>\n<answer>"
 TAG = NumberReward(extraction="answer_tag")

@@ -9,9 +9,8 @@ from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.build import as_reward, build_reward
-from flatpeak.rewards.choices import ChoiceReward, first_letter, official_letter
 from flatpeak.rewards.config import RewardConfig
-from flatpeak.rewards.stated import stated_letter
+from flatpeak.rewards.multiple_choice import ChoiceReward, first_letter, official_letter, stated_letter
 
 CITIES = ["Paris", "Rome", "Vitamin C", "42"]
 TEN = [f"option {n}" for n in range(10)]

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.combine import Part, RewardSet
+from flatpeak.rewards.base import RuleScorer
 from flatpeak.rewards.functions import FunctionReward
-from flatpeak.rewards.numbers import NumberReward
-from flatpeak.rewards.parts import RuleScorer
+from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.reward_set import Part, RewardSet
 
 
 def part(name, function, weight=1.0):
@@ -133,7 +133,7 @@ def test_all_parts_are_closed_whatever_one_raises():
 
 
 def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch):
-    monkeypatch.setattr("flatpeak.rewards.combine.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("flatpeak.rewards.reward_set.SLOW_SECONDS", 0.05)
     told = threading.Event()
     notices = []
 
@@ -152,7 +152,7 @@ def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch):
 
 
 def test_a_function_that_comes_back_is_not(group, monkeypatch):
-    monkeypatch.setattr("flatpeak.rewards.combine.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("flatpeak.rewards.reward_set.SLOW_SECONDS", 0.05)
     notices = []
     reward = RewardSet(
         [Part(name="mine", weight=1.0, scorer=FunctionReward(lambda completions: [1.0]))], notice=notices.append

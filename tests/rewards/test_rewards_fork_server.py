@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import worker_parts
-from flatpeak.rewards.workers import WorkerError, WorkerPool
+from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from worker_parts import Slow, all_end, huge_power
 
 TESTS = Path(__file__).parents[1]

@@ -4,8 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from flatpeak.rewards.config import LengthConfig
-from flatpeak.rewards.format import FormatReward, format_parts
-from flatpeak.rewards.length import LengthReward
+from flatpeak.rewards.format import FormatReward, LengthReward, format_parts
 
 
 @pytest.mark.parametrize(

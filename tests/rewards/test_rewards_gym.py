@@ -13,7 +13,7 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import ReasoningGymRewardConfig
-from flatpeak.rewards.gym import (
+from flatpeak.rewards.reasoning_gym import (
     ARITHMETIC,
     EVALUATED,
     MAX_CHARACTERS,
@@ -23,7 +23,7 @@ from flatpeak.rewards.gym import (
     admissible,
     restore,
 )
-from flatpeak.rewards.workers import WorkerPool
+from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.tasks.config import ReasoningGymConfig
 from flatpeak.tasks.reasoning_gym import plain, reasoning_gym_examples
 from flatpeak.types import Completion, Group, Prompt

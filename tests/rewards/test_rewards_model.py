@@ -26,10 +26,22 @@ from flatpeak.errors import UserError
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.rewards.build import build_reward
-from flatpeak.rewards.model.classifier import Classifier, length_batches, load_model, locate, make_wording
-from flatpeak.rewards.model.config import SequenceClassifierConfig
-from flatpeak.rewards.model.reward import ModelScorer, load_scorer
-from flatpeak.rewards.model.template import PLAIN, RECORD, Encoded, Record, Spread, Wording, read_record
+from flatpeak.rewards.classifier import (
+    PLAIN,
+    RECORD,
+    Classifier,
+    Encoded,
+    Record,
+    Spread,
+    Wording,
+    length_batches,
+    load_model,
+    locate,
+    make_wording,
+    read_record,
+)
+from flatpeak.rewards.config import SequenceClassifierConfig
+from flatpeak.rewards.reward_model import ModelScorer, load_scorer
 from flatpeak.types import Group
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz :\n?{}<|>"

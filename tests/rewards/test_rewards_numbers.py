@@ -6,15 +6,15 @@ from fractions import Fraction
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.numbers import (
+from flatpeak.rewards.number import (
     MAX_CHARACTERS,
     NumberReward,
     extract_answer,
     last_boxed,
     numbers_equal,
     parse_number,
-    read_answer,
 )
+from flatpeak.rewards.number import read_number_answer as read_answer
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flatpeak.rewards.output import MARK
-from flatpeak.rewards.workers import WorkerPool
+from flatpeak.rewards.workers.pool import WorkerPool
+from flatpeak.rewards.workers.process import MARK
 from run_parts import tiny_recipe
 
 

@@ -15,10 +15,10 @@ import pytest
 import worker_parts
 from flatpeak.errors import UserError
 from flatpeak.rewards.build import as_reward, build_reward
-from flatpeak.rewards.combine import Failures, RewardSet
 from flatpeak.rewards.config import CountdownConfig, FormatConfig, FunctionConfig, LengthConfig, NumberConfig
-from flatpeak.rewards.numbers import NumberReward
-from flatpeak.rewards.workers import WorkerError, WorkerPool
+from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.reward_set import Failures, RewardSet
+from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from worker_parts import all_end, digits, distinct, huge_power, treacherous
 

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.choices import official_letter
+from flatpeak.rewards.multiple_choice import official_letter
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.config import MMLUProConfig, PromptConfig
 from flatpeak.tasks.mmlu import PRO_CATEGORIES as CATEGORIES

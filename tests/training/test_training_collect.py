@@ -12,7 +12,7 @@ from training_parts import EOS, FixedSampler, completion, make_trainer, prompt, 
 
 from flatpeak.protocols import Reward
 from flatpeak.rewards.build import as_reward
-from flatpeak.rewards.numbers import NumberReward
+from flatpeak.rewards.number import NumberReward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, TrainingConfig

@@ -19,10 +19,9 @@ from flatpeak.errors import UserError
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.reward_model import train_reward_model
-from flatpeak.rewards.model.classifier import Classifier
-from flatpeak.rewards.model.config import SequenceClassifierConfig
-from flatpeak.rewards.model.reward import load_scorer
-from flatpeak.rewards.model.template import PLAIN, Spread, Wording, read_record
+from flatpeak.rewards.classifier import PLAIN, Classifier, Spread, Wording, read_record
+from flatpeak.rewards.config import SequenceClassifierConfig
+from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from flatpeak.tasks.preferences import PreferencePair

@@ -92,7 +92,7 @@ def _grade_math(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[V
 
 
 def _grade_numbers(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Verdict]:
-    from flatpeak.rewards.numbers import extract_answer, leaves_work, parse_number
+    from flatpeak.rewards.number import extract_answer, leaves_work, parse_number
 
     verdicts: list[Verdict] = []
     for where, answer, gold, question in rows:

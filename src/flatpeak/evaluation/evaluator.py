@@ -11,7 +11,7 @@ from flatpeak.evaluation.evaluate import Evaluator, Grader, evaluate
 from flatpeak.evaluation.ranking import LetterRanker, Scorer
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.protocols import Sampler, Tokenizer
-from flatpeak.rewards.combine import RewardSet
+from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.tasks.config import PromptConfig
 from flatpeak.tasks.prompts import build_prompts

@@ -3,38 +3,117 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.base import Isolation, Part, Rule, RuleScorer, Scorer
 from flatpeak.rewards.calls import describe
-from flatpeak.rewards.choices import ChoiceReward
-from flatpeak.rewards.combine import Part, RewardSet
 from flatpeak.rewards.config import (
     ChoiceConfig,
     CountdownConfig,
     FormatConfig,
     FunctionConfig,
     LengthConfig,
+    MathConfig,
     NumberConfig,
+    QuestionOnlyConfig,
+    R1ZeroConfig,
     ReasoningGymRewardConfig,
+    SequenceClassifierConfig,
 )
 from flatpeak.rewards.countdown import CountdownReward
-from flatpeak.rewards.format import FormatReward
+from flatpeak.rewards.format import FormatReward, LengthReward
 from flatpeak.rewards.functions import FunctionReward, function_name, load_function
-from flatpeak.rewards.gym import ReasoningGymReward
-from flatpeak.rewards.isolation import function_part
 from flatpeak.rewards.judge.config import JudgeConfig
-from flatpeak.rewards.length import LengthReward
-from flatpeak.rewards.math.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
-from flatpeak.rewards.model.config import SequenceClassifierConfig
-from flatpeak.rewards.numbers import NumberReward
-from flatpeak.rewards.parts import Isolation, Rule, RuleScorer, Scorer
+from flatpeak.rewards.multiple_choice import ChoiceReward
+from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.reasoning_gym import ReasoningGymReward
+from flatpeak.rewards.reward_set import RewardSet, unprotected
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Reward
     from flatpeak.rewards.config import RewardConfig
-    from flatpeak.rewards.workers import WorkerPool
+    from flatpeak.rewards.workers.pool import WorkerPool
+
+Timeout = float | Literal["auto"] | None
+
+
+def function_part(
+    name: str,
+    weight: float,
+    scorer: FunctionReward,
+    *,
+    timeout: Timeout,
+    on_timeout: float | None = None,
+    notice: Callable[[str], None] | None,
+) -> Part:
+    """A function as a part: in workers wherever that changes no score, unless the user says otherwise.
+
+    Functions of one completion or one group are graded in workers. Those of all completions (TRL's signature) may
+    compare any with any, and async ones wait for many at once: they stay in this process, unless they have an attribute
+    `by_group = True` (then one call is one group) or a `timeout` (then one call is all completions).
+    `by_group = False` or `timeout=None` keep a function here. What cannot be imported elsewhere stays here too.
+    UserError for an `on_timeout` where nothing can time out.
+    """
+    part = _function_part(name, weight, scorer, timeout=timeout, on_timeout=on_timeout, notice=notice)
+    if on_timeout is not None and part.isolation is None:
+        raise UserError(
+            f"reward {name!r}: on_timeout={on_timeout:g} has no effect in the trainer's own process, which nothing "
+            "interrupts: give the function a `timeout` in seconds, or leave on_timeout out"
+        )
+    return part
+
+
+def _function_part(
+    name: str,
+    weight: float,
+    scorer: FunctionReward,
+    *,
+    timeout: Timeout,
+    on_timeout: float | None,
+    notice: Callable[[str], None] | None,
+) -> Part:
+    function = scorer.call.function
+    by_group = getattr(function, "by_group", None)
+    if timeout is None or (by_group is False and timeout == "auto"):
+        return Part(name=name, weight=weight, scorer=scorer)
+    asked = by_group is True or timeout != "auto"
+    if not asked and (scorer.way == "batch" or _is_async(function)):
+        return Part(name=name, weight=weight, scorer=scorer)
+    why = _cannot_travel(function)
+    if why and timeout != "auto":
+        raise UserError(f"reward {name!r}: timeout={timeout:g} needs a worker process, but {why}; set timeout: null")
+    if why and not asked:
+        if notice is not None:
+            notice(f"reward {name!r} {unprotected(why)}")
+        return Part(name=name, weight=weight, scorer=scorer)
+    isolation = Isolation(
+        timeout=None if timeout == "auto" else timeout,
+        whole=scorer.way == "batch" and by_group is not True,
+        required=asked,
+    )
+    return Part(name=name, weight=weight, scorer=scorer, isolation=isolation, on_timeout=on_timeout)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    method = getattr(type(function), "__call__", None)  # noqa: B004 - what an object's call is, not whether it has one
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+
+
+def _cannot_travel(function: Callable[..., Any]) -> str | None:
+    """Why another process cannot import the function; None where it can."""
+    module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module == "__main__":
+        return "it is defined in the script that is run: move it to a module, or name it file.py:name in the recipe"
+    found: Any = sys.modules.get(str(module))
+    for name in str(path).split("."):
+        found = getattr(found, name, None)
+    if found is not function:
+        return "it is a lambda, a closure or an object: define a function in a module"
+    return None
+
 
 _RULES = (NumberReward, ChoiceReward, FormatReward, LengthReward, CountdownReward)
 
@@ -122,7 +201,7 @@ def _configured(name: str, config: RewardConfig, notice: Callable[[str], None] |
 
             return Part(name=name, weight=config.weight, scorer=build_judge_reward(name, config))
         case SequenceClassifierConfig():
-            from flatpeak.rewards.model.reward import load_scorer  # here, because it loads torch
+            from flatpeak.rewards.reward_model import load_scorer
 
             return Part(name=name, weight=config.weight, scorer=load_scorer(config, where=f"rewards.{name}"))
     return Part(name=name, weight=config.weight, scorer=RuleScorer(rule=rule), by_group=True)

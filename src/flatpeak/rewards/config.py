@@ -7,9 +7,82 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from flatpeak.rewards.judge.config import JudgeConfig
-from flatpeak.rewards.math.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
-from flatpeak.rewards.model.config import SequenceClassifierConfig
 from flatpeak.utils.schema import StrictConfig
+
+MathExtraction = Literal["auto", "any", "boxed"]
+
+
+class _VerifiedConfig(StrictConfig):
+    weight: float = 1.0
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    """Seconds that one answer may take where the rules cannot decide; beyond, it is wrong."""
+    workers: Annotated[int, Field(ge=1)] = 2
+    """Processes for such answers, started when the first one comes."""
+    evaluated: bool = False
+    """Whether an answer has to be worked out as far as the gold answer is: one that leaves operations which the gold
+    does not have, or is copied from the question, is wrong."""
+
+
+class MathConfig(_VerifiedConfig):
+    """1 if the last box or answer block is mathematically equal to the gold answer, else 0."""
+
+    type: Literal["math"] = "math"
+    extraction: MathExtraction = "auto"
+    """`auto`: the last box or answer block. `boxed`: the last box. `any`: where there is neither box nor block,
+    `#### x`, or a short text as a whole."""
+
+
+class R1ZeroConfig(_VerifiedConfig):
+    """1 if the answer is right and in the layout `</think> <answer>...</answer>`, else 0."""
+
+    type: Literal["r1_zero"] = "r1_zero"
+
+
+class QuestionOnlyConfig(_VerifiedConfig):
+    """1 if the answer is right and in a box, else 0."""
+
+    type: Literal["question_only"] = "question_only"
+
+
+class SequenceClassifierConfig(StrictConfig):
+    """The score that a sequence-classification model gives to question and completion."""
+
+    type: Literal["reward_model"] = "reward_model"
+    weight: float = 1.0
+    path: str
+    """A run of `flatpeak reward-model`, a checkpoint's directory, or a Hub name."""
+    revision: str | None = None
+    """Of a Hub name: a branch, tag or commit."""
+    device: str = "auto"
+    """auto: cuda where there is one, else cpu."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    template: str = "auto"
+    """auto: the template the model was trained with, where it is recorded, else its tokenizer's chat template. chat;
+    plain: question and completion with an empty line between; or a text file with {prompt} and {completion} in it."""
+    max_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Longest text. Of a longer one the beginning of the question is left out, never a part of the completion; one that
+    does not fit without its question either has no score. null: what the model was trained with, else its context."""
+    batch_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of one forward pass, padding included. null: 4096 on a CPU, else 32768."""
+    label: Annotated[int, Field(ge=0)] | None = None
+    """Which output is the score, where the model has several."""
+    normalization: Literal["none", "standardize"] = "none"
+    """standardize: (score - mean) / std, of the scores recorded with the model unless `mean` and `std` are given."""
+    mean: float | None = None
+    std: Annotated[float, Field(gt=0)] | None = None
+    clip: tuple[float, float] | None = None
+    """The smallest and the largest score, after normalization."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SequenceClassifierConfig:
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("a reward model's mean and std belong together: give both, or neither")
+        if self.mean is not None and self.normalization == "none":
+            raise ValueError("a reward model's mean and std do nothing without normalization=standardize: set it")
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip={list(self.clip)}: give the smallest score first, then a larger one")
+        return self
+
 
 Extraction = Literal["whole", "answer_tag", "gsm8k_strict", "gsm8k_flexible", "last_number", "boxed"]
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.numbers import parse_number
+from flatpeak.rewards.number import parse_number
 from flatpeak.utils.answers import judged_text, last_answer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections import deque
 from fractions import Fraction
 from typing import Final
 
-from flatpeak.rewards.numbers import parse_number
+from flatpeak.rewards.number import parse_number
 from flatpeak.utils.answers import after_thinking
 
 _TAG: Final = re.compile(r"<score>([^<>]*)</score>", re.IGNORECASE)

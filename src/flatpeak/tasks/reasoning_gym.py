@@ -1,7 +1,8 @@
 """Data sets of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760): generated, and scored by their own code.
 
 An example's columns are what the reward `reasoning_gym` needs to ask the data set for a score in any process:
-`reasoning_gym`, a text that holds the data set's name, its arguments and the whole row (rewards/gym.py reads it).
+`reasoning_gym`, a text that holds the data set's name, its arguments and the whole row, which
+rewards/reasoning_gym.py reads.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flatpeak.protocols import Reward, Sampler, StreamingSampler
-from flatpeak.rewards.budget import GradingBudget
-from flatpeak.rewards.combine import RewardSet
-from flatpeak.rewards.failures import passes_power_of_ten
+from flatpeak.rewards.base import GradingBudget
+from flatpeak.rewards.calls import passes_power_of_ten
+from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Phase

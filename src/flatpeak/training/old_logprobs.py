@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from flatpeak.policy.policy import Policy
-from flatpeak.rewards.failures import passes_power_of_ten
+from flatpeak.rewards.calls import passes_power_of_ten
 from flatpeak.training.learner import Learner
 from flatpeak.types import Batch
 

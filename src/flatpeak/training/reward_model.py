@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.functional.bradley_terry import bradley_terry_loss, centering_penalty, preference_accuracy
-from flatpeak.rewards.model.classifier import Classifier, length_batches
-from flatpeak.rewards.model.template import Spread
+from flatpeak.rewards.classifier import Classifier, Spread, length_batches
 from flatpeak.training.config import RewardModelConfig
 from flatpeak.training.data import Stream
 from flatpeak.training.journal import Journal

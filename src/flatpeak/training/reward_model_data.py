@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.functional.bradley_terry import bradley_terry_loss, calibration_error, preference_accuracy
-from flatpeak.rewards.model.classifier import Classifier
-from flatpeak.rewards.model.template import CHAT, Wording, conversation
+from flatpeak.rewards.classifier import CHAT, Classifier, Wording, conversation
 from flatpeak.tasks.preferences import PreferencePair
 
 if TYPE_CHECKING:

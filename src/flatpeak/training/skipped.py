@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flatpeak.errors import RunError
-from flatpeak.rewards.failures import passes_power_of_ten
+from flatpeak.rewards.calls import passes_power_of_ten
 
 FIX = (
     "lower optimizer.learning_rate (sft.optimizer.learning_rate in SFT) or look for a loss or reward that overflows, "

@@ -16,7 +16,7 @@ from flatpeak.rewards.judge.canaries import canaries
 from flatpeak.rewards.judge.grade import Asking, Candidate
 from flatpeak.rewards.judge.protocol import JudgeInterruptedError, JudgeReply
 from flatpeak.rewards.judge.reward import Safety
-from flatpeak.rewards.judge.shadow import shadow_metrics
+from flatpeak.rewards.reward_set import shadow_metrics
 from flatpeak.types import Example
 
 NO_CANARIES = Safety(canaries=False)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Final, NamedTuple
 
-from flatpeak.rewards.math.config import MathExtraction
+from flatpeak.rewards.config import MathExtraction
 from flatpeak.rewards.math.grader import MathGrader
 
 

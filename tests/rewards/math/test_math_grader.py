@@ -20,7 +20,7 @@ from flatpeak.rewards.math.limits import OverLimitError, UnreadableError
 from flatpeak.rewards.math.rules import normalized, rule_verdict
 from flatpeak.rewards.math.symbolic import verify
 from flatpeak.rewards.math.values import Expression, same_value
-from flatpeak.rewards.workers import WorkerError
+from flatpeak.rewards.workers.pool import WorkerError
 
 SLOW = r"\sum_{n=1}^{10^9} \frac{1}{n^2}"
 """Only math-verify can read it, and it does not come to an end."""

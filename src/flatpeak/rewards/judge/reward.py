@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.base import PartScores
 from flatpeak.rewards.judge.canaries import CanaryReport, check_alive, run_canaries
 from flatpeak.rewards.judge.grade import Candidate, Grader
 from flatpeak.rewards.judge.ledger import Ledger
 from flatpeak.rewards.judge.loop import BackgroundLoop
 from flatpeak.rewards.judge.protocol import JudgeError
 from flatpeak.rewards.judge.shown import Show, shown_text
-from flatpeak.rewards.parts import PartScores
 
 if TYPE_CHECKING:
     from flatpeak.rewards.judge.cache import ReplyCache

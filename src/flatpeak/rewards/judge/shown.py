@@ -6,7 +6,7 @@ import re
 import unicodedata
 from typing import TYPE_CHECKING, Final, Literal
 
-from flatpeak.rewards.numbers import last_boxed
+from flatpeak.rewards.number import last_boxed
 from flatpeak.utils.answers import after_thinking, judged_text, last_answer
 
 if TYPE_CHECKING:

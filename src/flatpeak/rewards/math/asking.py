@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Final
 
-from flatpeak.rewards.budget import GradingBudget, stopwatch
-from flatpeak.rewards.processes import LIMITS
-from flatpeak.rewards.workers import WorkerError
+from flatpeak.rewards.base import GradingBudget, stopwatch
+from flatpeak.rewards.workers.pool import WorkerError
+from flatpeak.rewards.workers.process import LIMITS
 
 Pair = tuple[str, str]
 """Answer and gold answer, as they were extracted."""

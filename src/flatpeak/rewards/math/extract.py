@@ -9,7 +9,7 @@ from flatpeak.rewards.math.limits import MAX_BOXES, MAX_CHARACTERS, OverLimitErr
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, after_thinking
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.math.config import MathExtraction
+    from flatpeak.rewards.config import MathExtraction
 
 _BRACES: Final = re.compile(
     r"\\{1,2}(?:boxed|fbox)\s*\{|\\{1,2}(?:boxed|fbox)\s+(?P<bare>[^\s{}$\\<>]{1,64})|\\.|[{}]", re.DOTALL

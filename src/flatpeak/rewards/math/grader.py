@@ -7,18 +7,18 @@ from concurrent.futures import Future
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from flatpeak.rewards.budget import stopwatch
+from flatpeak.rewards.base import stopwatch
 from flatpeak.rewards.calls import one_line
 from flatpeak.rewards.math.asking import Outcome, Pair, ask_within, ran_out, result
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.limits import MAX_CHARACTERS, OverLimitError
 from flatpeak.rewards.math.rules import read_answer, rule_verdict, worth_asking
 from flatpeak.rewards.math.symbolic import Symbolic
-from flatpeak.rewards.workers import UNASKED, WorkerError, WorkerPool
+from flatpeak.rewards.workers.pool import UNASKED, WorkerError, WorkerPool
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.budget import GradingBudget
-    from flatpeak.rewards.math.config import MathExtraction
+    from flatpeak.rewards.base import GradingBudget
+    from flatpeak.rewards.config import MathExtraction
     from flatpeak.types import Score
 
 MEMORY_BYTES: Final = 2**30

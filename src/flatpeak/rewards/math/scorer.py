@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flatpeak.rewards.math.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
+from flatpeak.rewards.base import PartScores
+from flatpeak.rewards.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
 from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.math.extract import gold_answer
 from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extracted, score_of
 from flatpeak.rewards.math.r1_zero import question_only_answer, r1_zero_answer
 from flatpeak.rewards.math.rules import normalized
-from flatpeak.rewards.parts import PartScores
-from flatpeak.rewards.workers import WorkerError
+from flatpeak.rewards.workers.pool import WorkerError
 from flatpeak.utils.answers import judged_text
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.budget import GradingBudget
+    from flatpeak.rewards.base import GradingBudget
     from flatpeak.types import Completion, Group, Prompt
 
 

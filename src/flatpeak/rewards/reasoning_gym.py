@@ -21,8 +21,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.base import PartScores
 from flatpeak.rewards.countdown import evaluate
-from flatpeak.rewards.parts import PartScores
 from flatpeak.utils.answers import after_thinking, judged_text, last_answer
 
 if TYPE_CHECKING:

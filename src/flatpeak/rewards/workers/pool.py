@@ -15,10 +15,9 @@ from threading import Event, Lock
 from typing import Any, Final, TypeVar
 
 from flatpeak.errors import UserError
-from flatpeak.rewards import processes
-from flatpeak.rewards.fork_server import ForkServer
-from flatpeak.rewards.processes import WorkerError as WorkerError
-from flatpeak.rewards.serving import remember
+from flatpeak.rewards.workers import process as processes
+from flatpeak.rewards.workers.process import WorkerError as WorkerError
+from flatpeak.rewards.workers.worker import ForkServer, remember
 
 T = TypeVar("T")
 
@@ -28,7 +27,7 @@ _OWN_TIMER: Final = "killed by SIGALRM"
 # A process of its own, not one of `multiprocessing`: that would import the user's main module again, torch and all.
 _BOOT: Final = (
     "import sys; descriptor, memory, *sys.path = sys.argv[1:]; "
-    "from flatpeak.rewards.serving import serve; serve(int(descriptor), int(memory) or None)"
+    "from flatpeak.rewards.workers.worker import serve; serve(int(descriptor), int(memory) or None)"
 )
 
 

@@ -10,22 +10,42 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.budget import GradingBudget
-from flatpeak.rewards.failures import FailureLog
-from flatpeak.rewards.failures import Failures as Failures
+from flatpeak.rewards.base import BudgetedScorer, GradingBudget
+from flatpeak.rewards.base import Part as Part
+from flatpeak.rewards.calls import FailureLog
+from flatpeak.rewards.calls import Failures as Failures
 from flatpeak.rewards.functions import FunctionReward
-from flatpeak.rewards.grading import CannotTravelError, Grading
-from flatpeak.rewards.judge.shadow import shadow_metrics
-from flatpeak.rewards.parts import BudgetedScorer
-from flatpeak.rewards.parts import Part as Part
-from flatpeak.rewards.workers import WorkerPool
+from flatpeak.rewards.workers.grading import CannotTravelError, Grading
+from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.types import Scores
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flatpeak.rewards.parts import PartScores
+    from flatpeak.rewards.base import PartScores
     from flatpeak.types import Completion, Example, Group, Prompt, Score
+
+
+def shadow_metrics(
+    judged: Sequence[Sequence[Score]], verified: Sequence[Sequence[Score]], *, threshold: float = 0.5
+) -> dict[str, float]:
+    """`shadow_gap` and `shadow_agreement` over the completions [p][g] that both have scored; empty if there are none.
+
+    gap = mean judge - mean verifier: where it grows while the verifier stands still, the judge is being gamed.
+    agreement = how often both are at least, or both below, `threshold`.
+    """
+    pairs = [
+        (judge, truth)
+        for judge_G, truth_G in zip(judged, verified, strict=True)
+        for judge, truth in zip(judge_G, truth_G, strict=True)
+        if judge is not None and truth is not None
+    ]
+    if not pairs:
+        return {}
+    gap = sum(judge - truth for judge, truth in pairs) / len(pairs)
+    agreement = sum((judge >= threshold) == (truth >= threshold) for judge, truth in pairs) / len(pairs)
+    return {"shadow_gap": gap, "shadow_agreement": agreement}
+
 
 SLOW_SECONDS = 60.0
 """How long a function of the user's may be at work in this process before the user is told."""

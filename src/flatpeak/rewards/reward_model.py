@@ -8,10 +8,19 @@ from collections.abc import Sequence
 import torch
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.model.classifier import Classifier, load_model, locate, make_wording, pick_device
-from flatpeak.rewards.model.config import SequenceClassifierConfig
-from flatpeak.rewards.model.template import CHAT, Record, Spread, conversation
-from flatpeak.rewards.parts import PartScores
+from flatpeak.rewards.base import PartScores
+from flatpeak.rewards.classifier import (
+    CHAT,
+    Classifier,
+    Record,
+    Spread,
+    conversation,
+    load_model,
+    locate,
+    make_wording,
+    pick_device,
+)
+from flatpeak.rewards.config import SequenceClassifierConfig
 from flatpeak.types import Completion, Group, Message, Prompt, Score
 
 

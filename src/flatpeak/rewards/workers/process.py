@@ -10,12 +10,13 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from flatpeak.rewards import output
+from flatpeak.rewards.workers import process as output
 
 SPARE_SECONDS: Final = 1.0
 USER_FILE: Final = "flatpeak_user_"
@@ -149,3 +150,38 @@ def user_files() -> dict[str, str]:
     """The user's files that this process has run, by the names of their modules."""
     loaded = [*sys.modules.items()]
     return {name: str(module.__file__) for name, module in loaded if name.startswith(USER_FILE)}
+
+
+MARK: Final = "reward: "
+"""Before every line."""
+_CHUNK: Final = 65536
+
+
+def capture() -> int:
+    """A descriptor to be a process's standard output and error; the caller closes its own copy once that has started.
+
+    A thread passes on what comes until every process that holds it has ended. Processes that wrote to the terminal
+    themselves would write into each other's lines, and into a live display.
+    """
+    source, sink = os.pipe()
+    threading.Thread(target=_pass_on, args=(source,), name="flatpeak-reward-output", daemon=True).start()
+    return sink
+
+
+def _pass_on(source: int) -> None:
+    begun = b""
+    with os.fdopen(source, "rb", buffering=0) as pipe:
+        while chunk := pipe.read(_CHUNK):
+            *lines, begun = (begun + chunk).split(b"\n")
+            _show(lines)
+    if begun:
+        _show([begun])
+
+
+def _show(lines: list[bytes]) -> None:
+    """All at once: a live display draws itself anew behind every write."""
+    text = "".join(f"{MARK}{line.decode(errors='replace')}\n" for line in lines)
+    # Looked up each time: a live display stands in for it while it lasts. Nothing can be done where it is closed.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -8,17 +8,16 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.budget import stopwatch
-from flatpeak.rewards.failures import PATIENCE
+from flatpeak.rewards.base import Isolation, Part, PartScores, Scorer, joined, stopwatch
+from flatpeak.rewards.calls import PATIENCE
 from flatpeak.rewards.functions import FunctionReward
-from flatpeak.rewards.parts import Isolation, Part, PartScores, Scorer, joined
-from flatpeak.rewards.processes import LIMITS
-from flatpeak.rewards.workers import UNASKED, WorkerError, WorkerPool
+from flatpeak.rewards.workers.pool import UNASKED, WorkerError, WorkerPool
+from flatpeak.rewards.workers.process import LIMITS
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from flatpeak.rewards.budget import GradingBudget
+    from flatpeak.rewards.base import GradingBudget
     from flatpeak.types import Group, Score
 
     Pending = Future[list[PartScores | WorkerError | UserError]]

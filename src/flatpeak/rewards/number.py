@@ -9,16 +9,108 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.math.arithmetic import UndefinedError
+from flatpeak.rewards.math.chains import contradict
 from flatpeak.rewards.math.evaluated import is_evaluated
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
 from flatpeak.rewards.math.limits import OverLimitError
-from flatpeak.rewards.math.numerals import in_prose, stated_number
+from flatpeak.rewards.math.nodes import Node, integer
+from flatpeak.rewards.math.number_words import DENOMINATORS, MAGNITUDES
+from flatpeak.rewards.math.reading import Reading
+from flatpeak.rewards.math.rules import read_answer
 from flatpeak.utils.answers import after_thinking, judged_text
 
 if TYPE_CHECKING:
     from flatpeak.rewards.config import Extraction
     from flatpeak.types import Completion, Prompt, Score
+
+_EQUALS: Final = re.compile(r"(?<![<>!])=(?!=)")
+_WORD: Final = re.compile(r"\s*-?\s*([^\W\d_]+)")
+_CHANGING: Final = frozenset({"k", "mil", "squared", "cubed", "factorial"})
+"""Words after a number that make another of it, which one is not for a reader of digits to say."""
+
+
+def stated_number(text: str) -> Fraction | None:
+    """The number that a text states as a whole, or None: `18`, `x = 18`, `18 red apples`, `\\frac{36}{2}`, `5 million`.
+
+    Units and percent signs are dropped, magnitudes count, and arithmetic that is still to be done is no number. Of an
+    equation with words in it (`3 eggs + 15 eggs = 18`) what follows the last `=` counts.
+    """
+    reading = _read(text)
+    if reading is None or reading.kind in ("unread", "text", "equation"):
+        sides = [_read(side) for side in _EQUALS.split(text)[-2:]]
+        reading = sides[-1] if len(sides) > 1 else reading
+        if reading is None or (len(sides) > 1 and sides[0] is not None and _contradict(sides[0], reading)):
+            return None
+    while reading.kind == "named":
+        reading = reading.items[0]
+    if reading.kind != "scalar" or reading.expression is None or not _is_numeral(reading.expression.node):
+        return None
+    try:
+        return reading.expression.exact
+    except (UndefinedError, OverLimitError):
+        return None
+
+
+def in_prose(number: Fraction, following: str) -> Fraction | None:
+    """A number found in prose, with the magnitude that follows it (`18 million`); None where a word changes it."""
+    match = _WORD.match(following)
+    word = match[1].lower() if match is not None else ""
+    if word in _CHANGING:
+        return None
+    if (magnitude := MAGNITUDES.get(word.removesuffix("s"))) is not None:
+        return number * magnitude
+    # Of quarters there are coins too.
+    if word.endswith("s") and not word.startswith("quarter") and word.removesuffix("s") in DENOMINATORS:
+        return number / DENOMINATORS[word.removesuffix("s")]
+    return number
+
+
+def _read(text: str) -> Reading | None:
+    try:
+        return read_answer(text)[1] if text.strip() else None
+    except OverLimitError:
+        return None
+
+
+def _contradict(first: Reading, second: Reading) -> bool:
+    try:
+        return contradict(first, second)
+    except OverLimitError:
+        return True
+
+
+def _is_numeral(node: Node) -> bool:
+    """Digits, a fraction, a mixed number or scientific notation, with its sign and its magnitude."""
+    match node.kind:
+        case "number":
+            return True
+        case "neg":
+            return _is_numeral(node.args[0])
+        case "div":
+            return all(part.kind == "number" or (part.kind == "neg" and _is_numeral(part)) for part in node.args)
+        case "add":
+            whole, part = node.args
+            return whole.kind == "number" and part.kind == "div" and _is_numeral(part)
+        case "mul":
+            first, second = node.args
+            return _is_numeral(first) and (_is_power_of_ten(second) or _is_magnitude(second))
+        case _:
+            return _is_power_of_ten(node)
+
+
+def _is_power_of_ten(node: Node) -> bool:
+    if node.kind != "pow" or node.args[0] != integer(10):
+        return False
+    exponent = node.args[1].args[0] if node.args[1].kind == "neg" else node.args[1]
+    return exponent.kind == "number"
+
+
+def _is_magnitude(node: Node) -> bool:
+    value = node.number if node.kind == "number" else Fraction(0)
+    return value in MAGNITUDES.values() or 1 / value in DENOMINATORS.values() if value else False
+
 
 MAX_CHARACTERS: Final = 1000
 """Longer texts are no number: reading digits costs quadratic time, and a policy can emit any number of them."""
@@ -81,8 +173,8 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
     """The number a transcript gives as its answer, or None.
 
     - `whole`: the text after the thinking is the number.
-    - `answer_tag`: the last `<answer>` block after the thinking holds it, or a box in that block (see `read_answer`).
-    - `boxed`: the last balanced `\\boxed{}` after the thinking holds it (see `read_answer`).
+    - `answer_tag`: the last `<answer>` block after the thinking holds it, or a box in that block (see `read_number_answer`).
+    - `boxed`: the last balanced `\\boxed{}` after the thinking holds it (see `read_number_answer`).
     - `last_number`: the last run of digits after the thinking, with the magnitude behind it (`18 million`); None if
       that run is malformed, as in `1,00`, or a word makes it another number, as in `18 squared`.
     - `gsm8k_strict`: the last `#### N` anywhere; commas, dollar signs and a final point are ignored.
@@ -97,7 +189,7 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
             return parse_number(after_thinking(text))
         case "answer_tag" | "boxed":
             content = stated_text(text, extraction)
-            return None if content is None else read_answer(content)
+            return None if content is None else read_number_answer(content)
         case "last_number":
             return _last_number(_without_latex(after_thinking(text)))
         case "gsm8k_strict":
@@ -124,7 +216,7 @@ def stated_text(text: str, extraction: Extraction) -> str | None:
         return None
 
 
-def read_answer(content: str) -> Fraction | None:
+def read_number_answer(content: str) -> Fraction | None:
     """The number that an answer block states, read as a mathematical answer is (`stated_number`), or None.
 
     It may carry units and a percent sign, which are dropped, and a magnitude, which counts: `5 million` is not 5.

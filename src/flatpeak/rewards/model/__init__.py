@@ -1,1 +1,0 @@
-"""A sequence-classification model as a reward."""

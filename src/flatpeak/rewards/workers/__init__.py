@@ -1,0 +1,1 @@
+"""Processes that run reward functions under limits of time and memory."""
