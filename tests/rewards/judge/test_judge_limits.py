@@ -9,10 +9,17 @@ import pytest
 from judge_parts import VirtualClock
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.breaker import CircuitBreaker
-from flatpeak.rewards.judge.limits import Budget, BudgetSpentError, HeldError, RateLimits
+from flatpeak.rewards.judge.limits import (
+    RETRIED_STATUSES,
+    Budget,
+    BudgetSpentError,
+    CircuitBreaker,
+    HeldError,
+    RateLimits,
+    RetryPolicy,
+    read_retry_after,
+)
 from flatpeak.rewards.judge.protocol import JudgeDownError
-from flatpeak.rewards.judge.retry import RETRIED_STATUSES, RetryPolicy, read_retry_after
 
 
 def sent_at(limits, clock, tokens):

@@ -8,8 +8,7 @@ from judge_parts import FunctionJudge, group
 from judge_server import texts
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.build import judge_reward
-from flatpeak.rewards.judge.noise import judge_noise
+from flatpeak.rewards.judge.build import judge_noise, judge_reward
 
 
 def wavering(marks):

@@ -3,10 +3,8 @@ from __future__ import annotations
 import pytest
 from judge_server import BLOCK
 
-from flatpeak.rewards.judge.forms import RubricForm
-from flatpeak.rewards.judge.prompt import blocks, build_request, neutralize, nonce, template_hash
-from flatpeak.rewards.judge.rubric import load_rubric
-from flatpeak.rewards.judge.shown import shown_text, worthless
+from flatpeak.rewards.judge.prompt import blocks, build_request, neutralize, nonce, shown_text, template_hash, worthless
+from flatpeak.rewards.judge.rubrics import RubricForm, load_rubric
 from flatpeak.types import Completion, Example, Prompt
 
 FORM = RubricForm(rubric=load_rubric("correctness"), output="json")

@@ -5,9 +5,8 @@ import itertools
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.forms import PairForm, RubricForm
-from flatpeak.rewards.judge.rubric import Criterion, Gate, Rubric, built_in_rubrics, load_rubric
-from flatpeak.rewards.judge.verdict import NoVerdictError
+from flatpeak.rewards.judge.protocol import NoVerdictError
+from flatpeak.rewards.judge.rubrics import Criterion, Gate, PairForm, Rubric, RubricForm, built_in_rubrics, load_rubric
 
 
 def test_the_built_in_rubrics_load_and_their_best_reply_is_worth_one():

@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from flatpeak.rewards.judge.forms import RubricForm
-from flatpeak.rewards.judge.rubric import Criterion, Rubric
-from flatpeak.rewards.judge.verdict import NoVerdictError, read_fields
+from flatpeak.rewards.judge.protocol import NoVerdictError, read_fields
+from flatpeak.rewards.judge.rubrics import Criterion, Rubric, RubricForm
 
 RUBRIC = Rubric(name="r", criteria={"mark": Criterion(question="", range=(0, 10))})
 

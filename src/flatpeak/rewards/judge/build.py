@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.functions import load_function
-from flatpeak.rewards.judge.cache import ReplyCache
 from flatpeak.rewards.judge.config import CustomJudgeConfig, EndpointConfig, JudgeConfig, LocalConfig
-from flatpeak.rewards.judge.examiner import Examiner
-from flatpeak.rewards.judge.forms import Form, PairForm, RubricForm
-from flatpeak.rewards.judge.grade import Asking, Grader, RubricGrader
-from flatpeak.rewards.judge.pairwise import PairGrader
+from flatpeak.rewards.judge.judge_reward import JudgeReward, Safety
+from flatpeak.rewards.judge.panel import Examiner, ReplyCache
 from flatpeak.rewards.judge.protocol import Judge, RealClock
-from flatpeak.rewards.judge.reward import JudgeReward, Safety
-from flatpeak.rewards.judge.rubric import Rubric, load_rubric
+from flatpeak.rewards.judge.rubrics import Form, PairForm, Rubric, RubricForm, load_rubric
+from flatpeak.rewards.judge.scoring import Asking, Grader, PairGrader, RubricGrader
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.judge.shown import Show
-    from flatpeak.rewards.judge.verdict import Output
+    from flatpeak.rewards.judge.judge_reward import JudgeReward
+    from flatpeak.rewards.judge.prompt import Show
+    from flatpeak.rewards.judge.protocol import Output
+    from flatpeak.types import Group
 
 
 def build_judge_reward(name: str, config: JudgeConfig) -> JudgeReward:
@@ -107,10 +109,8 @@ def _judge(name: str, config: JudgeConfig) -> Judge:
 
 def endpoint_judge(name: str, config: JudgeConfig, backend: EndpointConfig) -> Judge:
     """The client of an endpoint, with everything that keeps it within its limits."""
-    from flatpeak.rewards.judge.breaker import CircuitBreaker
     from flatpeak.rewards.judge.client import Endpoint, EndpointJudge
-    from flatpeak.rewards.judge.limits import Budget, RateLimits
-    from flatpeak.rewards.judge.retry import RetryPolicy
+    from flatpeak.rewards.judge.limits import Budget, CircuitBreaker, RateLimits, RetryPolicy
     from flatpeak.utils.redaction import Secret
 
     clock = RealClock()
@@ -139,4 +139,48 @@ def endpoint_judge(name: str, config: JudgeConfig, backend: EndpointConfig) -> J
         ),
         budget=Budget(max_calls=config.budget.max_calls, max_cost=config.budget.max_cost),
         clock=clock,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeNoise:
+    """What repeated marking found."""
+
+    within: float
+    """Standard deviation of one answer's marks, with n - 1, as the root of its mean square over answers."""
+    between: float
+    """Standard deviation of the answers' mean marks, with n - 1: what there is to tell apart. 0 for one answer."""
+    answers: int
+    """Answers with at least two marks; the others are left out."""
+    missing: int
+    """Marks that the judge did not give."""
+
+
+def judge_noise(judge: JudgeReward, groups: Sequence[Group], *, repeats: int = 5) -> JudgeNoise:
+    """Have every completion marked `repeats` times without the cache: that many calls for each, two for pairs.
+
+    Advantages are differences of marks within a group, so what `within` adds to them is noise. Answers that score 0 by
+    rule are left out. UserError where no answer has two marks.
+    """
+    if repeats < 2:
+        raise UserError(f"repeats={repeats}: a spread needs at least 2 marks of each answer")
+    marks: list[list[float]] = []
+    missing = 0
+    rounds = [judge.verdicts(groups, fresh=True) for _ in range(repeats)]
+    for place, group in enumerate(rounds[0]):
+        for index, first in enumerate(group):
+            if first.score is not None and first.reason is not None:
+                continue  # by rule
+            found = [verdicts[place][index].score for verdicts in rounds]
+            missing += found.count(None)
+            marks.append([mark for mark in found if mark is not None])
+    marked = [row for row in marks if len(row) >= 2]
+    if not marked:
+        raise UserError("no answer was marked twice: give answers that are not nothing by rule, or mend the judge")
+    means = [statistics.fmean(row) for row in marked]
+    return JudgeNoise(
+        within=statistics.fmean([statistics.variance(row) for row in marked]) ** 0.5,
+        between=statistics.stdev(means) if len(means) > 1 else 0.0,
+        answers=len(marked),
+        missing=missing,
     )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.examiner import Verdict
-from flatpeak.rewards.judge.grade import Candidate, Grader
-from flatpeak.rewards.judge.shown import normal_form, worthless
+from flatpeak.rewards.judge.panel import Verdict
+from flatpeak.rewards.judge.prompt import normal_form, worthless
+from flatpeak.rewards.judge.scoring import Candidate, Grader
 
 # Single tokens and openers that fooled judges, GPT-4o among them, in up to 80% of cases: Zhao et al. 2025, "One Token
 # to Fool LLM-as-a-Judge", arXiv 2507.08794. Those that the rules catch are asked anyway where they are varied a little.

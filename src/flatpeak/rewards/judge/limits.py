@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import email.utils
 import math
+import random
+import threading
+import time
 from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from flatpeak.rewards.judge.protocol import Clock
+from flatpeak.rewards.judge.protocol import Clock, JudgeDownError, JudgeInterruptedError
 
 _MINUTE: Final = 60.0
 
@@ -142,3 +149,157 @@ class Budget:
         self._reserved = max(0.0, self._reserved - reserved)
         self.cost += cost
         self._changed.set()
+
+
+class CircuitBreaker:
+    """Opens after so many failures in a row. While open, one call in each `pause` goes through, as a probe.
+
+    A probe that succeeds closes it. Every call is announced with `admit` and ended with one of `succeeded`, `failed`
+    and `abandoned`.
+    """
+
+    def __init__(self, *, failures: int, pause: float, give_up: float, clock: Clock, what: str = "the judge") -> None:
+        """`pause` and `give_up` are in seconds; `what` names the endpoint in the error."""
+        self._limit = failures
+        self._pause = pause
+        self._give_up = give_up
+        self._clock = clock
+        self._what = what
+        self._in_a_row = 0
+        self._down_since: float | None = None
+        self._next_probe: float | None = None
+        self._probing = False
+        self._last_error = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are held back."""
+        return self._next_probe is not None
+
+    async def admit(self) -> None:
+        """Return when a call may be made; JudgeDownError once there was no success for `give_up` seconds."""
+        while self._next_probe is not None:
+            now = self._clock.now()
+            if self._down_since is not None and now - self._down_since >= self._give_up:
+                raise JudgeDownError(
+                    f"{self._what} has not answered for {now - self._down_since:.0f} s and {self._in_a_row} calls in a "
+                    f"row (the last one: {self._last_error}): bring it back and try again, or resume the run"
+                )
+            if now >= self._next_probe and not self._probing:
+                self._probing = True
+                return
+            await self._clock.sleep(max(self._next_probe - now, self._pause / 20))
+
+    def succeeded(self) -> None:
+        """The endpoint is alive, whatever it said."""
+        self._in_a_row, self._down_since, self._next_probe, self._probing = 0, None, None, False
+
+    def failed(self, error: str) -> None:
+        """It did not answer, or said that it cannot."""
+        now = self._clock.now()
+        self._in_a_row += 1
+        self._last_error = error
+        self._down_since = now if self._down_since is None else self._down_since
+        if self._probing or self._in_a_row >= self._limit:
+            self._next_probe, self._probing = now + self._pause, False
+
+    def abandoned(self) -> None:
+        """The call was cancelled: nothing is known, and another may probe."""
+        self._probing = False
+
+
+RETRIED_STATUSES: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+"""Too many requests, and what servers say when they are late, restarting or overloaded (529 is Anthropic's). Everything
+else fails again."""
+LONGEST_PAUSE: Final = 120.0
+"""Seconds of a Retry-After that are waited for: a server that asks for an hour is asked again sooner."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter: uniform in [0, min(longest, first * 2^attempt)].
+
+    Source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015: of the variants compared there it finishes
+    soonest for the fewest calls, because clients that failed together do not come back together.
+    """
+
+    retries: int
+    """Further attempts after the first."""
+    first: float = 1.0
+    """Seconds."""
+    longest: float = 60.0
+    """Seconds."""
+
+    def delay(self, attempt: int, *, retry_after: float | None, generator: random.Random) -> float:
+        """Seconds to wait after attempt 0, 1, ...; never less than the server asked for, up to LONGEST_PAUSE."""
+        jitter = generator.uniform(0.0, min(self.longest, self.first * 2.0 ** min(attempt, 30)))
+        return jitter if retry_after is None else min(retry_after, LONGEST_PAUSE) + min(jitter, self.first)
+
+
+def read_retry_after(value: str | None) -> float | None:
+    """Seconds in a Retry-After header (RFC 9110, section 10.2.3): a number or a date; None if it is neither."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+T = TypeVar("T")
+_LOOK_SECONDS: Final = 0.2
+
+
+class BackgroundLoop:
+    """Runs coroutines for a thread that waits. It starts with the first one and ends with `close`."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T], *, stopping: Callable[[], bool] = lambda: False) -> T:
+        """The coroutine's result. Once `stopping()` is true it is cancelled, and JudgeInterruptedError is raised."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
+        try:
+            while True:
+                try:
+                    return future.result(timeout=_LOOK_SECONDS)
+                except concurrent.futures.TimeoutError:
+                    if future.done():
+                        return future.result()
+                    if stopping():
+                        raise JudgeInterruptedError("a signal asked to stop while the judge was being asked") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread."""
+        loop, thread = self._loop, self._thread
+        self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        with contextlib.suppress(TimeoutError):  # a task of a judge of the user's may refuse to end
+            asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=10.0)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10.0)
+        if not thread.is_alive():
+            loop.close()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="flatpeak-judge", daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,16 +13,44 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import PartScores
 from flatpeak.rewards.judge.canaries import CanaryReport, check_alive, run_canaries
-from flatpeak.rewards.judge.grade import Candidate, Grader
-from flatpeak.rewards.judge.ledger import Ledger
-from flatpeak.rewards.judge.loop import BackgroundLoop
+from flatpeak.rewards.judge.limits import BackgroundLoop
+from flatpeak.rewards.judge.prompt import Show, shown_text
 from flatpeak.rewards.judge.protocol import JudgeError
-from flatpeak.rewards.judge.shown import Show, shown_text
+from flatpeak.rewards.judge.scoring import Candidate, Grader
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.judge.cache import ReplyCache
-    from flatpeak.rewards.judge.examiner import Verdict
+    from flatpeak.rewards.judge.panel import ReplyCache, Verdict
     from flatpeak.types import Completion, Example, Group, Prompt
+
+
+class Ledger:
+    """A small file of two figures, replaced whole at every change.
+
+    A file that cannot be written costs no scores: the transcripts, on the same disk, tell the user.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> tuple[int, float]:
+        """(calls, cost) so far; zeros where there is no such file, or it is damaged."""
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            calls, cost = int(content["calls"]), float(content["cost"])
+        except (OSError, ValueError, TypeError, KeyError, OverflowError):
+            return 0, 0.0
+        return (calls, cost) if calls >= 0 and cost >= 0 and math.isfinite(cost) else (0, 0.0)
+
+    def write(self, calls: int, cost: float) -> None:
+        """Keep these figures."""
+        new = self._path.with_suffix(".new")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps({"calls": calls, "cost": cost}) + "\n", encoding="utf-8")
+            new.replace(self._path)
+        except OSError:
+            return
+
 
 TRANSCRIPTS: Final = "judge"
 """The folder of a run directory that transcripts go to."""

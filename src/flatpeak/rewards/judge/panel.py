@@ -3,21 +3,154 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import json
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.judge.client import plain
 from flatpeak.rewards.judge.prompt import repair_messages, template_hash
-from flatpeak.rewards.judge.protocol import Judge, JudgeReply, JudgeRequest, RealClock
-from flatpeak.rewards.judge.tally import Tally
-from flatpeak.rewards.judge.transcripts import Transcripts
-from flatpeak.rewards.judge.verdict import NoVerdictError
-from flatpeak.rewards.judge.wire import plain
+from flatpeak.rewards.judge.protocol import Judge, JudgeReply, JudgeRequest, NoVerdictError, RealClock
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.judge.cache import ReplyCache
-    from flatpeak.rewards.judge.forms import Form
+    from flatpeak.rewards.judge.rubrics import Form
+
+WINDOW: Final = 200
+"""How many of the latest verdicts the valid fraction that may stop a run is taken over."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """Counts since `take` was called last."""
+
+    asked: int = 0
+    """Different questions, those answered from the cache among them."""
+    valid: int = 0
+    cached: int = 0
+    calls: int = 0
+    """Requests sent, retries and repairs among them."""
+    retries: int = 0
+    repairs: int = 0
+    cost: float = 0.0
+    replies: int = 0
+    latency: float = 0.0
+    """Seconds, of all replies together."""
+    skipped: int = 0
+    """Completions that scored 0 by rule."""
+    recent: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Of the latest questions: None for a verdict, else why there was none. It outlives `take`."""
+
+    def take(self) -> dict[str, float]:
+        """The figures by name, those without a value left out; the counts begin again."""
+        figures = {
+            "calls": float(self.calls),
+            "retries": float(self.retries),
+            "repairs": float(self.repairs),
+            "cost": self.cost,
+            "skipped": float(self.skipped),
+        }
+        if self.asked:
+            figures["valid_fraction"] = self.valid / self.asked
+            figures["cache_hit_fraction"] = self.cached / self.asked
+        if self.replies:
+            figures["latency_seconds"] = self.latency / self.replies
+        self.asked = self.valid = self.cached = self.calls = self.retries = self.repairs = self.skipped = 0
+        self.replies = 0
+        self.cost = self.latency = 0.0
+        return figures
+
+
+class Transcripts:
+    """Appends to a file in the run directory, with secrets hidden; nowhere before it is given one.
+
+    Where the disk is full it says so once in `error`, and grading goes on.
+    """
+
+    def __init__(self, *, scrub: Callable[[str], str]) -> None:
+        self.path: Path | None = None
+        self.error: str | None = None
+        self._scrub = scrub
+
+    def attach(self, path: Path) -> None:
+        """Write to this file from now on."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.error = path, None
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a line."""
+        if self.path is None or self.error is not None:
+            return
+        line = json.dumps(_scrubbed(row, self._scrub), ensure_ascii=False) + "\n"
+        try:
+            # Opened for each line: a file that is moved or removed in the meantime costs nothing.
+            with self.path.open("ab") as file:
+                file.write(line.encode("utf-8", "replace"))
+        except OSError as error:
+            self.error = f"{self.path.name}: {error.strerror}"
+
+
+def _scrubbed(value: Any, scrub: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, Mapping):
+        return {key: _scrubbed(item, scrub) for key, item in value.items()}
+    return [_scrubbed(item, scrub) for item in value] if isinstance(value, list | tuple) else value
+
+
+class ReplyCache:
+    """A SQLite file of replies that held a verdict. Several processes may share one.
+
+    A cache is worth less than a run: where it cannot be read or written any more, it says so once in `error` and is
+    empty from then on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """UserError if the file is something else or cannot be made."""
+        self.path = path
+        self.error: str | None = None
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(path, timeout=10.0, check_same_thread=False, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute("PRAGMA synchronous=NORMAL")
+            self._file.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT, seconds REAL)")
+        except (sqlite3.Error, OSError) as error:
+            raise UserError(
+                f"judge cache {path}: {error}: name a file that can be written, or remove this one"
+            ) from error
+
+    def get(self, key: str) -> str | None:
+        """The reply kept under a key."""
+        row = self._run("SELECT reply FROM replies WHERE key = ?", (key,))
+        return str(row[0]) if row else None
+
+    def put(self, key: str, reply: str) -> None:
+        """Keep a reply; the first one stays."""
+        self._run("INSERT OR IGNORE INTO replies VALUES (?, ?, ?)", (key, reply, time.time()))
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+    def _run(self, statement: str, values: tuple[object, ...]) -> tuple[object, ...] | None:
+        if self.error is not None:
+            return None
+        try:
+            with self._lock:
+                row: tuple[object, ...] | None = self._file.execute(statement, values).fetchone()
+                return row
+        except sqlite3.Error as error:
+            self.error = f"{type(error).__name__}: {error}"
+            return None
+
 
 _GRACE_SECONDS = 5.0
 
