@@ -15,7 +15,7 @@ from flatpeak.errors import UserError
 from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import FunctionConfig, RewardConfig
-from flatpeak.rewards.math.asking import Outcome, Pair, ask_within
+from flatpeak.rewards.math.grader import Outcome, Pair, ask_within
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Group

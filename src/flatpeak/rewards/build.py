@@ -184,7 +184,7 @@ def _configured(name: str, config: RewardConfig, notice: Callable[[str], None] |
             isolation = Isolation(timeout=config.timeout)
             return Part(name=name, weight=config.weight, scorer=gym, isolation=isolation, on_timeout=0.0)
         case MathConfig() | R1ZeroConfig() | QuestionOnlyConfig():
-            from flatpeak.rewards.math.scorer import build_math_reward  # here, as its like below
+            from flatpeak.rewards.math.math_reward import build_math_reward
 
             return Part(name=name, weight=config.weight, scorer=build_math_reward(config))
         case FunctionConfig():

@@ -9,16 +9,14 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.math.arithmetic import UndefinedError
-from flatpeak.rewards.math.chains import contradict
 from flatpeak.rewards.math.evaluated import is_evaluated
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
-from flatpeak.rewards.math.limits import OverLimitError
-from flatpeak.rewards.math.nodes import Node, integer
-from flatpeak.rewards.math.number_words import DENOMINATORS, MAGNITUDES
-from flatpeak.rewards.math.reading import Reading
-from flatpeak.rewards.math.rules import read_answer
+from flatpeak.rewards.math.intervals import Reading
+from flatpeak.rewards.math.nodes import Node, OverLimitError, UndefinedError, integer
+from flatpeak.rewards.math.rule_grader import read_answer
+from flatpeak.rewards.math.structures import contradict
+from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
 from flatpeak.utils.answers import after_thinking, judged_text
 
 if TYPE_CHECKING:

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from flatpeak.rewards.math.arithmetic import UndefinedError
-from flatpeak.rewards.math.clean import clean, without_redundant_brackets
-from flatpeak.rewards.math.expression import parse_expression
-from flatpeak.rewards.math.grader import MathGrader, grade_answer
-from flatpeak.rewards.math.limits import OverLimitError, UnreadableError
-from flatpeak.rewards.math.rules import normalized, rule_verdict
-from flatpeak.rewards.math.symbolic import verify
+from flatpeak.rewards.math.grader import MathGrader, grade_answer, verify
+from flatpeak.rewards.math.nodes import OverLimitError, UndefinedError, UnreadableError
+from flatpeak.rewards.math.normalize import clean, without_redundant_brackets
+from flatpeak.rewards.math.parser import parse_expression
+from flatpeak.rewards.math.rule_grader import normalized, rule_verdict
 from flatpeak.rewards.math.values import Expression, same_value
 from flatpeak.rewards.workers.pool import WorkerError
 
@@ -291,7 +289,7 @@ def test_the_grader_and_its_workers_load_neither_torch_nor_sympy_here() -> None:
     code = (
         "import sys\n"
         "from flatpeak.rewards.math.grader import MathGrader\n"
-        "from flatpeak.rewards.math.scorer import MathReward\n"
+        "from flatpeak.rewards.math.math_reward import MathReward\n"
         "with MathGrader() as grader:\n"
         "    print(grader.compare([(r'\\sum_{k=1}^{3} k', '6')]))\n"
         "print([name for name in ('torch', 'sympy', 'math_verify') if name in sys.modules])\n"
@@ -301,7 +299,7 @@ def test_the_grader_and_its_workers_load_neither_torch_nor_sympy_here() -> None:
 
 
 def test_a_worker_loads_math_verify_without_torch() -> None:
-    code = "import pickle, sys; from flatpeak.rewards.math.symbolic import Symbolic\n"
+    code = "import pickle, sys; from flatpeak.rewards.math.grader import Symbolic\n"
     code += "ask = pickle.loads(pickle.dumps(Symbolic())); print(ask('1/2', '0.5'), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True False\n"

@@ -11,10 +11,8 @@ from pydantic import TypeAdapter
 import worker_parts
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import RewardConfig
-from flatpeak.rewards.math.grader import MathGrader
-from flatpeak.rewards.math.r1_zero import question_only_reward, r1_zero_reward
-from flatpeak.rewards.math.scorer import MathReward, build_math_reward
-from flatpeak.rewards.math.symbolic import Symbolic
+from flatpeak.rewards.math.grader import MathGrader, Symbolic
+from flatpeak.rewards.math.math_reward import MathReward, build_math_reward, question_only_reward, r1_zero_reward
 from flatpeak.types import Completion, Group, Prompt
 
 SLOW = r"\sum_{n=1}^{10^9} \frac{1}{n^2}"
@@ -107,7 +105,7 @@ def test_an_answer_that_wants_too_much_of_the_stack_wants_too_much_memory(monkey
     def deep(answer: str, gold: str) -> bool:
         return deep(answer, gold)
 
-    monkeypatch.setattr("flatpeak.rewards.math.symbolic.verify", deep)
+    monkeypatch.setattr("flatpeak.rewards.math.grader.verify", deep)
     with pytest.raises(MemoryError):
         Symbolic()(r"\sum_{k=1}^{5} k", "15")
 

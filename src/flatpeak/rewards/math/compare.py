@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Final
 
-from flatpeak.rewards.math.arithmetic import UndefinedError
-from flatpeak.rewards.math.intervals import merged
-from flatpeak.rewards.math.nodes import Node, integer, operation
-from flatpeak.rewards.math.reading import Reading, plain
+from flatpeak.rewards.math.intervals import Reading, merged, plain
+from flatpeak.rewards.math.nodes import Node, UndefinedError, integer, operation
 from flatpeak.rewards.math.values import Expression, proportional, same_value
 
 Verdict = bool | None

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from flatpeak.rewards.math.arithmetic import UndefinedError
-from flatpeak.rewards.math.clean import clean
 from flatpeak.rewards.math.extract import gold_answer
-from flatpeak.rewards.math.limits import OverLimitError
+from flatpeak.rewards.math.intervals import Reading, split
 from flatpeak.rewards.math.nodes import (
     Node,
+    OverLimitError,
+    UndefinedError,
     factors_of,
     form_of,
     integer,
@@ -33,8 +33,8 @@ from flatpeak.rewards.math.nodes import (
     terms_of,
     walk,
 )
-from flatpeak.rewards.math.reading import Reading, split
-from flatpeak.rewards.math.rules import read_answer
+from flatpeak.rewards.math.normalize import clean
+from flatpeak.rewards.math.rule_grader import read_answer
 from flatpeak.rewards.math.values import Expression
 
 _KINDS: Final = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from flatpeak.rewards.math.limits import MAX_BOXES, MAX_CHARACTERS, OverLimitError
+from flatpeak.rewards.math.nodes import MAX_BOXES, MAX_CHARACTERS, OverLimitError
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, after_thinking
 
 if TYPE_CHECKING:

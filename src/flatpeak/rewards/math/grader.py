@@ -2,24 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from flatpeak.rewards.base import stopwatch
+from flatpeak.rewards.base import GradingBudget, stopwatch
 from flatpeak.rewards.calls import one_line
-from flatpeak.rewards.math.asking import Outcome, Pair, ask_within, ran_out, result
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
-from flatpeak.rewards.math.limits import MAX_CHARACTERS, OverLimitError
-from flatpeak.rewards.math.rules import read_answer, rule_verdict, worth_asking
-from flatpeak.rewards.math.symbolic import Symbolic
+from flatpeak.rewards.math.nodes import MAX_CHARACTERS, OverLimitError
+from flatpeak.rewards.math.rule_grader import read_answer, rule_verdict, worth_asking
 from flatpeak.rewards.workers.pool import UNASKED, WorkerError, WorkerPool
+from flatpeak.rewards.workers.process import LIMITS
 
 if TYPE_CHECKING:
     from flatpeak.rewards.base import GradingBudget
     from flatpeak.rewards.config import MathExtraction
     from flatpeak.types import Score
+
+Pair = tuple[str, str]
+"""Answer and gold answer, as they were extracted."""
+Outcome = bool | WorkerError
+"""A verdict, or why there is none."""
+SHORTEST: Final = 0.1
+"""Seconds that every pair has, however many there are; most pairs need less than half of it."""
+
+
+def ask_within(
+    budget: GradingBudget,
+    pairs: Sequence[Pair],
+    submit: Callable[[Pair, float], Future[Outcome]],
+    *,
+    limit: float,
+    workers: int,
+) -> dict[Pair, Outcome]:
+    """Outcomes of as many pairs as the budget allows; `submit` takes a pair and its limit in seconds.
+
+    Where it would not last for the whole limit of every pair, half of it goes to equal shares, in the order of the
+    pairs: those that are quick have their verdicts, however many slow ones there are. The rest follows with the whole
+    limit, as far as the other half lasts.
+    """
+    found: dict[Pair, Outcome] = {}
+    if budget.left * workers < limit * len(pairs):
+        half = GradingBudget(budget.left / 2)
+        share = half.left * workers / len(pairs)
+        first = _ask(half, pairs, submit, limit=min(limit, max(share, SHORTEST)))
+        budget.spend(half.seconds - half.left)
+        found = {pair: outcome for pair, outcome in first.items() if not ran_out(outcome)}
+        pairs = [pair for pair in pairs if pair not in found]
+    return found | _ask(budget, pairs, submit, limit=limit)
+
+
+def ran_out(outcome: Outcome | None) -> bool:
+    """Whether a pair ran out of time or memory."""
+    return isinstance(outcome, WorkerError) and outcome.reason in LIMITS
+
+
+def result(future: Future[Outcome]) -> Outcome:
+    """The outcome of a call."""
+    try:
+        return future.result()
+    except WorkerError as error:
+        # It is cached, and its traceback would keep the variables of all who called alive: a step's tensors too.
+        return error.with_traceback(None)
+
+
+def _ask(
+    budget: GradingBudget, pairs: Sequence[Pair], submit: Callable[[Pair, float], Future[Outcome]], *, limit: float
+) -> dict[Pair, Outcome]:
+    """What is at work when the budget is spent ends by its own limit, and nobody waits for it."""
+    found: dict[Pair, Outcome] = {}
+    waiting = {} if budget.spent else {submit(pair, limit): pair for pair in pairs}
+    while waiting and not budget.spent:
+        with stopwatch() as seconds:
+            done, _ = wait(waiting, timeout=budget.left, return_when=FIRST_COMPLETED)
+        outcomes = {waiting.pop(future): result(future) for future in done}
+        found |= outcomes
+        if not done or any(map(ran_out, outcomes.values())):
+            budget.spend(seconds[0])
+    for future in waiting:
+        future.cancel()
+    return found
+
+
+RECURSION_LIMIT: Final = 1000
+DIGITS: Final = 40
+"""To which values have to agree where math-verify compares them as decimals; its own 6 let approximations pass."""
+
+# The parser builds its tables, and SymPy its caches, as they are used: after these a worker's first verdict takes 5 to
+# 45 ms instead of 60 to 210 ms.
+_FIRST: Final = (
+    (r"\sum_{k=1}^{2} \frac{k}{2}+\sqrt{2}\cdot\sin(x)", r"\int_0^1 x^2 dx"),
+    (r"\lim_{x\to0} x", "0"),
+    (r"\max(1,2)", "2"),
+)
+
+
+class Symbolic:
+    """(answer, gold) -> whether they are equal, by the rules with all their digits, else by math-verify.
+
+    Unpickling it loads math-verify: a worker does that once, before the clock of its first call runs.
+    """
+
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return _load, ()
+
+    def __call__(self, answer: str, gold: str) -> bool:
+        """The two as they were extracted. What a text wants of the stack counts as memory."""
+        try:
+            verdict = rule_verdict(answer, gold)
+            if verdict is None:
+                return worth_asking(answer, gold) and verify(read_answer(answer)[0], read_answer(gold)[0])
+            return verdict
+        except RecursionError:
+            raise MemoryError from None
+
+
+def verify(answer: str, gold: str) -> bool:
+    """math-verify's verdict on two cleaned texts. Only values count: text that it merely copies does not.
+
+    What it cannot read or compare is not equal. MemoryError and RecursionError, which it would call unequal too, are
+    passed on: they are failures.
+    """
+    try:
+        return _verified(answer, gold)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # of the parser and of SymPy, about any text
+        return False
+
+
+def _verified(answer: str, gold: str) -> bool:
+    from math_verify import LatexExtractionConfig, parse
+    from math_verify import verify as equal
+
+    config = (LatexExtractionConfig(boxed_match_priority=0),)
+    values = []
+    for text in (gold, answer):
+        # Its own time limits would take the worker's alarm signal away.
+        parsed = parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None, raise_on_error=True)
+        found = [value for value in parsed if not isinstance(value, str)]
+        if not found:
+            return False
+        values.append(found)
+    digits = {"float_rounding": DIGITS, "numeric_precision": 2 * DIGITS}
+    return bool(equal(*values, **digits, timeout_seconds=None, raise_on_error=True))
+
+
+def _load() -> Symbolic:
+    import math_verify
+
+    logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    for answer, gold in _FIRST:
+        verify(answer, gold)
+    return Symbolic()
+
 
 MEMORY_BYTES: Final = 2**30
 MAX_CACHED: Final = 100_000

@@ -2,7 +2,7 @@
 
 Two expressions are compared as functions of their letters, at fixed points. What is unequal at one is unequal; what is
 equal at every point, negative and complex ones too, to 120 digits, is equal. So is what differs only where one of the
-two is not real: `\\sqrt{ab}` and `\\sqrt{a}\\sqrt{b}`. On the rest (`\\sqrt{x^2}` and `x` are equal for positive x
+two is not real: `\sqrt{ab}` and `\sqrt{a}\sqrt{b}`. On the rest (`\sqrt{x^2}` and `x` are equal for positive x
 only) the rules have no verdict.
 """
 
@@ -18,9 +18,108 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Final
 
-from flatpeak.rewards.math.absorption import absorbs
-from flatpeak.rewards.math.arithmetic import EXACT, ROUGH, InexactError, Operations, UndefinedError, mpmath, precise
-from flatpeak.rewards.math.nodes import Node
+from flatpeak.rewards.math.nodes import (
+    EXACT,
+    ROUGH,
+    InexactError,
+    Node,
+    Operations,
+    OverLimitError,
+    UndefinedError,
+    mpmath,
+    precise,
+)
+
+_UNIT_DIGITS: Final = (60, 120)
+_MAGNITUDE: Final = 30
+"""In powers of ten: what is smaller than its neighbour by more is lost among the digits of a comparison."""
+_SATURATED: Final = 30
+"""Beyond it the hyperbolic tangent differs from 1 by less than a comparison may see."""
+_ABSORBED_CONSTANTS: Final = ("e", "i", "pi")
+_KEEPS_DIGITS: Final = frozenset({"number", "symbol", "mul", "div", "neg", "root", "abs", "degree"})
+"""Operations that keep a small argument's digits."""
+_SATURATES: Final = frozenset({"tanh", "coth"})
+
+_Values = tuple[Any, Any]
+
+
+def absorbs(node: Node) -> bool:
+    """Whether a number without letters is added to one far larger, or far from 1 where a function turns it into one.
+
+    Only numbers that are really so small count, not what rounding leaves of 0: that shrinks with the precision.
+    """
+    return _Absorption(lettered=_has_letters(node)).found(node, inside=False)
+
+
+class _Absorption:
+    def __init__(self, *, lettered: bool) -> None:
+        self._lettered = lettered
+
+    def found(self, node: Node, *, inside: bool) -> bool:
+        """`inside` an addition or a function, where a factor that is far from 1 matters."""
+        if inside and self._lettered and _far_from_one(_values(node)):
+            return True
+        if node.kind == "add" and _far_apart(*map(_values, node.args)):
+            return True
+        if node.kind not in _KEEPS_DIGITS and node.kind != "add":
+            arguments = node.args[1:] if node.kind == "pow" else node.args
+            if any(_tiny(values) for values in map(_values, arguments)):
+                return True
+            if node.kind in _SATURATES and any(_beyond(values, _SATURATED) for values in map(_values, arguments)):
+                return True
+            if node.kind.startswith("arc") and any(_far_from_one(values) for values in map(_values, arguments)):
+                return True
+        below = inside or node.kind not in _KEEPS_DIGITS
+        return any(self.found(each, inside=below) for each in node.args)
+
+
+def _has_letters(node: Node) -> bool:
+    return node.name not in _ABSORBED_CONSTANTS if node.kind == "symbol" else any(map(_has_letters, node.args))
+
+
+def _values(node: Node) -> _Values | None:
+    """The value at both precisions; None where there is a letter or no value."""
+    if _has_letters(node):
+        return None
+    library, found = mpmath(), []
+    for digits in _UNIT_DIGITS:
+        with library.workdps(digits):
+            try:
+                found.append(_evaluate_absorbed(node))
+            except (UndefinedError, OverLimitError, ArithmeticError, ValueError, KeyError):
+                return None
+    coarse, fine = found
+    # What is not the same at both precisions is what rounding left of 0.
+    return (coarse, fine) if fine and abs(coarse - fine) <= abs(fine) / 2 else None
+
+
+def _evaluate_absorbed(node: Node) -> Any:
+    library = mpmath()
+    if node.kind == "number":
+        return library.mpf(node.number.numerator) / node.number.denominator
+    if node.kind == "symbol":
+        return {"i": library.mpc(0, 1), "e": +library.mp.e, "pi": +library.mp.pi}[node.name]
+    return precise()[node.kind](*map(_evaluate_absorbed, node.args))
+
+
+def _tiny(values: _Values | None) -> bool:
+    return values is not None and bool(abs(values[1]) < mpmath().mpf(10) ** -_MAGNITUDE)
+
+
+def _beyond(values: _Values | None, bound: int) -> bool:
+    return values is not None and bool(abs(values[1]) > bound)
+
+
+def _far_from_one(values: _Values | None) -> bool:
+    return _tiny(values) or _beyond(values, 10**_MAGNITUDE)
+
+
+def _far_apart(first: _Values | None, second: _Values | None) -> bool:
+    if first is None or second is None:
+        return False
+    small, large = sorted((abs(first[1]), abs(second[1])))
+    return bool(small * mpmath().mpf(10) ** _MAGNITUDE < large)
+
 
 Symbols = Callable[[str], Any]
 

@@ -9,16 +9,66 @@ from typing import TYPE_CHECKING
 from flatpeak.rewards.base import PartScores
 from flatpeak.rewards.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
 from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
-from flatpeak.rewards.math.extract import gold_answer
+from flatpeak.rewards.math.extract import block_answer, extract_answer, gold_answer
 from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extracted, score_of
-from flatpeak.rewards.math.r1_zero import question_only_answer, r1_zero_answer
-from flatpeak.rewards.math.rules import normalized
+from flatpeak.rewards.math.nodes import OverLimitError
+from flatpeak.rewards.math.rule_grader import normalized
 from flatpeak.rewards.workers.pool import WorkerError
 from flatpeak.utils.answers import judged_text
 
 if TYPE_CHECKING:
     from flatpeak.rewards.base import GradingBudget
-    from flatpeak.types import Completion, Group, Prompt
+    from flatpeak.types import Completion, Group, Prompt, Score
+
+
+def r1_zero_answer(response: str) -> str | None:
+    """What is in the last answer block of a response in the r1_zero form; None if it is not in that form, or blank."""
+    if "</think> <answer>" not in response or "</answer>" not in response:
+        return None
+    try:
+        return _unless_blank(block_answer(response))
+    except OverLimitError:
+        return None
+
+
+def question_only_answer(response: str) -> str | None:
+    """What is in the last box of a response after its thinking; None if no box is complete, or it is blank."""
+    try:
+        return _unless_blank(extract_answer(response, "boxed"))
+    except OverLimitError:
+        return None
+
+
+def r1_zero_reward(
+    response: str, gold: str, *, grader: MathGrader | None = None, evaluated: bool = False, question: str = ""
+) -> dict[str, Score]:
+    """format_reward, answer_reward and reward, each 0 or 1; the last two are None where the gold answer is to blame.
+
+    `grader` keeps its workers and its cache over many calls; without one, each call that needs a worker starts one.
+    `evaluated` refuses answers that are not worked out (see `flatpeak.rewards.math.evaluated`), also those that are
+    copied from the `question`.
+    """
+    return _rewards(r1_zero_answer(response), gold, grader, question if evaluated else None)
+
+
+def question_only_reward(
+    response: str, gold: str, *, grader: MathGrader | None = None, evaluated: bool = False, question: str = ""
+) -> dict[str, Score]:
+    """The same for an answer in a box."""
+    return _rewards(question_only_answer(response), gold, grader, question if evaluated else None)
+
+
+def _unless_blank(answer: str | None) -> str | None:
+    return None if answer is None or not answer.strip() else answer
+
+
+def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question: str | None) -> dict[str, Score]:
+    if grader is None:
+        with MathGrader(workers=1) as own:
+            return _rewards(answer, gold, own, question)
+    pairs = [(answer, gold)]
+    right = score_of(grader.compare(pairs if question is None else only_evaluated(pairs, [question]))[0])
+    return {"format_reward": float(answer is not None), "answer_reward": right, "reward": right}
 
 
 class MathReward:

@@ -11,9 +11,17 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Final
 
-from flatpeak.rewards.math.clean import FUNCTIONS
-from flatpeak.rewards.math.limits import MAX_DEPTH, MAX_EXPONENT, OverLimitError, UnreadableError
-from flatpeak.rewards.math.nodes import Node, integer, is_mixed, operation
+from flatpeak.rewards.math.nodes import (
+    MAX_DEPTH,
+    MAX_EXPONENT,
+    Node,
+    OverLimitError,
+    UnreadableError,
+    integer,
+    is_mixed,
+    operation,
+)
+from flatpeak.rewards.math.normalize import FUNCTIONS
 
 _NUMBER: Final = re.compile(r"(?P<digits>\d+\.?\d*|\.\d+)(?:[eE](?P<exponent>[+-]?\d+)(?![\d.A-Za-z\\^(!]))?")
 _REPEATING: Final = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?")

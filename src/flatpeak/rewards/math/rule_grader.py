@@ -6,15 +6,93 @@ import re
 from functools import lru_cache
 from typing import Final
 
-from flatpeak.rewards.math.arithmetic import UndefinedError
-from flatpeak.rewards.math.clean import clean
 from flatpeak.rewards.math.compare import equal
-from flatpeak.rewards.math.limits import OverLimitError
-from flatpeak.rewards.math.options import chosen_letter, gold_letter
-from flatpeak.rewards.math.reading import Reading, has_words
+from flatpeak.rewards.math.intervals import Reading, has_words
+from flatpeak.rewards.math.nodes import OverLimitError, UndefinedError
+from flatpeak.rewards.math.normalize import clean
 from flatpeak.rewards.math.structures import read
-from flatpeak.rewards.math.surroundings import bare_answer
 from flatpeak.rewards.math.values import PRECISE
+
+_TEXT: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
+_GOLD: Final = re.compile(r"\(?\s*([A-J])\s*\)?\.?")
+_NAMED: Final = r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*:?\s*)"
+_CHOSEN: Final = re.compile(
+    rf"{_NAMED}?[(\[]\s*(?P<bracketed>[A-J])\s*[)\]]\s*[.:,]?(?P<after_bracket>.*)"
+    rf"|{_NAMED}?(?P<labelled>[A-J])\s*(?:\)|(?P<point>[.:])(?=\s|$))(?P<after_label>.*)"
+    rf"|{_NAMED}(?P<named>[A-J])\.?",
+    re.IGNORECASE | re.DOTALL,
+)
+_ANOTHER: Final = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])|[(\[]\s*[a-j]\s*[)\]]")
+_ABOUT_THE_LETTER: Final = re.compile(
+    r"\s*(?:[?/&|+\-*^_=<>]|\\(?:cdot|times|cup|cap|setminus|pm|mp|le|ge|ne|in|approx|to|Rightarrow)\b"
+    r"|(?:and|or|but|nor|is|was|isn't|are|does|not|wrong|incorrect|false|no)\b(?! enough))",
+    re.IGNORECASE,
+)
+
+
+def gold_letter(text: str) -> str | None:
+    """The letter that a cleaned gold answer is: `B`, `(B)`, `\\text{(B)}`."""
+    match = _GOLD.fullmatch(_plain(text))
+    return None if match is None else match[1]
+
+
+def chosen_letter(text: str) -> str | None:
+    """The letter that a cleaned answer names, alone or before the option's text; None if it names none or another.
+
+    A bare letter is left to the rules: it may be a variable.
+    """
+    match = _CHOSEN.fullmatch(_plain(text))
+    if match is None:
+        return None
+    letter = match["bracketed"] or match["labelled"] or match["named"]
+    if letter == "i" or (match["point"] and letter.islower()):  # a number, and the end of a word
+        return None
+    rest = match["after_bracket"] or match["after_label"] or ""
+    if _ANOTHER.search(rest) or _ABOUT_THE_LETTER.match(rest):
+        return None
+    return letter.upper()
+
+
+def _plain(text: str) -> str:
+    return _TEXT.sub(r"\1 ", text).strip()
+
+
+_LEAD: Final = (
+    r"(?:(?:so|thus|hence|therefore),?\s*)?(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|ans\b\.?|solution|result)"
+    r"\s*(?:is\s*:?|:|=)\s*|(?:最终)?答案\s*(?:是|为|:)\s*:?\s*"
+)
+_PREFIXES: Final = (
+    (re.compile(rf"^\\text\s*\{{\s*(?:{_LEAD})\}}\s*(?=\S)", re.IGNORECASE), ""),
+    (re.compile(rf"^\\text\s*\{{\s*(?:{_LEAD})(?=[^\s}}])", re.IGNORECASE), r"\\text{"),
+    (re.compile(rf"^(?:{_LEAD})(?=\S)", re.IGNORECASE), ""),
+)
+_NOTE: Final = re.compile(
+    r"\s*(?:\(\s*(?:final )?(?:answer|ans)\.?\s*\)|\\text\s*\{\s*\(\s*(?:final )?(?:answer|ans)\.?\s*\)\s*\}"
+    r"|\(\s*\\text\s*\{\s*(?:final )?(?:answer|ans)\.?\s*\}\s*\))$",
+    re.IGNORECASE,
+)
+_REASON: Final = re.compile(
+    r"^(?P<body>.*?\S)[\s,;]*(?:\(\s*)?(?:\\text\s*\{[\s,;]*(?:\(\s*)?)?(?<![A-Za-z])(?:since|because)\b(?P<reason>.*)$",
+    re.IGNORECASE,
+)
+_MATHEMATICS: Final = re.compile(r"\d|\\[a-z]|[=<>]")
+_ANOTHER_ANSWER: Final = re.compile(r"\b(?:or|if|else|otherwise|unless|alternatively|maybe|but)\b", re.IGNORECASE)
+_UNIT_IN_PARENTHESES: Final = re.compile(r"\(\s*\\text\s*\{([^{}()]*)\}\s*\)$")
+
+
+def bare_answer(text: str) -> str:
+    """A text from `clean` without an announcement before it, a reason after it, or a note that it is the answer."""
+    for prefix, replacement in _PREFIXES:
+        stripped = prefix.sub(replacement, text, count=1)
+        if stripped != text:
+            text = stripped
+            break
+    text = _NOTE.sub("", text) or text
+    match = _REASON.match(text)
+    if match is not None and _MATHEMATICS.search(match["body"]) and not _ANOTHER_ANSWER.search(match["reason"]):
+        text = match["body"]
+    return _UNIT_IN_PARENTHESES.sub(r"\\text{(\1)}", text)
+
 
 _PROSE: Final = re.compile(r"\\text|\\[a-z]?dots|\.\.")
 _OPERATORS: Final = re.compile(r"\\(?:int|sum|prod|lim|max|min|gcd|lcm|cap|setminus|bmod|det|sup)(?![A-Za-z])")
