@@ -171,7 +171,7 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
     """The number a transcript gives as its answer, or None.
 
     - `whole`: the text after the thinking is the number.
-    - `answer_tag`: the last `<answer>` block after the thinking holds it, or a box in that block (see `read_number_answer`).
+    - `answer_tag`: the last `<answer>` block after the thinking holds it, or a box in it (see `read_number_answer`).
     - `boxed`: the last balanced `\\boxed{}` after the thinking holds it (see `read_number_answer`).
     - `last_number`: the last run of digits after the thinking, with the magnitude behind it (`18 million`); None if
       that run is malformed, as in `1,00`, or a word makes it another number, as in `18 squared`.

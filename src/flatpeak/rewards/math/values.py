@@ -1,4 +1,4 @@
-"""What expressions are worth: exactly where all is rational, else to so many digits that only equal values agree.
+r"""What expressions are worth: exactly where all is rational, else to so many digits that only equal values agree.
 
 Two expressions are compared as functions of their letters, at fixed points. What is unequal at one is unequal; what is
 equal at every point, negative and complex ones too, to 120 digits, is equal. So is what differs only where one of the
