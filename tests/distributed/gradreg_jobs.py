@@ -32,10 +32,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.distributed import inner_products
+from flatpeak.gradreg.parameters import choose_parameters, plain_name
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.report import Report
-from flatpeak.gradreg.selection import choose_parameters, plain_name
-from flatpeak.gradreg.shards import inner_products
+from flatpeak.gradreg.statistics import Report
 
 Moment = Literal["forward", "backward"]
 

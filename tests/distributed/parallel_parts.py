@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.parameters import plain_name
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.report import Report
-from flatpeak.gradreg.selection import plain_name
+from flatpeak.gradreg.statistics import Report
 
 Way = Literal["single", "ddp", "ddp_view", "fsdp"]
 Rows = tuple[Tensor, ...]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.selection import block_lists
+from flatpeak.gradreg.parameters import block_lists
 from flatpeak.integrations.hf_trainer import GradientRegularizedTrainer, GradientRegularizedTrainingArguments
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.selection import choose_parameters
 
 Loss = Callable[[], Tensor]
 

@@ -25,8 +25,7 @@ from gradreg_parts import (
 from torch import nn
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.differences import step_consistency
-from flatpeak.gradreg.directions import direction
+from flatpeak.gradreg.directions import direction, step_consistency
 from flatpeak.gradreg.guard import Guard
 from flatpeak.gradreg.regularizer import GradientRegularizer
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.selection import choose_parameters
+from flatpeak.gradreg.parameters import choose_parameters
 
 
 class Compiled(nn.Module):

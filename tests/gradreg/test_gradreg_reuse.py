@@ -19,7 +19,7 @@ from gradreg_parts import (
 from torch import nn
 
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.reuse import PenaltyMemory
+from flatpeak.gradreg.schedule import PenaltyMemory
 
 
 def updates(model, ours, count, *, rate=0.01, loss=None):

@@ -25,8 +25,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flatpeak.errors import UserError
 from flatpeak.gradreg.directions import default_step, direction, offset
 from flatpeak.gradreg.guard import rounded_away
+from flatpeak.gradreg.parameters import watched
 from flatpeak.gradreg.perturbation import Kept
-from flatpeak.gradreg.precision import watched
 from flatpeak.gradreg.regularizer import GradientRegularizer
 
 BF16 = torch.bfloat16

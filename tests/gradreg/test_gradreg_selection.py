@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.selection import block_lists, choose_parameters, depth_factors
+from flatpeak.gradreg.parameters import block_lists, choose_parameters, depth_factors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 16,

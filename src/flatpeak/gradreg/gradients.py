@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatpeak.gradreg.shards import inner_products
+from flatpeak.gradreg.distributed import inner_products
 
 
 def backward(losses: Iterable[Tensor]) -> int:
@@ -45,3 +47,47 @@ def clipped(gradients: dict[nn.Parameter, Tensor], limit: float | None) -> dict[
     norm = inner_products([(gradients.values(), gradients.values())])[0] ** 0.5
     factor = min(1.0, limit / (norm + 1e-6))
     return {p: grad * factor for p, grad in gradients.items()}
+
+
+class Buffers:
+    """The tensor of each buffer and its value: a forward pass may write into a buffer or rebind it."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [(module, name, held) for module in model.modules() for name, held in module._buffers.items()]
+        self.values: list[tuple[Tensor, Tensor]] = [
+            (held, held.clone()) for _, _, held in self._places if held is not None
+        ]
+        """Each tensor with a copy of its value."""
+
+    def rebind(self) -> None:
+        """Put the same tensors back in their places."""
+        for module, name, held in self._places:
+            module._buffers[name] = held
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The same tensors with the same values."""
+        self.rebind()
+        for held, value in self.values:
+            held.copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The generators of the CPU and of every CUDA device in use."""
+
+    cpu: Tensor
+    cuda: tuple[Tensor, ...]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """As they are."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(cpu=torch.get_rng_state(), cuda=tuple(cuda))
+
+    def restore(self) -> None:
+        """As they were."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))

@@ -11,9 +11,9 @@ import torch
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.directions import Direction, default_step, direction, offset, relative_size
+from flatpeak.gradreg.gradients import RandomState
+from flatpeak.gradreg.parameters import rounds
 from flatpeak.gradreg.perturbation import Kept, Perturbation
-from flatpeak.gradreg.precision import rounds
-from flatpeak.gradreg.randomness import RandomState
 
 REFUSED_BELOW, TOLD_BELOW = 0.5, 0.9
 """Of the consistency. Where errors are independent, 0.9 is an error of a quarter of the penalty's size, 0.5 of 0.7."""

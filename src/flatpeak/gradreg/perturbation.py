@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flatpeak.gradreg.buffers import Buffers
-from flatpeak.gradreg.precision import coarsest, held_type
-from flatpeak.gradreg.selection import are_adapters
-from flatpeak.gradreg.shards import Gradients, InnerProducts, abandon, reshard
+from flatpeak.gradreg.distributed import Gradients, InnerProducts, abandon, reshard
+from flatpeak.gradreg.gradients import Buffers
+from flatpeak.gradreg.parameters import are_adapters, coarsest, held_type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

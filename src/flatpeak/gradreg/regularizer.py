@@ -14,20 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.buffers import Buffers
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.differences import central_difference, exact_curvature, forward_difference, step_consistency
-from flatpeak.gradreg.directions import Direction, direction, offset
-from flatpeak.gradreg.gradients import add_gradients, backward, clipped, take_gradients
+from flatpeak.gradreg.directions import (
+    Direction,
+    central_difference,
+    direction,
+    exact_curvature,
+    forward_difference,
+    offset,
+    step_consistency,
+)
+from flatpeak.gradreg.distributed import check_agreement, device_of, inner_products, lowest_cosine
+from flatpeak.gradreg.gradients import Buffers, RandomState, add_gradients, backward, clipped, take_gradients
 from flatpeak.gradreg.guard import Guard
+from flatpeak.gradreg.parameters import check_not_sparse, choose_parameters, coarser, coarsest, depth_factors, watched
 from flatpeak.gradreg.perturbation import Kept, Perturbation
-from flatpeak.gradreg.precision import coarser, coarsest, watched
-from flatpeak.gradreg.randomness import RandomState
-from flatpeak.gradreg.report import Report
-from flatpeak.gradreg.reuse import PenaltyMemory
-from flatpeak.gradreg.selection import check_not_sparse, choose_parameters, depth_factors
-from flatpeak.gradreg.shards import check_agreement, device_of, inner_products, lowest_cosine
-from flatpeak.gradreg.strength import Schedule
+from flatpeak.gradreg.schedule import PenaltyMemory, Schedule
+from flatpeak.gradreg.statistics import Report
 
 Losses = Callable[[], Iterable[Tensor]]
 """Gives the losses of all micro-batches of an update, each of which is backpropagated before the next is drawn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from flatpeak.gradreg.report import Report
+from flatpeak.gradreg.statistics import Report
 
 
 class LogBook:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
-from flatpeak.gradreg.randomness import RandomState
+from flatpeak.gradreg.gradients import RandomState
 
 PLAIN = (bool, int, float, str, Tensor, type(None))
 METRICS = ("_metrics", "_stored_metrics")

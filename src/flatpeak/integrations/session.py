@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.buffers import Buffers
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.randomness import RandomState
+from flatpeak.gradreg.distributed import inner_products
+from flatpeak.gradreg.gradients import Buffers, RandomState
+from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.report import Report
-from flatpeak.gradreg.selection import choose_parameters
-from flatpeak.gradreg.shards import inner_products
+from flatpeak.gradreg.statistics import Report
 from flatpeak.integrations.arguments import (
     PUBLISHED_EXCLUDE,
     GradientRegularizationArguments,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.gradreg.report import Report
+from flatpeak.gradreg.statistics import Report
 from flatpeak.policy.policy import Policy
 from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import OptimizerConfig
