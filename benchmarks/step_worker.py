@@ -16,7 +16,7 @@ from benchmarks.models import load_model, load_tokenizer
 from benchmarks.turns import Link, Meter
 from benchmarks.workloads import Workload, as_text, prompt_ids
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.data import Stream
+from flatpeak.training.curriculum import Stream
 from flatpeak.types import Example
 
 LEARNING_RATE = 1e-6

@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flatpeak.runs.checkpoints import checkpoint_name, checkpoint_steps
+from flatpeak.runs.checkpoints import MANIFEST, checkpoint_name, checkpoint_steps, seal
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
-from flatpeak.runs.seal import MANIFEST, seal
 from flatpeak.runs.summary import read_summary
 from flatpeak.training.learner import Learner
 

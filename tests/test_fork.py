@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 import flatpeak
 from flatpeak.cli.fork import fork as fork_command
 from flatpeak.errors import DivergedError, UserError
+from flatpeak.runs.checkpoints import seal
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.runs.seal import seal
 from flatpeak.runs.summary import read_summary
-from flatpeak.training.journal import Journal
+from flatpeak.training.recorder import Journal
 from resume_parts import assert_same, diverge, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.runs.checkpoints import newest_valid
-from flatpeak.training.second_pass import second_pass_loss
+from flatpeak.training.regularized import second_pass_loss
 from resume_parts import Death, Run, assert_same, die, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")

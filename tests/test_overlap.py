@@ -18,8 +18,7 @@ from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import collect
-from flatpeak.training.curriculum import Phase
-from flatpeak.training.data import Stream
+from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 from resume_parts import assert_same, outcome
 from worker_parts import all_end, step_by_step

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.training import journal
+from flatpeak.training import recorder as journal
 from resume_parts import Death, Run, assert_same, die, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")

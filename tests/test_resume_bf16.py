@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import flatpeak.api
-from flatpeak.training.masters import MasterWeights
+from flatpeak.training.optimizer import MasterWeights
 from resume_parts import Death, Judge, Run, assert_same, die, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")

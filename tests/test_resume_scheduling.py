@@ -13,7 +13,7 @@ import pytest
 import flatpeak.api
 from flatpeak.policy.policy import Policy
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.training.stage import restore_schedule
+from flatpeak.training.state import restore_schedule
 from flatpeak.training.trainer import Trainer
 from resume_parts import RL_STEPS, Run, assert_same, outcome
 

@@ -17,7 +17,7 @@ from flatpeak.cli import main
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
 from flatpeak.runs.checkpoints import CheckpointError, checkpoint_steps
 from flatpeak.runs.summary import read_summary
-from flatpeak.training import journal
+from flatpeak.training import recorder as journal
 from flatpeak.training.learner import Learner
 from flatpeak.types import Scores
 from resume_parts import assert_same, diverge, outcome

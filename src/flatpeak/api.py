@@ -28,13 +28,13 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
 from flatpeak.samplers import SamplerFactory, announce_decoding
 from flatpeak.saved import Saved, read_saved
-from flatpeak.training.journal import Journal
+from flatpeak.training.diagnostics import SilentSteps
 from flatpeak.training.objective import Objective
 from flatpeak.training.outcome import conduct
+from flatpeak.training.recorder import Journal
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
-from flatpeak.training.silence import SilentSteps
-from flatpeak.training.stage import History, restore_schedule
+from flatpeak.training.state import History, restore_schedule
 from flatpeak.training.trainer import Trainer, TrainerConfig
 
 Recipe = RunConfig | Mapping[str, Any] | str | Path

@@ -36,10 +36,9 @@ from flatpeak.tasks.build import build_task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
 from flatpeak.training.config import CurriculumConfig
-from flatpeak.training.curriculum import Phase
-from flatpeak.training.data import Stream
+from flatpeak.training.curriculum import Phase, Stream
+from flatpeak.training.diagnostics import Unanswered
 from flatpeak.training.sft import Demonstration, demonstrations
-from flatpeak.training.silence import Unanswered
 from flatpeak.types import Example, Prompt
 
 UNBOUNDED_CONTEXT = 2**30

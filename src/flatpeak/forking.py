@@ -15,7 +15,7 @@ from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.fork import copy_run, read_origin
-from flatpeak.runs.resume import changes, flatten
+from flatpeak.runs.manifest import changes, flatten
 from flatpeak.samplers import SamplerFactory
 from flatpeak.utils.redaction import HIDDEN
 

@@ -35,13 +35,20 @@ from flatpeak.runs.notices import START, NoticeLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.tasks.config import PreferencesConfig
 from flatpeak.tasks.preferences import Preferences, load_preferences
-from flatpeak.training.data import Stream
-from flatpeak.training.journal import Journal
+from flatpeak.training.curriculum import Stream
+from flatpeak.training.diagnostics import SkippedUpdates
 from flatpeak.training.outcome import conduct
-from flatpeak.training.reward_model import PreferenceLearner, RewardModelTrainer, SavedClassifier
-from flatpeak.training.reward_model_data import EncodedPair, EncodedPairs, encode_pairs, evaluate_pairs
-from flatpeak.training.skipped import SkippedUpdates
-from flatpeak.training.stage import History
+from flatpeak.training.recorder import Journal
+from flatpeak.training.reward_model_trainer import (
+    EncodedPair,
+    EncodedPairs,
+    PreferenceLearner,
+    RewardModelTrainer,
+    SavedClassifier,
+    encode_pairs,
+    evaluate_pairs,
+)
+from flatpeak.training.state import History
 
 REFERENCE_PAIRS = 256
 """How many held-out pairs give the mean and the standard deviation that are recorded with the model."""

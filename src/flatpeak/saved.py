@@ -10,9 +10,8 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.policy.policy import Policy
 from flatpeak.protocols import Progress
-from flatpeak.runs.checkpoints import CheckpointState, checkpoint_name, newest_valid, read_checkpoint
+from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.seal import broken_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,17 @@ import torch
 
 from flatpeak.errors import UserError
 from flatpeak.runs.checkpoints import (
+    MANIFEST,
     CheckpointError,
     checkpoint_steps,
     newest_valid,
     point,
     prune,
     read_checkpoint,
+    seal,
     tidy,
     write_checkpoint,
 )
-from flatpeak.runs.seal import MANIFEST, seal
 
 FILES = (
     "config.json",

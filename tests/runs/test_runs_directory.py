@@ -150,7 +150,7 @@ def test_the_lock_of_a_killed_trainer_is_free(tmp_path):
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from flatpeak.runs.lock import RunLock\n"
+        "from flatpeak.runs.directory import RunLock\n"
         "lock = RunLock(Path(sys.argv[1]))\n"
         "print('held', flush=True)\n"
         "time.sleep(60)\n"

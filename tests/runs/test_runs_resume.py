@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flatpeak.errors import UserError
-from flatpeak.runs.resume import check_resumable
+from flatpeak.runs.manifest import check_resumable
 
 OLD = {"evaluation": {"every": 5}, "rewards": {"correctness": {"type": "number"}}, "curriculum": None}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.runs.resume import check_resumable
+from flatpeak.runs.manifest import check_resumable
 
 JUDGE = {"type": "judge", "rubric": "correctness", "timeout": 60.0, "budget": {"max_calls": 10}}
 

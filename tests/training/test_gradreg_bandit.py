@@ -12,7 +12,7 @@ from flatpeak.gradreg.config import RatioMode
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.learner import weighted_sum
 from flatpeak.training.objective import Objective
-from flatpeak.training.second_pass import freeze, second_pass_loss
+from flatpeak.training.regularized import freeze, second_pass_loss
 from flatpeak.types import Batch
 
 SAMPLES = 200_000

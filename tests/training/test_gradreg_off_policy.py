@@ -14,7 +14,7 @@ from flatpeak.gradreg.config import RatioMode
 from flatpeak.policy.policy import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
-from flatpeak.training.second_pass import Frozen
+from flatpeak.training.regularized import Frozen
 from flatpeak.types import Batch
 
 STEP = 3e-5

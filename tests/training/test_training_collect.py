@@ -16,8 +16,7 @@ from flatpeak.rewards.number import NumberReward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, TrainingConfig
-from flatpeak.training.curriculum import Phase
-from flatpeak.training.data import Stream
+from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 

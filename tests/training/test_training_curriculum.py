@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from flatpeak.training.curriculum import Phase, Progression
-from flatpeak.training.data import Stream
+from flatpeak.training.curriculum import Phase, Progression, Stream
 
 
 def phase(task: str = "main", **settings: Any) -> Phase:

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from flatpeak.rollout.randomness import row_keys
-from flatpeak.training.data import Stream, take_prompts
+from flatpeak.training.curriculum import Stream, take_prompts
 from flatpeak.types import Example, Prompt
 
 

@@ -23,7 +23,7 @@ from flatpeak.policy.precision import below_float32
 from flatpeak.policy.reference import snapshot
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
-from flatpeak.training.old_logprobs import GAP_BOUND, SamplerGaps
+from flatpeak.training.learner import GAP_BOUND, SamplerGaps
 from flatpeak.types import Batch, Group, Score
 
 LIMIT = 12

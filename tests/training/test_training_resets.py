@@ -38,7 +38,7 @@ from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig,
 from flatpeak.training.learner import Learner, UpdateStatistics
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import optimizer_tensors
-from flatpeak.training.resets import ReferenceResets
+from flatpeak.training.reference_resets import ReferenceResets
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Group, Prompt, SamplingParams
 

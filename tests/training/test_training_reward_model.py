@@ -26,8 +26,14 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from flatpeak.tasks.preferences import PreferencePair
 from flatpeak.training.config import RewardModelConfig, RewardModelOptimizerConfig
-from flatpeak.training.reward_model import PreferenceLearner, SavedClassifier, spread
-from flatpeak.training.reward_model_data import EncodedPair, encode_pairs, evaluate_pairs
+from flatpeak.training.reward_model_trainer import (
+    EncodedPair,
+    PreferenceLearner,
+    SavedClassifier,
+    encode_pairs,
+    evaluate_pairs,
+    spread,
+)
 from preference_parts import reward_model_recipe, write_pairs
 from resume_parts import Death, die
 from run_parts import Watcher, tiny_model

@@ -13,7 +13,7 @@ from training_parts import LETTERS, prompt, tiny_policy
 
 from flatpeak.errors import UserError
 from flatpeak.training.config import SFTConfig
-from flatpeak.training.data import Stream
+from flatpeak.training.curriculum import Stream
 from flatpeak.training.sft import Demonstration, SFTTrainer, demonstration_batch, demonstrations
 from flatpeak.types import Example
 

@@ -12,7 +12,7 @@ from training_parts import EOS, completion, make_batch, make_trainer, prompt, ti
 
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
-from flatpeak.training.shaping import ShapedRewards, informative, kl_penalty_N, shape_rewards
+from flatpeak.training.reward_tensors import ShapedRewards, informative, kl_penalty_N, shape_rewards
 from flatpeak.types import Group, Score, Scores
 
 LIMIT = 10

@@ -8,9 +8,9 @@ import pytest
 import torch
 from training_parts import EOS, Group, completion, prompt
 
-from flatpeak.runs.silence import silence
+from flatpeak.runs.files import silence
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.silence import SilentSteps
+from flatpeak.training.diagnostics import SilentSteps
 from flatpeak.types import Scores
 
 SENTENCE = (

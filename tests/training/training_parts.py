@@ -16,8 +16,7 @@ from flatpeak.policy.policy import Policy
 from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
-from flatpeak.training.curriculum import Phase
-from flatpeak.training.data import Stream
+from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
 from flatpeak.training.trainer import Trainer, TrainerConfig

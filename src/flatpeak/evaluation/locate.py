@@ -7,8 +7,7 @@ from pathlib import Path
 
 from flatpeak.errors import UserError
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, verify_checkpoint
-from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.nearby import run_hint
+from flatpeak.runs.directory import RunPaths, run_hint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,8 +21,7 @@ from flatpeak.functional import completion_weights, importance_ratio, kl_k3
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.runs.checkpoints import LAST, checkpoint_name
-from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.nearby import run_hint
+from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.training.batch import collate
 from flatpeak.training.learner import score, token_budget

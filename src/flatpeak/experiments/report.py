@@ -24,13 +24,11 @@ from flatpeak.experiments.held_out import (
     subset_tables,
 )
 from flatpeak.experiments.overoptimization import reward_weights
-from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.files import write_atomic
+from flatpeak.runs.directory import RunPaths, run_hint
+from flatpeak.runs.files import silence, write_atomic
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.runs.nearby import run_hint
 from flatpeak.runs.notices import START, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
-from flatpeak.runs.silence import silence
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
 Row = dict[str, Any]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import fcntl
 import json
+import os
 import shutil
+import socket
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -17,13 +22,81 @@ from flatpeak.errors import UserError
 from flatpeak.runs.checkpoints import checkpoint_steps, tidy
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.lock import RunLock, check_unlocked
-from flatpeak.runs.manifest import describe_start
+from flatpeak.runs.manifest import check_resumable, describe_start
 from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
 from flatpeak.runs.notices import truncate_notices
-from flatpeak.runs.resume import check_resumable
 from flatpeak.runs.rollout_log import truncate_rollouts
 from flatpeak.utils.redaction import redact
+
+
+class RunLock:
+    """An exclusive lock on a run, released by `release` or by the kernel when the process ends, however it ends.
+
+    The file stays: deleting it could let two trainers lock two different files of the same name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Take the lock. Raises UserError naming the process that holds it."""
+        self.path = path
+        self._file: IO[str] = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            error = _held_by_another(path, self._file)
+            self._file.close()
+            raise error from None
+        _held.add(self)
+        self._file.truncate(0)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let go; harmless when called twice."""
+        if not self._file.closed:
+            self._file.truncate(0)
+            self._file.close()
+
+    def forget(self) -> None:
+        """Close the file without a word in it."""
+        self._file.close()
+
+
+def check_unlocked(path: Path) -> None:
+    """UserError naming the process that holds the lock; it is neither taken nor made."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _held_by_another(path, file) from None
+
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for lock in list(_held):
+        lock.forget()
+
+
+# A forked worker shares the locked file: one that outlives a killed trainer would keep the run locked.
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _held_by_another(path: Path, file: IO[str]) -> UserError:
+    return UserError(f"{path.parent} is being written by {_holder(file)}: stop it first, or choose another run.name")
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    try:
+        content = json.loads(file.read())
+        return f"process {content['pid']} on {content['host']}"
+    except (ValueError, KeyError, TypeError):
+        # Between taking the lock and writing its name, the holder is nameless.
+        return "another process"
+
 
 _LOCK = ".lock"
 WRITTEN = (
@@ -260,3 +333,28 @@ def _run_path(config: RunSectionConfig, *, resume: bool, overwrite: bool) -> Pat
     if _written(path) and not RunPaths(path).is_run():
         raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")
     return path
+
+
+PARENT = Path("runs")
+"""Where runs lie unless `run.directory` says otherwise."""
+
+
+def suggested_run(name: str | Path) -> Path | None:
+    """`runs/NAME` where that is a run, else the run beside the path whose name is most similar; None without either."""
+    path = Path(name).expanduser()
+    if not path.is_absolute() and path.parts and RunPaths(PARENT / path).is_run():
+        return PARENT / path
+    if len(path.parts) < 2:
+        return None
+    try:
+        beside = [other.name for other in path.parent.iterdir() if RunPaths(other).is_run()]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return path.parent / close[0] if close else None
+
+
+def run_hint(name: str | Path, *, after: str = ": ") -> str:
+    """`: did you mean runs/x?`, or nothing."""
+    found = suggested_run(name)
+    return "" if found is None else f"{after}did you mean {found}?"

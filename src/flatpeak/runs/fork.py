@@ -11,14 +11,12 @@ from typing import Any
 import yaml
 
 from flatpeak.errors import UserError
-from flatpeak.runs.checkpoints import CheckpointState, checkpoint_name, checkpoint_steps, read_checkpoint
+from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
 from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.manifest import describe_start
+from flatpeak.runs.manifest import changes, describe_start
 from flatpeak.runs.metrics import truncate_metrics
 from flatpeak.runs.notices import truncate_notices
-from flatpeak.runs.resume import changes
 from flatpeak.runs.rollout_log import logged_steps
-from flatpeak.runs.seal import broken_file
 from flatpeak.utils.redaction import redact
 
 

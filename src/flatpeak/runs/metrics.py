@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from flatpeak.runs.lines import LineWriter, Row, read_lines
+from flatpeak.runs.files import LineWriter, Row, read_lines
 from flatpeak.runs.notices import warn
 
 if TYPE_CHECKING:

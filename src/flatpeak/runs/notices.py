@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatpeak.runs.lines import LineWriter, Row, read_lines
+from flatpeak.runs.files import LineWriter, Row, read_lines
 from flatpeak.utils.redaction import redact
 
 if TYPE_CHECKING:

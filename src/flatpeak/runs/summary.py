@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatpeak.errors import UserError
+from flatpeak.runs.directory import run_hint
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.nearby import run_hint
 
 Status = Literal["running", "done", "stopped", "failed"]
 EvaluationStage = Literal["start", "sft", "train"]

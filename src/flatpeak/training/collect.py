@@ -13,8 +13,7 @@ from flatpeak.rewards.calls import passes_power_of_ten
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.curriculum import Phase
-from flatpeak.training.data import take_prompts
+from flatpeak.training.curriculum import Phase, take_prompts
 from flatpeak.types import Group, Prompt, Score, Scores
 
 _Drawn = tuple[Group, int, Scores]

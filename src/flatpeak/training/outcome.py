@@ -8,7 +8,7 @@ from collections.abc import Callable
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
 from flatpeak.runs.checkpoints import CheckpointError
 from flatpeak.runs.summary import RunSummary
-from flatpeak.training.journal import Journal
+from flatpeak.training.recorder import Journal
 
 
 def conduct(journal: Journal, stages: Callable[[], None]) -> RunSummary:

@@ -14,14 +14,14 @@ from flatpeak.policy.policy import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
-from flatpeak.training.data import Stream
-from flatpeak.training.journal import Journal
+from flatpeak.training.curriculum import Stream
+from flatpeak.training.diagnostics import SkippedUpdates
 from flatpeak.training.learner import Learner, seeded
-from flatpeak.training.metrics import Clock, policy_metrics
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
-from flatpeak.training.skipped import SkippedUpdates
-from flatpeak.training.stage import schedule_state
+from flatpeak.training.recorder import Journal
+from flatpeak.training.state import schedule_state
+from flatpeak.training.step_metrics import Clock, policy_metrics
 from flatpeak.types import Batch, Prompt
 
 LIKELIHOOD = Objective(config=ObjectiveConfig(loss="policy_gradient"), kl=KLConfig())

@@ -19,15 +19,14 @@ from flatpeak.training.batch import collate, minibatches, take
 from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import AdvantageConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression
-from flatpeak.training.journal import Journal
-from flatpeak.training.learner import Learner, seeded
-from flatpeak.training.metrics import Clock, step_metrics
-from flatpeak.training.old_logprobs import trainer_is_old, with_comparisons
+from flatpeak.training.diagnostics import SkippedUpdates
+from flatpeak.training.learner import Learner, seeded, trainer_is_old, with_comparisons
 from flatpeak.training.optimizer import learning_rate
-from flatpeak.training.resets import ReferenceResets, split_reference
-from flatpeak.training.shaping import ShapedRewards, informative, kl_penalty_N, shape_rewards
-from flatpeak.training.skipped import SkippedUpdates
-from flatpeak.training.stage import EXPECTED_LENGTHS, schedule_state
+from flatpeak.training.recorder import Journal
+from flatpeak.training.reference_resets import ReferenceResets, split_reference
+from flatpeak.training.reward_tensors import ShapedRewards, informative, kl_penalty_N, shape_rewards
+from flatpeak.training.state import EXPECTED_LENGTHS, schedule_state
+from flatpeak.training.step_metrics import Clock, step_metrics
 from flatpeak.types import Batch, Group, Scores
 
 

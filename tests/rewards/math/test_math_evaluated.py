@@ -23,7 +23,7 @@ from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.math_reward import question_only_reward, r1_zero_reward
 from flatpeak.rewards.math.nodes import OverLimitError
-from flatpeak.runs.resume import check_resumable
+from flatpeak.runs.manifest import check_resumable
 from flatpeak.types import Completion, Group, Prompt
 
 RESTATED = [

@@ -27,10 +27,9 @@ from flatpeak.runs.rollout_log import RolloutLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import BlankSteps, Rollouts
-from flatpeak.training.old_logprobs import SamplerGaps
-from flatpeak.training.silence import SilentSteps
-from flatpeak.training.skipped import SkippedUpdates
-from flatpeak.training.stage import CompletedStep, History, Stage
+from flatpeak.training.diagnostics import SilentSteps, SkippedUpdates
+from flatpeak.training.learner import SamplerGaps
+from flatpeak.training.state import CompletedStep, History, Stage
 
 Evaluator = Callable[[int | None, bool], Evaluation]
 """Evaluates the policy as it is now on the first so many held-out questions (None: all), and perturbed ones if so."""

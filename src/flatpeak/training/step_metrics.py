@@ -12,7 +12,7 @@ import torch
 
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.learner import UpdateStatistics
-from flatpeak.training.shaping import ShapedRewards, informative
+from flatpeak.training.reward_tensors import ShapedRewards, informative
 from flatpeak.types import Score
 
 
