@@ -18,8 +18,7 @@ from flatpeak.checks import (
 )
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.evaluation.evaluate import Evaluator, Grader
-from flatpeak.evaluation.evaluator import make_evaluator
+from flatpeak.evaluation.evaluate import Evaluator, Grader, make_evaluator
 from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.graders import first_reward, main_reward, open_workers, prepare
 from flatpeak.policy.config import ModelConfig

@@ -11,9 +11,9 @@ from flatpeak.assembly import Given, open_evaluation
 from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.evaluation.compare import Comparison
 from flatpeak.evaluation.locate import Located, locate_model, locate_stages
 from flatpeak.evaluation.result import Evaluation
+from flatpeak.evaluation.tables import Comparison
 from flatpeak.progress import Silence
 from flatpeak.protocols import Progress
 

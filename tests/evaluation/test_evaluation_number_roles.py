@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flatpeak.evaluation.number_roles import ambiguous_word, keeps_order
-from flatpeak.evaluation.perturb import perturb
+from flatpeak.evaluation.robustness import perturb
 from flatpeak.types import Example
 
 SEEDS = range(12)

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from flatpeak.evaluation.config import Perturbation
-from flatpeak.evaluation.names import ALIKE, LISTS
-from flatpeak.evaluation.perturb import DISTRACTORS, FRAMES, perturb
-from flatpeak.evaluation.spans import last_sentence, split_question
+from flatpeak.evaluation.robustness import DISTRACTORS, FRAMES, perturb
+from flatpeak.evaluation.spans import ALIKE, LISTS, last_sentence, split_question
 from flatpeak.types import Example
 
 STORY = (

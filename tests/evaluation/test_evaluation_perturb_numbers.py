@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak.evaluation.number_roles import find_origins
-from flatpeak.evaluation.perturb import perturb
-from flatpeak.evaluation.perturb_numbers import question_numbers
-from flatpeak.evaluation.worked_steps import read_steps, replayed
+from flatpeak.evaluation.number_perturbations import question_numbers
+from flatpeak.evaluation.number_roles import find_origins, read_steps, replayed
+from flatpeak.evaluation.robustness import perturb
 from flatpeak.tasks.arithmetic import arithmetic_examples
 from flatpeak.tasks.config import ArithmeticConfig, GSM8KConfig
 from flatpeak.tasks.math import gsm8k_examples

@@ -12,11 +12,11 @@ import torch
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.evaluation.compare import Comparison
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import evaluate
 from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.evaluation.result import Evaluation
+from flatpeak.evaluation.tables import Comparison
 from flatpeak.policy.config import NewModelConfig, TokenizerConfig
 from flatpeak.policy.loading import make_model
 from flatpeak.policy.policy import Policy

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from flatpeak.evaluation.compare import Comparison
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import evaluate
-from flatpeak.evaluation.perturb import DISTRACTORS
 from flatpeak.evaluation.result import Evaluation
+from flatpeak.evaluation.robustness import DISTRACTORS
+from flatpeak.evaluation.tables import Comparison
 from flatpeak.functional import paired_bootstrap, wilson_interval
 from flatpeak.rewards.build import as_reward
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from flatpeak.evaluation.compare import Comparison, differences
-from flatpeak.evaluation.figures import figure, shown
-from flatpeak.evaluation.result import Evaluation
-from flatpeak.evaluation.subsets import subset_tables
+from flatpeak.evaluation.estimates import figure, shown
+from flatpeak.evaluation.result import Evaluation, subset_tables
+from flatpeak.evaluation.tables import Comparison, differences
 from flatpeak.functional import wilson_interval
 
 SUBJECTS = ["algebra", "algebra", "algebra", "geometry", "geometry", "logic"]

@@ -22,9 +22,10 @@ from flatpeak.evaluation.number_roles import (
     find_origins,
     keeps_divisibility,
     keeps_order,
+    read_steps,
+    replayed,
 )
 from flatpeak.evaluation.spans import split_question
-from flatpeak.evaluation.worked_steps import read_steps, replayed
 from flatpeak.types import Example
 
 TRIES = 300
