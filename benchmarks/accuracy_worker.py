@@ -21,7 +21,7 @@ from benchmarks.turns import Link, Meter
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.policy.config import ModelConfig
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.prompts import build_prompts

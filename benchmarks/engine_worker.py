@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from benchmarks.models import load_model, load_tokenizer
 from benchmarks.turns import Link, Meter
 from benchmarks.workloads import EOS, PAD, Workload, continuous_batching, prompt_ids, useful_tokens
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Example, Prompt, SamplingParams
 

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.models import word_tokenizer
 from benchmarks.workloads import EOS, PAD
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 
 NEVER = -1e4
 """A bias on the end-of-sequence logit that no random logit makes up for."""

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.models import load_model, load_tokenizer, save_model
 from benchmarks.workloads import GROUP, prompt_ids, workload
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Example, Prompt, SamplingParams
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.models import load_model, load_tokenizer
 from benchmarks.turns import Link, Meter
 from benchmarks.workloads import FIRST_WORD, Workload
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams
 

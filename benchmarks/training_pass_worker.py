@@ -18,7 +18,7 @@ from benchmarks.models import load_model, load_tokenizer
 from benchmarks.turns import Link, Meter
 from benchmarks.workloads import FIRST_WORD, GROUP, Workload
 from flatpeak.kernels.matmul import SETTING, onednn_is_faster
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
 
 Answers = Callable[[random.Random], int]

@@ -34,7 +34,7 @@ from flatpeak.config.load import merge, parse_config
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.samplers import build_sampler
 from flatpeak.training.batch import collate
 from flatpeak.types import Example, Group, Prompt

@@ -95,7 +95,7 @@ def test_imports_point_one_way(path):
 @pytest.mark.parametrize(
     ("component", "source", "found"),
     [
-        ("rollout", "from flatpeak.policy.policy import Policy", ["line 1: rollout imports policy"]),
+        ("rollout", "from flatpeak.policy.model import Policy", ["line 1: rollout imports policy"]),
         ("runs", "def f():\n    import flatpeak.training.api", ["line 2: runs imports training"]),
         (
             "types",
@@ -104,7 +104,7 @@ def test_imports_point_one_way(path):
         ),
         ("training", "from flatpeak.config.run_config import RunConfig", ["line 1: training imports config"]),
         ("training", "from flatpeak.tasks.config import TaskConfig\nimport flatpeak", []),
-        ("policy", "from flatpeak.policy.head import x\nfrom flatpeak import __version__", []),
+        ("policy", "from flatpeak.policy.lm_head import x\nfrom flatpeak import __version__", []),
     ],
 )
 def test_an_import_against_the_direction_is_noticed(component, source, found):

@@ -10,7 +10,7 @@ import torch
 
 import flatpeak.api
 from flatpeak.errors import UserError
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.learner import Learner
 
 IDS = torch.tensor([[3, 4, 5]])
@@ -61,8 +61,8 @@ def callers_model(make: Callable[..., Any], *, gradients: bool = False) -> tuple
 ENDINGS: dict[str, tuple[dict[str, Any], str | None, BaseException | None]] = {
     "check of a split": ({"sft": {"steps": 2, "stop_at": 0.5, "check_size": 500}}, None, UserError()),
     "missing reference": ({"reference": {"model": "./nowhere"}, "kl": {"coefficient": 0.1}}, None, UserError()),
-    "probe": ({}, "flatpeak.policy.policy.probe", ForeignError()),
-    "interrupted probe": ({}, "flatpeak.policy.policy.probe", KeyboardInterrupt()),
+    "probe": ({}, "flatpeak.policy.model.probe", ForeignError()),
+    "interrupted probe": ({}, "flatpeak.policy.model.probe", KeyboardInterrupt()),
     "trial of the engine": ({}, "flatpeak.api.announce_decoding", ForeignError()),
     "evaluation": ({}, "flatpeak.assembly.make_evaluator", ForeignError()),
     "first update": ({}, "flatpeak.training.learner.Learner.update", ForeignError()),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
-from flatpeak.policy.support import PROVEN
+from flatpeak.policy.compatibility import PROVEN
 from flatpeak.rewards.base import PartScores
 from flatpeak.runs.directory import WRITTEN
 from flatpeak.runs.metrics import read_metrics

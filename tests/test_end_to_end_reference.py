@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatpeak.errors import UserError
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.training.trainer import Trainer
 

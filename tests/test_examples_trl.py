@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 from flatpeak.policy.config import TokenizerConfig
-from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.policy.loading import build_tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

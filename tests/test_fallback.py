@@ -9,7 +9,8 @@ import pytest
 
 from flatpeak.api import train
 from flatpeak.errors import UserError
-from flatpeak.policy import padded, policy
+from flatpeak.policy import model as policy
+from flatpeak.policy import packing as padded
 from flatpeak.types import Batch
 from run_parts import Watcher, tiny_recipe
 

@@ -9,7 +9,7 @@ import pytest
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.learner import Learner
 from fuzz import Verdict, draw, examine, from_yaml, to_yaml
 from fuzz_cases import TINY, Case

@@ -14,7 +14,7 @@ import torch
 
 from flatpeak.kernels.matmul import SETTING, onednn_is_faster
 from flatpeak.policy.linears import FastLinear
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import SamplingParams
 from promise_parts import LIBRARIES_SERVE, make_policy, prompt

@@ -16,7 +16,7 @@ from flatpeak.chatting import chat_loop
 from flatpeak.comparison import compare_checkpoints
 from flatpeak.errors import UserError
 from flatpeak.evaluation.locate import locate_model
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer
 from run_parts import tiny_model
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_with_another_engine_says_so(
     train(recipe(), reward=odd)
     same, other = watch(), watch()
     train(recipe(training={"steps": 3}), reward=odd, resume=True, progress=same)
-    monkeypatch.setattr("flatpeak.policy.policy.probe", lambda policy: "logits differ by 0.1")
+    monkeypatch.setattr("flatpeak.policy.model.probe", lambda policy: "logits differ by 0.1")
     train(recipe(training={"steps": 4}), reward=odd, resume=True, progress=other)
     told = [[notice for notice in watcher.notices if "another engine" in notice] for watcher in (same, other)]
     assert told[0] == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import flatpeak.api
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.state import restore_schedule
 from flatpeak.training.trainer import Trainer

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatpeak.kernels.matmul import SETTING, onednn_is_faster
 from flatpeak.policy.linears import FastLinear
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.invariance import batch_invariant
 from flatpeak.samplers import announce_decoding

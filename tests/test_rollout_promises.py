@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.batch import collate, micro_batches
 from flatpeak.types import Batch, Group, SamplingParams
 from promise_parts import EOS, VOCABULARY, make_policy, plain_logits, prompt, sample

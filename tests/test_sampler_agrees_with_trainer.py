@@ -9,7 +9,7 @@ import torch
 
 from flatpeak.policy.config import NewModelConfig
 from flatpeak.policy.loading import make_model
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig

@@ -125,7 +125,7 @@ def test_a_run_tells_of_a_sampler_whose_log_probabilities_are_not_the_policys(
 
 
 def test_an_architecture_that_is_not_served_falls_back_or_is_refused_by_request(make_tiny_model: Any) -> None:
-    from flatpeak.policy.policy import Policy
+    from flatpeak.policy.model import Policy
 
     policy = Policy(*make_tiny_model())
     policy.native, policy.notice = False, "it is not proven"

@@ -16,8 +16,8 @@ from flatpeak.config.load import Settings, apply_settings, parse_config, read_re
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.experiments.report import write_report
-from flatpeak.policy.passes import training_layers
-from flatpeak.policy.policy import no_progress_bar
+from flatpeak.policy.layers import training_layers
+from flatpeak.policy.model import no_progress_bar
 from flatpeak.progress import as_progress
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.rollout.randomness import derive_seed

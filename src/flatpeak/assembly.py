@@ -23,7 +23,7 @@ from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.graders import first_reward, main_reward, open_workers, prepare
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.rewards.reward_set import RewardSet

@@ -11,7 +11,7 @@ from flatpeak.errors import UserError
 from flatpeak.evaluation.config import CURRENT_NAMES, EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.config import ModelConfig
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.types import Prompt

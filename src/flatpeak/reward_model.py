@@ -15,8 +15,7 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError, brief
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.policy.loading import cast_weights, check_source, move_to_own_memory, pick_device
-from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.protocols import Progress
 from flatpeak.rewards.classifier import (
     COMPLETION,

@@ -11,7 +11,7 @@ from typing import Any
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.kernels.decode_attention import kernel_notices
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, Sampler, Tokenizer
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine

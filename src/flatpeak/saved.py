@@ -8,7 +8,7 @@ from pathlib import Path
 from flatpeak.assembly import keeps_own_reference
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunPaths

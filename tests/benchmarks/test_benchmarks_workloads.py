@@ -18,7 +18,7 @@ from benchmarks.workloads import (
     workload,
 )
 
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

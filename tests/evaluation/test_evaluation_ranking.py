@@ -19,7 +19,7 @@ from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.tables import Comparison
 from flatpeak.policy.config import NewModelConfig, TokenizerConfig
 from flatpeak.policy.loading import make_model
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rewards.build import build_reward
 from flatpeak.types import Example, Group, Prompt
 from run_parts import SIZES
@@ -121,7 +121,7 @@ def test_a_model_without_flatpeaks_attention_ranks_by_its_own_log_probabilities(
     model, tokenizer = make("bpe")
     prompts = questions(tokenizer)
     native = LetterRanker(policy=Policy(model, tokenizer), tokenizer=tokenizer)(prompts)
-    monkeypatch.setattr("flatpeak.policy.policy.unsupported", lambda model: "unproven")
+    monkeypatch.setattr("flatpeak.policy.model.unsupported", lambda model: "unproven")
     policy = Policy(*make("bpe"))
     assert not policy.native
     padded = LetterRanker(policy=policy, tokenizer=tokenizer)(prompts)

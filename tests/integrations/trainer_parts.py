@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from flatpeak.integrations.hf_trainer import GradientRegularizedTrainer, GradientRegularizedTrainingArguments
 from flatpeak.policy.config import TokenizerConfig
-from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.policy.loading import build_tokenizer
 
 EOS = 1
 LIMIT = 6

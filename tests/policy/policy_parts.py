@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from flatpeak.policy.attention import AttentionRule, PackedContext
-from flatpeak.policy.cache import KeyValueCache
 from flatpeak.policy.decoding import GpuAttention
+from flatpeak.policy.kv_cache import KeyValueCache, fitting_rooms, round_up
 from flatpeak.policy.packing import pack_prompts
-from flatpeak.policy.prompt_memory import fitting_rooms, round_up
 from flatpeak.rollout.scheduler import Schedule
 
 TOLERANCE = 5e-6

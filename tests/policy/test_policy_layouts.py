@@ -7,8 +7,8 @@ import torch
 from layouts import LAYOUTS, build
 from policy_parts import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 
-from flatpeak.policy.policy import Policy
-from flatpeak.policy.support import PROVEN
+from flatpeak.policy.compatibility import PROVEN
+from flatpeak.policy.model import Policy
 
 TOLERANCE = 1e-5
 """float32 against float32, on logits of size about 1 to 10."""

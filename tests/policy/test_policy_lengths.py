@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from flatpeak.policy.lengths import LARGEST_WASTE, SMALL, SPAN, by_length
+from flatpeak.policy.packing import LARGEST_WASTE, SMALL, SPAN, by_length
 
 
 def some_lengths(seed: int) -> list[int]:

@@ -21,7 +21,7 @@ from flatpeak.kernels import matmul as products
 from flatpeak.kernels.matmul import onednn_is_faster
 from flatpeak.policy import linears
 from flatpeak.policy.linears import FastConv1D, FastLinear, make_fast, make_plain, packed_weights
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 
 WIDE = {
     "llama": {**COMMON, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2},

@@ -13,9 +13,8 @@ from transformers import BertConfig, BertModel
 
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
-from flatpeak.policy.loading import load_policy, make_model
-from flatpeak.policy.policy import Policy
-from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.policy.loading import build_tokenizer, load_policy, make_model
+from flatpeak.policy.model import Policy
 
 SIZES = {
     "hidden_size": 16,

@@ -11,8 +11,8 @@ from layouts import COMMON, LAYOUTS, build
 from policy_parts import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 from torch import Tensor, nn
 
-from flatpeak.policy.padded import padded_token_logprobs
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
+from flatpeak.policy.packing import padded_token_logprobs
 
 GPT_NEO = {
     **{name: COMMON[name] for name in ("vocab_size", "hidden_size", "max_position_embeddings", "eos_token_id")},

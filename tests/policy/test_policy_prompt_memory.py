@@ -9,9 +9,9 @@ from layouts import COMMON, build
 from policy_parts import Tokenizer
 from torch import Tensor
 
+from flatpeak.policy.kv_cache import PromptMemory, fitting_rooms, graded_rooms
+from flatpeak.policy.model import Policy
 from flatpeak.policy.packing import pack_prompts
-from flatpeak.policy.policy import Policy
-from flatpeak.policy.prompt_memory import PromptMemory, fitting_rooms, graded_rooms
 
 CPU = torch.device("cpu")
 

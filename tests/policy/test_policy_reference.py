@@ -8,7 +8,7 @@ from layouts import COMMON, build
 from policy_parts import Tokenizer, uneven_batch
 
 from flatpeak.errors import UserError
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import check_reference, snapshot
 
 

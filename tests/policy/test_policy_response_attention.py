@@ -10,10 +10,9 @@ from layouts import COMMON, LAYOUTS, build
 from policy_parts import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights
 from torch import Tensor
 
-from flatpeak.policy import response_attention
-from flatpeak.policy.attention import AttentionRule
-from flatpeak.policy.policy import Policy
-from flatpeak.policy.response_attention import BLOCK, attend_in_blocks, blocks
+from flatpeak.policy import attention as response_attention
+from flatpeak.policy.attention import BLOCK, AttentionRule, attend_in_blocks, blocks
+from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
 
 

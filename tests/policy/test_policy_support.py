@@ -9,8 +9,8 @@ import torch
 from layouts import COMMON, GPT2, build
 from policy_parts import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 
-from flatpeak.policy import support
-from flatpeak.policy.policy import Policy
+from flatpeak.policy import compatibility as support
+from flatpeak.policy.model import Policy
 
 SPECIAL = {key: COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
 GPT_NEO = {

@@ -24,7 +24,7 @@ from transformers import (
 
 from flatpeak.errors import UserError
 from flatpeak.policy.config import TokenizerConfig
-from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.policy.loading import build_tokenizer
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.classifier import (
     PLAIN,

@@ -8,7 +8,7 @@ import torch
 from rollout_fakes import NumberTokenizer, make_prompt
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.types import SamplingParams

@@ -25,7 +25,7 @@ from training_parts import (
 
 from flatpeak.functional import completion_weights
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective

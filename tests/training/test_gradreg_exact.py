@@ -24,7 +24,7 @@ from torch import Tensor
 from training_parts import tiny_policy
 
 from flatpeak.functional import hessian_vector_product
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 

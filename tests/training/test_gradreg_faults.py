@@ -11,7 +11,7 @@ from regularized_parts import count_passes, double_qwen2, gradient_of, make_lear
 from torch import Tensor
 from training_parts import gradients, largest_difference, tiny_policy, weights
 
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.regularized import RegularizedLearner
 from flatpeak.types import Batch

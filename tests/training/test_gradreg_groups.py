@@ -28,7 +28,7 @@ from regularized_parts import (
 from training_parts import NoJournal, gradients, largest_difference, tiny_policy, weights
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.batch import take
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.regularized import split_groups

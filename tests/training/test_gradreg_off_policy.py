@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatpeak.functional import importance_ratio
 from flatpeak.gradreg.config import RatioMode
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import Frozen

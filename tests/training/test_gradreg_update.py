@@ -23,7 +23,7 @@ from torch import Tensor
 from training_parts import largest_difference, tiny_model, tiny_policy, tokenizer, weights
 
 from flatpeak.functional import hessian_vector_product
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner, weighted_sum
 from flatpeak.training.objective import Objective

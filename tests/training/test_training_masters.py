@@ -29,7 +29,7 @@ from flatpeak.errors import UserError
 from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import cast_weights, load_policy, restore_weights
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate, micro_batches

@@ -28,9 +28,9 @@ from training_parts import (
 from transformers import Qwen2Config
 
 from flatpeak.errors import UserError
-from flatpeak.policy import passes
-from flatpeak.policy.passes import TrainingForward, decoder_layers, training_layers
-from flatpeak.policy.policy import Policy
+from flatpeak.policy import layers as passes
+from flatpeak.policy.layers import TrainingForward, decoder_layers, training_layers
+from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.config import ObjectiveConfig

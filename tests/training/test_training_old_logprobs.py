@@ -16,10 +16,9 @@ from test_training_masters import coarse_model, coarse_policy
 from training_parts import EOS, SGD, completion, make_trainer, prompt, scored, tiny_policy, tokenizer, weights
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
+from flatpeak.policy.layers import training_layers
 from flatpeak.policy.loading import cast_weights
-from flatpeak.policy.passes import training_layers
-from flatpeak.policy.policy import Policy
-from flatpeak.policy.precision import below_float32
+from flatpeak.policy.model import Policy, below_float32
 from flatpeak.policy.reference import snapshot
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig

@@ -32,7 +32,7 @@ from transformers import GPT2Config, Qwen2Config
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ReferenceConfig
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import renewed, snapshot
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner, UpdateStatistics

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from flatpeak.config.load import merge
 from flatpeak.errors import UserError
 from flatpeak.policy.config import TokenizerConfig
-from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.policy.loading import build_tokenizer
 from flatpeak.reward_model import train_reward_model
 from flatpeak.rewards.classifier import PLAIN, Classifier, Spread, Wording, read_record
 from flatpeak.rewards.config import SequenceClassifierConfig

@@ -22,7 +22,7 @@ from training_parts import (
     weights,
 )
 
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.config import AdvantageConfig, KLConfig, Normalization, ObjectiveConfig, TrainingConfig
 from flatpeak.types import Batch, Group, Score
 

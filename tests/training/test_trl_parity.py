@@ -28,7 +28,7 @@ from training_parts import (
 )
 from transformers import AutoModelForCausalLM
 
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
 from flatpeak.types import Group
 

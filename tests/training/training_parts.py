@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from flatpeak.policy.config import TokenizerConfig
-from flatpeak.policy.policy import Policy
-from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.policy.loading import build_tokenizer
+from flatpeak.policy.model import Policy
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream

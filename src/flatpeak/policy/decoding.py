@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from flatpeak.kernels.decode_attention import PromptTiles, decode_attention
-from flatpeak.policy.attention import AttentionRule
-from flatpeak.policy.response_attention import SUMMED
+from flatpeak.policy.attention import SUMMED, AttentionRule
 
 if TYPE_CHECKING:
-    from flatpeak.policy.cache import KeyValueCache
+    from flatpeak.policy.kv_cache import KeyValueCache
 
 LEAST_QUERIES = 4
 """Products of fewer rows than this round differently from those of more."""

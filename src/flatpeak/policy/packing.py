@@ -2,7 +2,7 @@
 
     prompt 0 | prompt 1 | ... | response 0 | response 1 | ... | filler
 
-Attention pads them side by side, in groups of similar length (`policy/lengths.py`), so that one long prompt among short
+Attention pads them side by side, in groups of similar length (`policy/packing.py`), so that one long prompt among short
 ones costs what it costs alone. Where there are several groups, the row has one after the other. S counts the row's
 tokens (filler included), P its prompts, N its responses, T its response tokens.
 """
@@ -10,14 +10,41 @@ tokens (filler included), P its prompts, N its responses, T its response tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flatpeak.policy.lengths import by_length
 from flatpeak.types import Batch
+
+SPAN = 64
+"""Lengths that differ by no more than this, or by a quarter of the longest, are padded to it together."""
+LARGEST_WASTE = 4
+"""Padded positions per token, at most, ..."""
+SMALL = 4096
+"""... in a layout of more positions than this."""
+
+
+def by_length(lengths: Sequence[int], *, similar: bool = True) -> list[list[int]]:
+    """Indices in groups, the longest first; within a group they stay in order.
+
+    Not `similar`: lengths may differ as they like, as long as a group padded to its longest is within LARGEST_WASTE.
+    """
+    groups: list[list[int]] = []
+    longest = tokens = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        tokens += length
+        near = not similar or longest - length <= max(SPAN, longest // 4)
+        if not groups or not near or (len(groups[-1]) + 1) * longest > max(SMALL, LARGEST_WASTE * tokens):
+            groups.append([])
+            longest = tokens = length
+        groups[-1].append(index)
+    return [sorted(group) for group in groups]
+
 
 ROW_MULTIPLE = 4
 """Matrix products give a row the same bits whatever the other rows are only where rows come in multiples of four."""
@@ -201,3 +228,46 @@ def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
     """
     missing = -len(rows) % multiple
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
+
+
+def padded_token_logprobs(model: Any, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of, and entropy at, each response token, float32 [T], by the model's own logits there."""
+    device = batch.tokens_T.device
+    responses = batch.tokens_T.split(batch.lengths_N.tolist())
+    rows = [
+        torch.cat([torch.tensor(batch.prompts[prompt], device=device), response])
+        for prompt, response in zip(batch.prompt_N.tolist(), responses, strict=True)
+    ]
+    lengths_N = torch.tensor([len(row) for row in rows], device=device)
+    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    attention_mask = (torch.arange(input_ids.shape[1], device=device) < lengths_N[:, None]).long()
+    first_N = torch.arange(len(rows), device=device) * input_ids.shape[1] + lengths_N - batch.lengths_N - 1
+    source_T = first_N.index_select(0, batch.sequence_T) + offsets(batch.lengths_N)
+    with _projecting_only(model, source_T, input_ids.shape):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+    # All positions' logits where the output layer was not to be had.
+    logits_TV = logits[0] if logits.shape[:2] != input_ids.shape else logits.flatten(0, 1).index_select(0, source_T)
+    logits_TV = (logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()) / temperature
+    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
+    chosen_T = logprobs_TV.gather(1, batch.tokens_T[:, None])[:, 0]
+    return chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+@contextmanager
+def _projecting_only(model: Any, source_T: Tensor, shape: torch.Size) -> Iterator[None]:
+    """The output layer reads these positions of hidden states [N, L, D] only, as one row [1, T, D].
+
+    Logits of whole prompts would take more memory than all else. What models do to logits, they do to each alone.
+    """
+
+    def choose(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if len(arguments) != 1 or arguments[0].shape[:-1] != shape:
+            return None
+        return (arguments[0].flatten(0, 1).index_select(0, source_T)[None],)
+
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.gradreg.statistics import Report
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.rewards.calls import passes_power_of_ten
 from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import OptimizerConfig

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from flatpeak.policy.config import ReferenceConfig
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import Snapshot, renewed
 from flatpeak.training.learner import Learner
 

@@ -14,7 +14,7 @@ from flatpeak import functional as F
 from flatpeak.gradreg.config import GradientRegularizationConfig, RatioMode
 from flatpeak.gradreg.gradients import backward
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.training.batch import take
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, UpdateStatistics, weighted_sum

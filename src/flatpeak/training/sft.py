@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.functional.weights import completion_weights
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatpeak.functional import group_advantages
 from flatpeak.policy.config import ReferenceConfig
-from flatpeak.policy.policy import Policy
+from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed

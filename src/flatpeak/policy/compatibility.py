@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flatpeak.errors import DIVERGED, DivergedError
 from flatpeak.policy.attention import PackedContext, UnservedAttentionError
-from flatpeak.policy.cache import KeyValueCache
-from flatpeak.policy.head import Head
+from flatpeak.policy.kv_cache import KeyValueCache
+from flatpeak.policy.lm_head import Head
 from flatpeak.policy.packing import PackedRow, pack_prompts
 
 

@@ -16,18 +16,41 @@ from transformers.utils import logging as transformers_logging
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.policy import attention
-from flatpeak.policy.cache import KeyValueCache
-from flatpeak.policy.head import read_head
+from flatpeak.policy.compatibility import probe, unsupported
+from flatpeak.policy.kv_cache import KeyValueCache, fitting_rooms, graded_rooms
+from flatpeak.policy.layers import ModelSettings, plain_layers, register_holder, scoring, unregister_holder
 from flatpeak.policy.linears import make_fast, packed_weights
-from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts
-from flatpeak.policy.padded import padded_token_logprobs
-from flatpeak.policy.passes import plain_layers, scoring
-from flatpeak.policy.precision import below_float32
-from flatpeak.policy.prompt_memory import fitting_rooms, graded_rooms
-from flatpeak.policy.settings import ModelSettings, register_holder, unregister_holder
-from flatpeak.policy.support import probe, unsupported
+from flatpeak.policy.lm_head import read_head
+from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts, padded_token_logprobs
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Batch
+
+COARSE_PRODUCTS = frozenset({"tf32", "bf16"})
+"""Values of torch's `fp32_precision` that round the factors of a float32 product."""
+
+
+def below_float32(model: nn.Module) -> bool:
+    """Whether anything on the way through a model rounds more coarsely than float32.
+
+    Weights in a lower precision do, those of a frozen or quantized base under float32 adapters included, and so do
+    autocast and matrix products in TF32 or bfloat16 (`torch.set_float32_matmul_precision`).
+    """
+    kinds = {(p.dtype, p.device.type) for p in model.parameters()}
+    buffers = {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()}
+    coarse = any(not dtype.is_floating_point or _coarse(dtype) for dtype, _ in kinds) or any(map(_coarse, buffers))
+    return coarse or any(_computes_below(device) for _, device in kinds)
+
+
+def _coarse(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+
+
+def _computes_below(device: str) -> bool:
+    # Asked of each backend: torch.get_float32_matmul_precision raises where somebody used this newer interface.
+    backend = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    products = {backend.fp32_precision, torch.backends.fp32_precision}  # type: ignore[attr-defined]
+    return torch.is_autocast_enabled(device) or not COARSE_PRODUCTS.isdisjoint(products)
+
 
 KEY_MULTIPLE = 16
 """On a CPU keys come in multiples of this, so that a row's attention sums in the same order whatever its neighbours'
