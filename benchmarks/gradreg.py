@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from flatpeak.assembly import Given, Parts, assemble
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.progress import Silence
+from flatpeak.pipeline.build import Given, Parts, assemble
+from flatpeak.pipeline.progress import Silence
 from flatpeak.runs.manifest import describe_start
 from flatpeak.training.batch import collate
 from flatpeak.training.learner import Learner, seeded

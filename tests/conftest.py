@@ -42,14 +42,14 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     import flatpeak.api
 
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr("flatpeak.api.write_report", lambda path: path / "report.html")
-    monkeypatch.setattr("flatpeak.api.announce_decoding", lambda *args, **settings: None)
+    monkeypatch.setattr("flatpeak.pipeline.train.write_report", lambda path: path / "report.html")
+    monkeypatch.setattr("flatpeak.pipeline.train.announce_decoding", lambda *args, **settings: None)
 
     def run(config: Any, *, model: Any = None, **options: Any) -> Any:
         if model is not None and isinstance(config, dict):
             kept = {key: value for key, value in config.get("model", {}).items() if key not in ("new", "device")}
             config = {**config, "model": kept}
-        return flatpeak.api.train(config, model=model, **options)
+        return flatpeak.pipeline.train.train(config, model=model, **options)
 
     return run
 

@@ -29,13 +29,13 @@ import torch
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
-from flatpeak import api
 from flatpeak.config.load import merge, parse_config
 from flatpeak.errors import UserError
+from flatpeak.pipeline import train as api
+from flatpeak.pipeline.components import build_sampler
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
-from flatpeak.samplers import build_sampler
 from flatpeak.training.batch import collate
 from flatpeak.types import Example, Group, Prompt
 from fuzz_cases import Case, draw
@@ -82,8 +82,8 @@ def quick_runs() -> Iterator[None]:
     """Runs without plots, the start-up self-test, and waiting for disks."""
     with (
         mock.patch("os.fsync", lambda descriptor: None),
-        mock.patch("flatpeak.api.write_report", lambda path: path / "report.html"),
-        mock.patch("flatpeak.api.announce_decoding", lambda *args, **settings: None),
+        mock.patch("flatpeak.pipeline.train.write_report", lambda path: path / "report.html"),
+        mock.patch("flatpeak.pipeline.train.announce_decoding", lambda *args, **settings: None),
     ):
         yield
 

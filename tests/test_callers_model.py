@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flatpeak.api
 import pytest
 import torch
 
-import flatpeak.api
 from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
 from flatpeak.training.learner import Learner
@@ -63,8 +63,8 @@ ENDINGS: dict[str, tuple[dict[str, Any], str | None, BaseException | None]] = {
     "missing reference": ({"reference": {"model": "./nowhere"}, "kl": {"coefficient": 0.1}}, None, UserError()),
     "probe": ({}, "flatpeak.policy.model.probe", ForeignError()),
     "interrupted probe": ({}, "flatpeak.policy.model.probe", KeyboardInterrupt()),
-    "trial of the engine": ({}, "flatpeak.api.announce_decoding", ForeignError()),
-    "evaluation": ({}, "flatpeak.assembly.make_evaluator", ForeignError()),
+    "trial of the engine": ({}, "flatpeak.pipeline.train.announce_decoding", ForeignError()),
+    "evaluation": ({}, "flatpeak.pipeline.build.make_evaluator", ForeignError()),
     "first update": ({}, "flatpeak.training.learner.Learner.update", ForeignError()),
     "interrupted update": ({}, "flatpeak.training.learner.Learner.update", KeyboardInterrupt()),
     "interrupted backward pass": ({}, "flatpeak.training.learner.weighted_sum", KeyboardInterrupt()),
@@ -150,5 +150,5 @@ def test_the_processes_that_grade_end_where_the_parts_do_not_fit_together(
     monkeypatch.setattr("flatpeak.rewards.workers.pool.WorkerPool.close", lambda self: closed.append(self))
     monkeypatch.setattr("flatpeak.rewards.reward_set.RewardSet.close", lambda self: closed.append(self))
     with pytest.raises(UserError):
-        flatpeak.api.train(recipe(sft={"steps": 2, "stop_at": 0.5, "check_size": 500}))
+        flatpeak.pipeline.train.train(recipe(sft={"steps": 2, "stop_at": 0.5, "check_size": 500}))
     assert sorted(type(one).__name__ for one in closed) == ["RewardSet", "WorkerPool"]

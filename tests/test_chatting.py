@@ -12,10 +12,9 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flatpeak.chatting import chat_loop
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.evaluation.chat import Console, unknown_characters
+from flatpeak.pipeline.chat import Console, chat_loop, unknown_characters
 from flatpeak.runs.checkpoints import write_checkpoint
 from flatpeak.tasks.arithmetic import arithmetic_examples
 from flatpeak.types import Completion, Prompt, SamplingParams
@@ -58,7 +57,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     found = Asked()
-    monkeypatch.setattr("flatpeak.evaluation.chat.reply", found)
+    monkeypatch.setattr("flatpeak.pipeline.chat.reply", found)
     return found
 
 

@@ -15,20 +15,18 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flatpeak import comparison as comparison_module
-from flatpeak.chatting import chat_loop
 from flatpeak.cli.main import app
-from flatpeak.comparison import compare_checkpoints, evaluated_by
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
-from flatpeak.evaluation.chat import Console
-from flatpeak.evaluation.locate import locate_model, locate_stages
+from flatpeak.pipeline import compare as comparison_module
+from flatpeak.pipeline.chat import Console, chat_loop
+from flatpeak.pipeline.compare import compare_checkpoints, evaluated_by, locate_model, locate_stages
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose RL teaches a model that knows nothing to say one digit, which some sums are equal to."""
-    from flatpeak.api import train
+    from flatpeak.pipeline.train import train
     from run_parts import tiny_recipe
 
     recipe = tiny_recipe(
@@ -189,7 +187,7 @@ def test_stages_of_several_runs_are_told_apart_by_name(finished: Path) -> None:
 
 
 def test_stages_without_sft_begin_at_step_0(tmp_path: Path) -> None:
-    from flatpeak.api import train
+    from flatpeak.pipeline.train import train
     from run_parts import tiny_recipe
 
     path = train(tiny_recipe(tmp_path, training={"steps": 1})).path
@@ -243,7 +241,7 @@ def test_a_run_on_another_task_is_asked_the_first_ones_questions(finished: Path,
 def test_models_whose_context_holds_fewer_questions_are_compared_on_those(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flatpeak import comparison as module
+    from flatpeak.pipeline import compare as module
 
     whole, left_out = module.open_evaluation, iter([slice(0, 8), slice(2, 10)])
 

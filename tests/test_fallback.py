@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flatpeak.api import train
 from flatpeak.errors import UserError
+from flatpeak.pipeline.train import train
 from flatpeak.policy import model as policy
 from flatpeak.policy import packing as padded
 from flatpeak.types import Batch

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flatpeak.api
 import pytest
 
 import flatpeak
-import flatpeak.api
 from flatpeak.errors import UserError
-from flatpeak.experiments.report import page_content, write_report
+from flatpeak.report.report import page_content, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.notices import read_notices
 from resume_parts import Death, die, steps_of
@@ -50,7 +50,7 @@ def test_a_run_from_python_shows_its_steps_and_notices_on_stderr(
     recipe: Recipe, train: Train, capsys: pytest.CaptureFixture[str], start: str
 ) -> None:
     config = recipe(sft={"steps": 2, "batch_size": 4}, prompt={"max_tokens": 3, "overlong": "truncate_left"})
-    getattr(flatpeak.api, start)(config, reward=odd)
+    getattr(flatpeak.pipeline.train, start)(config, reward=odd)
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
     assert any(line.startswith("arithmetic train: 0 overlong prompts dropped, ") for line in lines)
@@ -106,7 +106,7 @@ def test_a_progress_of_the_callers_own_gets_every_notice_even_if_it_is_empty(
 @pytest.mark.parametrize("progress", [Collected, print, "stderr", 1, object()])
 def test_what_is_no_progress_is_refused_before_anything_is_loaded(recipe: Recipe, progress: Any) -> None:
     with pytest.raises(UserError, match=r"give an object with update\(.*\) and notice\(text\).* or False for silence"):
-        flatpeak.api.train(recipe(), progress=progress)
+        flatpeak.pipeline.train.train(recipe(), progress=progress)
     assert not Path(recipe()["run"]["directory"]).exists()
 
 

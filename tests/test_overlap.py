@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import flatpeak.assembly
 import pytest
 
-import flatpeak.assembly
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.workers.pool import WorkerPool
@@ -105,7 +105,7 @@ def test_a_group_is_graded_before_the_next_one_is_sampled(tmp_path: Path, size: 
 def test_a_run_with_workers_leaves_what_one_without_them_leaves(
     make_run: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = flatpeak.assembly.build_sampler
+    build = flatpeak.pipeline.build.build_sampler
     samplers: list[Backwards] = []
 
     def build_backwards(*arguments: Any) -> Backwards:
@@ -114,7 +114,7 @@ def test_a_run_with_workers_leaves_what_one_without_them_leaves(
 
     found = []
     for name, workers, builder in (("here", 0, build_backwards), ("own", 2, build), ("backwards", 1, build_backwards)):
-        monkeypatch.setattr("flatpeak.assembly.build_sampler", builder)
+        monkeypatch.setattr("flatpeak.pipeline.build.build_sampler", builder)
         run = make_run(
             name,
             run={"grading_workers": workers},

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flatpeak.api
 import pytest
 import yaml
 
-import flatpeak.api
-from flatpeak.api import as_config
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
+from flatpeak.pipeline.train import as_config
 from flatpeak.runs.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,11 +62,11 @@ def test_train_and_sft_take_settings_over_an_extended_recipe(recipe: Recipe, tra
         ("sft", 2),
         ("train", 1),
     ]
-    alone = flatpeak.api.sft(config, settings=["run.name=alone", "sft.steps=1"], reward=odd, progress=False)
+    alone = flatpeak.pipeline.train.sft(config, settings=["run.name=alone", "sft.steps=1"], reward=odd, progress=False)
     assert [row["step"] for row in read_metrics(alone.path / "metrics.jsonl") if row["stage"] == "sft"] == [1]
     assert yaml.safe_load((alone.path / "config.yaml").read_text())["training"]["steps"] == 3
     with pytest.raises(UserError, match=r"sft\.steps=0: there is nothing to train"):
-        flatpeak.api.sft(config, settings={"sft.steps": 0}, reward=odd)
+        flatpeak.pipeline.train.sft(config, settings={"sft.steps": 0}, reward=odd)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_train_and_sft_take_settings_over_an_extended_recipe(recipe: Recipe, tra
 )
 def test_wrong_settings_are_one_line_before_anything_is_made(recipe: Recipe, settings: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        flatpeak.api.train(recipe(), settings=settings)
+        flatpeak.pipeline.train.train(recipe(), settings=settings)
     assert not Path(recipe()["run"]["directory"]).exists()
 
 
@@ -89,7 +89,7 @@ def test_a_model_beside_the_callers_is_refused_where_the_caller_names_it_and_lef
 ) -> None:
     base = put(tmp_path / "base.yaml", recipe(sft={"steps": 1, "batch_size": 4}, training={"steps": 1}))
     model, tokenizer = make_tiny_model()
-    run = getattr(flatpeak.api, start)
+    run = getattr(flatpeak.pipeline.train, start)
     brought: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "reward": odd}
     with pytest.raises(UserError, match=r"^model\.dtype beside train\(model=...\)"):
         run({"extends": str(base), "model": {"dtype": "float32"}}, **brought)

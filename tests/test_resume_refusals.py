@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from flatpeak.chatting import chat_loop
-from flatpeak.comparison import compare_checkpoints
 from flatpeak.errors import UserError
-from flatpeak.evaluation.locate import locate_model
+from flatpeak.pipeline.chat import chat_loop
+from flatpeak.pipeline.compare import compare_checkpoints, locate_model
 from flatpeak.policy.model import Policy
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import flatpeak.api
 import pytest
 
-import flatpeak.api
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.state import restore_schedule
@@ -50,7 +50,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
         return clear_and_load
 
     monkeypatch.setattr(Policy, "prefill", spy)
-    monkeypatch.setattr(flatpeak.api, "restore_schedule", clearing(restore_schedule))
+    monkeypatch.setattr(flatpeak.pipeline.train, "restore_schedule", clearing(restore_schedule))
     monkeypatch.setattr(Trainer, "load", clearing(Trainer.load))
     return seen
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_holds_the_expected_lengths_and_without_them_the_order_woul
     make_run: MakeRun, prefills: list[Any], send: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forget() -> None:
-        monkeypatch.setattr(flatpeak.api, "restore_schedule", lambda sampler, state: None)
+        monkeypatch.setattr(flatpeak.pipeline.train, "restore_schedule", lambda sampler, state: None)
 
     whole, _, expected, found = whole_and_cut(make_run, prefills, send, before_resume=forget)
     lengths = stage_state(whole.path)["expected_lengths"]

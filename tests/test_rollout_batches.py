@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from flatpeak.kernels.matmul import SETTING, onednn_is_faster
+from flatpeak.pipeline.components import announce_decoding, batch_invariant
 from flatpeak.policy.linears import FastLinear
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.rollout.invariance import batch_invariant
-from flatpeak.samplers import announce_decoding
 from flatpeak.training.batch import collate
 from flatpeak.types import Completion, Group, SamplingParams
 from promise_parts import LIBRARIES_SERVE, make_policy, prompt, sample

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flatpeak.api
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import flatpeak.api
 from flatpeak.cli import main
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
 from flatpeak.runs.checkpoints import CheckpointError, checkpoint_steps
@@ -285,7 +285,9 @@ def test_a_run_that_failed_before_its_first_step_was_done_does_not_block_the_cor
     wrong = recipe(optimizer={"learning_rate": 0.5})
     with monkeypatch.context() as patched:
         if when == "before":
-            patched.setattr(flatpeak.api, "build_learner", lambda *args, **kwargs: raising(ValueError("bad betas"))())
+            patched.setattr(
+                flatpeak.pipeline.train, "build_learner", lambda *args, **kwargs: raising(ValueError("bad betas"))()
+            )
         reward = Odd(at_step=1 if when == "first step" else 0, act=raising(ValueError("nonsense")))
         with pytest.raises(ValueError, match=r"bad betas|nonsense"):
             train(wrong, reward=reward)
@@ -301,7 +303,9 @@ def test_overwriting_keeps_the_old_run_until_the_rewards_are_ready(
 ) -> None:
     old = train(recipe(), reward=Odd())
     before = {path: path.read_bytes() for path in old.path.rglob("*.*") if path.is_file()}
-    monkeypatch.setattr("flatpeak.assembly.Parts.prepare", lambda self: raising(UserError("the judge is not there"))())
+    monkeypatch.setattr(
+        "flatpeak.pipeline.build.Parts.prepare", lambda self: raising(UserError("the judge is not there"))()
+    )
     with pytest.raises(UserError, match="not there"):
         train(recipe(), reward=Odd(), overwrite=True)
     assert {path: path.read_bytes() for path in old.path.rglob("*.*") if path.is_file()} == before
@@ -309,7 +313,7 @@ def test_overwriting_keeps_the_old_run_until_the_rewards_are_ready(
 
 def test_sft_without_steps_is_refused(recipe: Recipe) -> None:
     with pytest.raises(UserError, match=r"sft\.steps=0: .*set sft\.steps"):
-        flatpeak.api.sft(recipe())
+        flatpeak.pipeline.train.sft(recipe())
 
 
 def test_the_best_checkpoint_is_chosen_by_the_same_questions_at_every_step(

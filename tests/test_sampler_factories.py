@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from flatpeak.errors import UserError
+from flatpeak.pipeline.components import PlainSampler
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.samplers import PlainSampler
 from flatpeak.types import Group, Prompt, SamplingParams
 from resume_parts import Death, die
 

@@ -10,7 +10,7 @@ import pytest
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.samplers import CheckedSampler, PlainSampler, build_sampler
+from flatpeak.pipeline.components import CheckedSampler, PlainSampler, build_sampler
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 

@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatpeak.api import RunResult, sft, train
     from flatpeak.config.run_config import RunConfig
     from flatpeak.errors import UserError
-    from flatpeak.forking import fork
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
-    from flatpeak.reward_model import train_reward_model
+    from flatpeak.pipeline.fork import fork
+    from flatpeak.pipeline.train import RunResult, sft, train
+    from flatpeak.pipeline.train_reward_model import train_reward_model
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,12 +33,12 @@ _HOMES = {
     "GradientRegularizationConfig": "flatpeak.gradreg.config",
     "GradientRegularizer": "flatpeak.gradreg.regularizer",
     "RunConfig": "flatpeak.config.run_config",
-    "RunResult": "flatpeak.api",
+    "RunResult": "flatpeak.pipeline.train",
     "UserError": "flatpeak.errors",
-    "fork": "flatpeak.forking",
-    "sft": "flatpeak.api",
-    "train": "flatpeak.api",
-    "train_reward_model": "flatpeak.reward_model",
+    "fork": "flatpeak.pipeline.fork",
+    "sft": "flatpeak.pipeline.train",
+    "train": "flatpeak.pipeline.train",
+    "train_reward_model": "flatpeak.pipeline.train_reward_model",
 }
 
 

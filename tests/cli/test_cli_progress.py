@@ -1,7 +1,7 @@
 import io
 
 from flatpeak.cli.progress import LiveProgress, open_progress
-from flatpeak.progress import PlainProgress
+from flatpeak.pipeline.progress import PlainProgress
 
 
 class Clock:

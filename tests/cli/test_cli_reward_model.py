@@ -46,7 +46,7 @@ STAGES = (
 
 
 class Library:
-    """Stands in for flatpeak.reward_model; remembers how it was called."""
+    """Stands in for flatpeak.pipeline.train_reward_model; remembers how it was called."""
 
     def __init__(self, *, signal: int | None) -> None:
         self.signal = signal
@@ -66,8 +66,8 @@ class Library:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, signal: int | None = None) -> tuple[Library, Any]:
     library = Library(signal=signal)
-    monkeypatch.setitem(sys.modules, "flatpeak.reward_model", library)  # type: ignore[arg-type]
-    monkeypatch.setattr("flatpeak.reward_model", library, raising=False)
+    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.train_reward_model", library)  # type: ignore[arg-type]
+    monkeypatch.setattr("flatpeak.pipeline.train_reward_model", library, raising=False)
     app = typer.Typer()
     app.command("reward-model")(reward_model)
     return library, CliRunner().invoke(app, list(arguments))

@@ -40,7 +40,7 @@ STAGES = (evaluation("start", 0, 0.0), evaluation("sft", 9, 0.411), evaluation("
 
 
 class Library:
-    """Stands in for flatpeak.api and flatpeak.comparison; remembers how it was called."""
+    """Stands in for flatpeak.pipeline.train and flatpeak.pipeline.compare; remembers how it was called."""
 
     def __init__(self, *, signal=None) -> None:
         self.signal = signal
@@ -68,9 +68,9 @@ class Library:
 
 def run(monkeypatch, *arguments, signal=None):
     library = Library(signal=signal)
-    monkeypatch.setitem(sys.modules, "flatpeak.api", library)
-    monkeypatch.setattr("flatpeak.api", library, raising=False)
-    monkeypatch.setitem(sys.modules, "flatpeak.comparison", library)
+    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.train", library)
+    monkeypatch.setattr("flatpeak.pipeline.train", library, raising=False)
+    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.compare", library)
     return library, CliRunner().invoke(app, list(arguments))
 
 
@@ -214,7 +214,7 @@ def test_eval_hands_on_the_recipe_that_says_how_models_are_evaluated(monkeypatch
 def test_chat_hands_its_options_on(monkeypatch):
     seen = []
     stand_in = SimpleNamespace(chat_loop=lambda path, *, console, **options: seen.append((path, options, console)))
-    monkeypatch.setitem(sys.modules, "flatpeak.chatting", stand_in)
+    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.chat", stand_in)
     options = ["--temperature", "0", "--max-new-tokens", "9", "--system", "hi", "--template", "chat", "--recipe", "r"]
     assert CliRunner().invoke(app, ["chat", "runs/x", *options]).exit_code == 0
     assert CliRunner().invoke(app, ["chat", "runs/y"]).exit_code == 0
@@ -229,7 +229,7 @@ def test_a_chat_in_a_pipe_has_only_answers_on_standard_output(monkeypatch):
             while True:
                 console.write(f"={console.read('> ')}")
 
-    monkeypatch.setitem(sys.modules, "flatpeak.chatting", SimpleNamespace(chat_loop=chat_loop))
+    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.chat", SimpleNamespace(chat_loop=chat_loop))
     done = CliRunner().invoke(app, ["chat", "runs/x"], input="1+1\n2+2\n")
     assert (done.stdout, done.stderr) == ("=1+1\n=2+2\n", "a note\n")
 
@@ -237,8 +237,8 @@ def test_a_chat_in_a_pipe_has_only_answers_on_standard_output(monkeypatch):
 def test_several_runs_are_reported_with_a_table_that_compares_them(monkeypatch):
     written = SimpleNamespace(write_report=lambda run: run / "report.html")
     tables = SimpleNamespace(compared_runs=lambda runs: "a table", run_table=lambda runs: "run,status\n")
-    monkeypatch.setitem(sys.modules, "flatpeak.experiments.report", written)
-    monkeypatch.setitem(sys.modules, "flatpeak.experiments.table", tables)
+    monkeypatch.setitem(sys.modules, "flatpeak.report.report", written)
+    monkeypatch.setitem(sys.modules, "flatpeak.report.report", tables)
     report = lambda *arguments: CliRunner().invoke(app, ["report", *arguments]).stdout  # noqa: E731
     assert report("a") == "a/report.html\n"
     assert report("a", "b") == "a/report.html\nb/report.html\n\na table\n"

@@ -145,7 +145,7 @@ def test_the_table_shows_coverage_both_accuracies_and_the_difference() -> None:
 
 
 def test_a_run_perturbs_before_and_after_training_and_not_between(tmp_path: Path) -> None:
-    from flatpeak.api import train
+    from flatpeak.pipeline.train import train
     from flatpeak.runs.metrics import read_metrics
     from flatpeak.runs.summary import read_summary
     from run_parts import tiny_recipe
@@ -195,8 +195,8 @@ def test_a_recipe_that_cannot_be_judged_is_refused(tmp_path: Path, sections: dic
 
 
 def test_a_run_without_accuracy_chooses_by_reward(tmp_path: Path) -> None:
-    from flatpeak.api import train
     from flatpeak.errors import UserError
+    from flatpeak.pipeline.train import train
     from run_parts import tiny_recipe
 
     rlhf = {"accuracy": None, "metric": "reward", "samples": 2}

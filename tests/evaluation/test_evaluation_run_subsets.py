@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flatpeak.api import train
 from flatpeak.cli.main import app
 from flatpeak.functional import wilson_interval
+from flatpeak.pipeline.train import train
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from run_parts import tiny_recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from flatpeak.experiments.charts import CHARTS, Chart, accuracy_curves, charts, metric_curves
+from flatpeak.report.charts import CHARTS, Chart, accuracy_curves, charts, metric_curves
 from flatpeak.runs.summary import EvaluationStage, StageEvaluation
 
 

@@ -1,7 +1,7 @@
 import re
 from xml.etree import ElementTree
 
-from flatpeak.experiments.curves import Curve, curve_svg, running_mean
+from flatpeak.report.charts import Curve, curve_svg, running_mean
 
 
 def test_a_running_mean_is_over_the_values_around():

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flatpeak.api import train
 from flatpeak.cli.main import app
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.experiments.explain import Explanation, ToldCompletion, explain, render, shown_token
+from flatpeak.pipeline.train import train
+from flatpeak.report.explain import Explanation, ToldCompletion, explain, render, shown_token
 from run_parts import tiny_recipe
 
 

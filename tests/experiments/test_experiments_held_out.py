@@ -9,7 +9,7 @@ import pytest
 
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.robustness import Robustness
-from flatpeak.experiments.held_out import (
+from flatpeak.report.evaluations import (
     MANY_VALUES,
     Shown,
     best_evaluation,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from flatpeak.experiments.charts import charts
-from flatpeak.experiments.curves import Curve, curve_svg
-from flatpeak.experiments.overoptimization import TITLE, paid_and_measured, reward_weights
+from flatpeak.report.charts import TITLE, Curve, charts, curve_svg, paid_and_measured, reward_weights
 from flatpeak.runs.summary import EvaluationStage, StageEvaluation
 
 WEIGHTS = {"proxy": 1.0, "gold": 0.0}

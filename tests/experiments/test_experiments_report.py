@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.experiments.charts import CHARTS, accuracy_curves, charts, metric_curves
-from flatpeak.experiments.report import evaluations_of, example_rollouts, write_report
-from flatpeak.experiments.table import compared_runs, run_table
+from flatpeak.report.charts import CHARTS, accuracy_curves, charts, metric_curves
+from flatpeak.report.report import compared_runs, evaluations_of, example_rollouts, run_table, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.summary import RunSummary, StageEvaluation, write_summary
@@ -443,7 +442,7 @@ def test_a_run_without_summary_has_no_row(run):
 
 def test_a_report_needs_no_torch(run):
     code = (
-        "import sys; from flatpeak.experiments.report import write_report; write_report(sys.argv[1]); "
+        "import sys; from flatpeak.report.report import write_report; write_report(sys.argv[1]); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=True)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import worker_parts
-from flatpeak.comparison import compare_checkpoints
 from flatpeak.errors import UserError
+from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.rewards.base import PartScores
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.calls import PATIENCE

@@ -4,8 +4,8 @@ import torch
 from rollout_fakes import HistoryDecoder, HistoryState, make_prompt
 from torch import Tensor
 
+from flatpeak.pipeline.components import batch_invariant
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.rollout.invariance import batch_invariant
 
 PROMPTS = [make_prompt(f"p{n}", range(1, 2 + n)) for n in range(3)]
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flatpeak.config.load import merge
 from flatpeak.errors import UserError
+from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
-from flatpeak.reward_model import train_reward_model
 from flatpeak.rewards.classifier import PLAIN, Classifier, Spread, Wording, read_record
 from flatpeak.rewards.config import SequenceClassifierConfig
 from flatpeak.rewards.reward_model import load_scorer
@@ -47,7 +47,7 @@ SGD = RewardModelOptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=No
 def learn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """`learn(sections, **options)`: train_reward_model without what takes most of a tiny run's time."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr("flatpeak.api.write_report", lambda path: path / "report.html")
+    monkeypatch.setattr("flatpeak.pipeline.train.write_report", lambda path: path / "report.html")
     pairs = write_pairs(tmp_path / "pairs.jsonl")
 
     def run(sections: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -396,7 +396,7 @@ def test_what_cannot_be_trained_is_one_line_and_leaves_no_run(learn: Callable[..
 
 
 def test_the_report_shows_what_was_learned(learn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatpeak.experiments.report import write_report
+    from flatpeak.report.report import write_report
 
     page = write_report(learn().path).read_text()
     for text in ("Held-out accuracy after training", "Reward model loss", "calibration_error", "longer_wins"):

@@ -29,8 +29,7 @@ def chat(
     A run, or a checkpoint in it, is asked as in its training. Answers go to standard output, everything else to
     standard error.
     """
-    from flatpeak.chatting import chat_loop
-    from flatpeak.evaluation.chat import Console
+    from flatpeak.pipeline.chat import Console, chat_loop
 
     chat_loop(
         path,

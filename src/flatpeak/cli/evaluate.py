@@ -36,7 +36,7 @@ def evaluate(
     if rows is not None and not Path(rows).absolute().parent.is_dir():
         raise UserError(f"--rows {rows}: no directory {Path(rows).parent}; make it first, or choose another")
     from flatpeak.cli.progress import open_progress
-    from flatpeak.comparison import compare_checkpoints
+    from flatpeak.pipeline.compare import compare_checkpoints
     from flatpeak.runs.files import write_atomic
     from flatpeak.runs.summary import finite
 

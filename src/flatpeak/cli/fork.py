@@ -11,7 +11,7 @@ import typer
 from flatpeak.cli.running import AsJson, Overrides, last_line, show_run
 
 if TYPE_CHECKING:
-    from flatpeak.api import RunResult
+    from flatpeak.pipeline.train import RunResult
     from flatpeak.protocols import Progress
 
 
@@ -24,7 +24,7 @@ def fork(
 ) -> None:
     """Train a new run on from a checkpoint of another one, with changed settings."""
     import flatpeak
-    from flatpeak.forking import metric_of
+    from flatpeak.pipeline.fork import metric_of
 
     def start(progress: Progress) -> RunResult:
         command = ["flatpeak", *sys.argv[1:]]

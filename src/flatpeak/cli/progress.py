@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from flatpeak.progress import Figures, PlainProgress
+from flatpeak.pipeline.progress import Figures, PlainProgress
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

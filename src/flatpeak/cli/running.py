@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from flatpeak.api import RunResult
     from flatpeak.config.run_config import RunConfig
+    from flatpeak.pipeline.train import RunResult
     from flatpeak.protocols import Progress
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 

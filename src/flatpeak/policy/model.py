@@ -167,7 +167,7 @@ class Policy:
         if not self.native:
             raise UserError(
                 f"this model is not decoded natively ({self.notice}): sample with "
-                "flatpeak.samplers.PlainSampler(policy, max_rows=64)"
+                "flatpeak.pipeline.components.PlainSampler(policy, max_rows=64)"
             )
         with packed_weights(self.causal):
             yield

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from flatpeak.api import Recipe, RunResult, as_config, open_notices, report_on
 from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError, brief
 from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.pipeline.lifecycle import conduct
+from flatpeak.pipeline.train import Recipe, RunResult, as_config, open_notices, report_on
 from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.protocols import Progress
 from flatpeak.rewards.classifier import (
@@ -36,7 +37,6 @@ from flatpeak.tasks.config import PreferencesConfig
 from flatpeak.tasks.preferences import Preferences, load_preferences
 from flatpeak.training.curriculum import Stream
 from flatpeak.training.diagnostics import SkippedUpdates
-from flatpeak.training.outcome import conduct
 from flatpeak.training.recorder import Journal
 from flatpeak.training.reward_model_trainer import (
     EncodedPair,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import shlex
 from collections.abc import Sequence
@@ -12,10 +14,11 @@ from typing import Any
 import yaml
 
 from flatpeak.errors import UserError
-from flatpeak.experiments.charts import charts
-from flatpeak.experiments.held_out import (
+from flatpeak.report.charts import charts, reward_weights
+from flatpeak.report.evaluations import (
     Shown,
     beside,
+    best_evaluation,
     cell,
     headline_metric,
     metric_table,
@@ -23,7 +26,6 @@ from flatpeak.experiments.held_out import (
     shown_evaluations,
     subset_tables,
 )
-from flatpeak.experiments.overoptimization import reward_weights
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.files import silence, write_atomic
 from flatpeak.runs.metrics import read_metrics
@@ -182,3 +184,109 @@ def _with_failures(evaluation: StageEvaluation, metric: str) -> str:
     failed = evaluation.metrics.get(beside(metric))
     told = "" if failed is None or not metric.endswith("accuracy") else f"; no answer found in {failed:.1%}"
     return cell(evaluation, metric) + told
+
+
+COLUMNS = (
+    "run",
+    "status",
+    "task",
+    "questions",
+    "start_accuracy",
+    "sft_accuracy",
+    "final_accuracy",
+    "final_low",
+    "final_high",
+    "extraction_failed",
+    "metric",
+    "best_step",
+    "best_value",
+    "last_step",
+    "wall_seconds",
+)
+
+
+def run_table(runs: Sequence[Path]) -> str:
+    """CSV with a header; an empty cell is a figure the run does not have. Raises UserError for what is not a run."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for run in runs:
+        writer.writerow({"run": run.as_posix()} | _row(read_summary(RunPaths(run).summary)))
+    return text.getvalue()
+
+
+def compared_runs(runs: Sequence[Path]) -> str:
+    """A table of aligned columns, narrow enough for a terminal: the held-out metric at every stage, the interval of the
+    last figure, best and last step, time. A dash is a figure that the run does not have.
+
+    The metric is accuracy where the run has it, else the one that chose its checkpoints.
+    """
+    rows: list[tuple[str, ...]] = [("run", "metric", "start", "SFT", "final", "95% interval", "best", "last", "time")]
+    rows += [_compared(run, RunPaths(run).summary) for run in runs]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # Words to the left, figures to the right.
+    aligned = (
+        [one.ljust(w) if at < 2 else one.rjust(w) for at, (one, w) in enumerate(zip(r, widths, strict=True))]
+        for r in rows
+    )
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
+
+
+def _compared(run: Path, path: Path) -> tuple[str, ...]:
+    if not path.exists():
+        return (f"{run.as_posix()} (no summary)", *("-" for _ in range(8)))
+    summary = read_summary(path)
+    final = summary.evaluations[-1] if summary.evaluations else None
+    metric = (headline_metric(final, metric=summary.metric) if final else None) or summary.metric
+    interval = final.intervals.get(metric) if final else None
+    stages = (summary.evaluation("start"), summary.evaluation("sft"), final)
+    return (
+        run.as_posix() if summary.status == "done" else f"{run.as_posix()} ({summary.status})",
+        metric,
+        *(_short(None if found is None else found.metrics.get(metric)) for found in stages),
+        "-" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]",
+        "-" if summary.best_step is None else str(summary.best_step),
+        str(summary.last_step),
+        f"{summary.wall_seconds:.0f} s",
+    )
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _row(summary: RunSummary) -> dict[str, Any]:
+    final = summary.evaluations[-1] if summary.evaluations else None
+    low, high = _interval(final)
+    best = best_evaluation(summary)
+    return {
+        "status": summary.status,
+        "task": final.task if final else None,
+        "questions": final.size if final else None,
+        "start_accuracy": _accuracy(summary.evaluation("start")),
+        "sft_accuracy": _accuracy(summary.evaluation("sft")),
+        "final_accuracy": _accuracy(final),
+        "final_low": low,
+        "final_high": high,
+        "extraction_failed": _figure(final, "extraction_failed"),
+        "metric": summary.metric,
+        "best_step": summary.best_step,
+        "best_value": best.metrics.get(summary.metric) if best else None,
+        "last_step": summary.last_step,
+        "wall_seconds": round(summary.wall_seconds, 1),
+    }
+
+
+def _accuracy(evaluation: StageEvaluation | None) -> float | None:
+    """Of greedy answers, or of samples where the recipe asks for no others."""
+    return _figure(evaluation, "accuracy")
+
+
+def _figure(evaluation: StageEvaluation | None, metric: str) -> float | None:
+    metrics = {} if evaluation is None else evaluation.metrics
+    return metrics.get(metric, metrics.get(f"sampled/{metric}"))
+
+
+def _interval(evaluation: StageEvaluation | None) -> tuple[float | None, float | None]:
+    intervals = {} if evaluation is None else evaluation.intervals
+    return intervals.get("accuracy", intervals.get("sampled/accuracy", (None, None)))

@@ -10,27 +10,26 @@ from typing import Any
 
 import torch
 
-from flatpeak.assembly import Given, Parts, assemble, own_reference
-from flatpeak.checks import without_source
 from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.experiments.report import write_report
+from flatpeak.pipeline.build import Given, Parts, assemble, own_reference
+from flatpeak.pipeline.checks import without_source
+from flatpeak.pipeline.components import SamplerFactory, announce_decoding
+from flatpeak.pipeline.lifecycle import Saved, conduct, read_saved
+from flatpeak.pipeline.progress import as_progress
 from flatpeak.policy.layers import training_layers
 from flatpeak.policy.model import no_progress_bar
-from flatpeak.progress import as_progress
 from flatpeak.protocols import Progress, Sampler, Task
+from flatpeak.report.report import write_report
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
-from flatpeak.samplers import SamplerFactory, announce_decoding
-from flatpeak.saved import Saved, read_saved
 from flatpeak.training.diagnostics import SilentSteps
 from flatpeak.training.objective import Objective
-from flatpeak.training.outcome import conduct
 from flatpeak.training.recorder import Journal
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer

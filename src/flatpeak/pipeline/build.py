@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flatpeak.checks import (
+from flatpeak.config.run_config import RunConfig
+from flatpeak.errors import UserError
+from flatpeak.evaluation.evaluate import Evaluator, Grader, make_evaluator
+from flatpeak.evaluation.ranking import LetterRanker
+from flatpeak.pipeline.checks import (
     check_aside,
     check_policy,
     check_regularization,
@@ -16,11 +20,15 @@ from flatpeak.checks import (
     recipe_notices,
     renamed_settings,
 )
-from flatpeak.config.run_config import RunConfig
-from flatpeak.errors import UserError
-from flatpeak.evaluation.evaluate import Evaluator, Grader, make_evaluator
-from flatpeak.evaluation.ranking import LetterRanker
-from flatpeak.graders import first_reward, main_reward, open_workers, prepare
+from flatpeak.pipeline.components import (
+    SamplerFactory,
+    build_sampler,
+    callers_sampler,
+    first_reward,
+    main_reward,
+    open_workers,
+    prepare,
+)
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights
 from flatpeak.policy.model import Policy
@@ -30,7 +38,6 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.signals import StopSignals
-from flatpeak.samplers import SamplerFactory, build_sampler, callers_sampler
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.prompts import build_prompts, prompt_texts

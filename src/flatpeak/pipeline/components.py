@@ -1,22 +1,107 @@
-"""Which sampler a run draws from, and what is asked of one that the caller brings."""
+"""From a recipe, or what a caller brings, to the rewards of a run: built, fitted to the evaluation, made ready."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
+from flatpeak.evaluation.evaluate import Grader, TextAnswers
 from flatpeak.kernels.decode_attention import kernel_notices
+from flatpeak.pipeline.checks import check_accuracy, check_metric
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Progress, Sampler, Tokenizer
+from flatpeak.protocols import Progress, Reward, Sampler, Tokenizer
+from flatpeak.rewards.build import as_reward, build_reward
+from flatpeak.rewards.config import RewardConfig
+from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine
-from flatpeak.rollout.invariance import batch_invariant
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
+
+SHOWN_TO_REWARDS = 16
+"""Examples that rewards may check themselves on."""
+
+
+def open_workers(config: RunConfig) -> WorkerPool | None:
+    """The processes that grade; each starts when there is something to grade. None where the recipe wants none."""
+    size, memory = config.run.grading_workers, config.run.grading_memory
+    if size == 0:
+        return None
+    return WorkerPool(
+        2 if size is None else size,
+        timeout=config.run.grading_timeout,
+        memory_bytes=None if memory is None else int(memory * 2**30),
+    )
+
+
+def main_reward(config: RunConfig, given: Any, *, workers: WorkerPool | None, progress: Progress) -> Grader:
+    """The recipe's rewards, or the caller's own. UserError where they do not fit the evaluation."""
+    if given is None:
+        reward = _build(config, config.rewards, workers=workers, progress=progress)
+    else:
+        rules = config.run.grading_workers is not None
+        found = as_reward(
+            given,
+            name=config.evaluation.accuracy,
+            workers=workers,
+            rules=rules,
+            budget=config.run.grading_budget,
+            notice=progress.notice,
+        )
+        if not isinstance(found, RewardSet):
+            return TextAnswers(found)
+        reward = found
+    check_accuracy(config.evaluation, reward)
+    check_metric(config.evaluation, reward)
+    return reward
+
+
+def first_reward(config: RunConfig, *, workers: WorkerPool | None, progress: Progress) -> RewardSet | None:
+    """The rewards of the curriculum's first task, where it has its own."""
+    if config.curriculum is None or config.curriculum.rewards is None:
+        return None
+    reward = _build(config, config.curriculum.rewards, workers=workers, progress=progress)
+    check_accuracy(config.evaluation, reward)
+    return reward
+
+
+def _build(
+    config: RunConfig, rewards: Mapping[str, RewardConfig], *, workers: WorkerPool | None, progress: Progress
+) -> RewardSet:
+    rules = config.run.grading_workers is not None
+    return build_reward(rewards, workers=workers, rules=rules, budget=config.run.grading_budget, notice=progress.notice)
+
+
+def prepare(reward: Grader | Reward, prompts: Sequence[Prompt]) -> None:
+    """Let rewards that can check themselves do so, on the first examples: UserError where one is unfit."""
+    if isinstance(reward, RewardSet):
+        reward.prepare([prompt.example for prompt in prompts[:SHOWN_TO_REWARDS]])
+
+
+def batch_invariant(
+    engine: NativeEngine, prompts: Sequence[Prompt], *, group_size: int = 4, max_new_tokens: int = 16, seed: int = 0
+) -> bool:
+    """Whether prompts decoded alone and together give the same tokens and bitwise the same log-probs.
+
+    True is evidence and not proof: a matrix product may round differently at a shape that was not tried. Where it is
+    False log-probs agree to rounding, and a token may rarely differ. Each prompt is sampled alone (one row), as a group
+    alone, and among all of them; give prompts of different lengths.
+    """
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
+        together = engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+        for prompt, group in zip(prompts, together, strict=True):
+            for size in (1, group_size):
+                (alone,) = engine.generate([prompt], group_size=size, sampling=sampling, seed=seed)
+                if alone.completions != group.completions[:size]:
+                    return False
+    return True
+
 
 LARGEST_LOGPROB = 1e-4
 """The logarithm of a probability may exceed 0 by as much as float32 rounds of large logits."""

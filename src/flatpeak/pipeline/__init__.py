@@ -1,0 +1,1 @@
+"""Whole runs: from a configuration to its parts, its stages and its result."""

@@ -1,0 +1,1 @@
+"""The report page, the run-summary table and `flatpeak explain`."""
