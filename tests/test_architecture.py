@@ -10,36 +10,11 @@ from pathlib import Path
 import pytest
 
 import flatpeak
+from support.structure import RANK
 
 PACKAGE = Path(flatpeak.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
-# Each may import what stands in a line above its own, and itself; what stands in one line does not know the others.
-ORDER = (
-    {"kernels"},
-    {"functional"},
-    {"errors", "hub", "schema", "types"},
-    {"protocols"},
-    {"utils"},
-    {"tasks", "rollout", "rewards", "policy", "gradreg", "runs"},
-    {"evaluation"},
-    {"training"},
-    {"idle_settings"},
-    {"config"},
-    {"recipe_errors", "recipe_yaml"},
-    {"recipe"},
-    {"experiments", "report"},
-    {"pipeline"},
-    {"checks", "progress", "samplers"},
-    {"graders"},
-    {"assembly"},
-    {"saved"},
-    {"api"},
-    {"chatting", "comparison", "forking", "reward_model"},
-    {"integrations"},
-    {"cli"},
-)
-RANK = {component: rank for rank, components in enumerate(ORDER) for component in components}
 FUNCTIONAL_MAY_IMPORT = {"torch", "numpy"} | set(sys.stdlib_module_names)
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
@@ -88,7 +63,7 @@ def modules(paths: list[Path]) -> list[str]:
 @pytest.mark.parametrize("path", [path for path in FILES if path != Path("__init__.py")], ids=str)
 def test_imports_point_one_way(path):
     component = component_of(path)
-    assert component in RANK, f"{component} has no place in ORDER: give it one, here and in docs/architecture.md"
+    assert component in RANK, f"{component} has no place in LAYERS: give it one, and in docs/architecture.md"
     assert offences(component, read(path)) == []
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import flatpeak
-from flatpeak.cli.fork import fork as fork_command
+from flatpeak.cli.train import fork as fork_command
 from flatpeak.errors import DivergedError, UserError
 from flatpeak.runs.checkpoints import seal
 from flatpeak.runs.metrics import read_metrics

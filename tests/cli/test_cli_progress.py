@@ -1,6 +1,6 @@
 import io
 
-from flatpeak.cli.progress import LiveProgress, open_progress
+from flatpeak.cli.common import LiveProgress, open_progress
 from flatpeak.pipeline.progress import PlainProgress
 
 

@@ -13,7 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from flatpeak.cli.reward_model import last_line, reward_model
+from flatpeak.cli.train import reward_model, reward_model_line
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation
 
 
@@ -96,7 +96,7 @@ def test_the_last_line_has_the_accuracy_its_interval_and_what_length_would_have(
 
 
 def test_a_run_without_evaluations_has_a_last_line_too() -> None:
-    line = last_line(summary(), report=Path("r.html"))
+    line = reward_model_line(summary(), report=Path("r.html"))
     assert line == "reward-model: held-out accuracy unknown -> unknown (longer wins unknown) in 21 s, report: r.html"
 
 

@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from flatpeak.cli.common import last_line, read_config, show_run
 from flatpeak.cli.evaluate import split_arguments
 from flatpeak.cli.main import app
-from flatpeak.cli.running import last_line, read_config, show_run
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
 from flatpeak.runs.summary import RunSummary, StageEvaluation

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainingArguments
 
 need_trl()
 from flatpeak.errors import UserError  # noqa: E402
-from flatpeak.integrations.refusals import check_trainer  # noqa: E402
+from flatpeak.integrations.hf_trainer import check_trainer  # noqa: E402
 from flatpeak.integrations.trl import (  # noqa: E402
     GradientRegularizationMixin,
     GradientRegularizedGRPOConfig,

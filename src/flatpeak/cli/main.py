@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from flatpeak.cli import chat, demo, evaluate, explain, fork, grade, report, reward_model, sft, train
+from flatpeak.cli import evaluate, report, train
 from flatpeak.errors import RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; what the user has set stays.
@@ -32,15 +32,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("sft")(sft.sft)
+app.command("demo")(train.demo)
+app.command("sft")(train.sft)
 app.command("train")(train.train)
-app.command("fork")(fork.fork)
-app.command("reward-model")(reward_model.reward_model)
+app.command("fork")(train.fork)
+app.command("reward-model")(train.reward_model)
 app.command("eval")(evaluate.evaluate)
-app.command("chat")(chat.chat)
-app.command("grade")(grade.grade)
-app.command("explain")(explain.explain)
+app.command("chat")(evaluate.chat)
+app.command("grade")(evaluate.grade)
+app.command("explain")(report.explain)
 app.command("report")(report.report)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,7 @@ from pydantic import ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.statistics import Report
 
 PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
 """Published code perturbs every trainable parameter whose name contains none of these."""
@@ -299,3 +302,36 @@ def in_argument_names(message: str) -> str:
     """A message of the regularizer in the words of the trainer's user."""
     message = message.replace("gradient_regularization.step", "grad_reg_eps")
     return message.replace("gradient_regularization.", "grad_reg_")
+
+
+class LogBook:
+    """Collects reports between two logs, and counts for good."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        """Updates without their penalty, and those dropped because their gradient was not finite."""
+        self._values: dict[str, list[float]] = defaultdict(list)
+        self._after_first_pass = 0.0
+        self._whole = 0.0
+
+    def update(self, report: Report, *, dropped: bool) -> None:
+        """One update that had, or should have had, a penalty."""
+        skipped = dropped or report.skipped is not None
+        self.skipped += skipped
+        for name, value in {**report.metrics(), "gradreg/skipped": float(skipped)}.items():
+            if math.isfinite(value):
+                self._values[name].append(value)
+        self._after_first_pass += report.seconds
+
+    def spent(self, seconds: float) -> None:
+        """On a training step, its second pass included."""
+        self._whole += seconds
+
+    def take(self) -> dict[str, float]:
+        """The means by the names of docs/metrics.md; empty where no update was regularized."""
+        means = {name: sum(values) / len(values) for name, values in self._values.items()}
+        if means and self._whole > 0:
+            means["gradreg/time_share"] = self._after_first_pass / self._whole
+        self._values.clear()
+        self._after_first_pass = self._whole = 0.0
+        return means

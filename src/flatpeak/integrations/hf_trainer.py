@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,9 +10,110 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from flatpeak.errors import UserError
 from flatpeak.integrations.arguments import GradientRegularizationArguments
-from flatpeak.integrations.refusals import check_arguments, check_trainer
-from flatpeak.integrations.session import Session
+from flatpeak.integrations.policy_loss import path_of
+from flatpeak.integrations.session import Session, autocasts, sharded_dtype
+
+TRANSPARENT = {
+    "transformers.trainer.Trainer",
+    "trl.trainer.grpo_trainer.GRPOTrainer",
+    "trl.trainer.rloo_trainer.RLOOTrainer",
+    "trl.trainer.dpo_trainer.DPOTrainer",
+    "trl.trainer.kto_trainer.KTOTrainer",
+    "trl.trainer.reward_trainer.RewardTrainer",
+    "trl.trainer.sft_trainer.SFTTrainer",
+}
+"""Classes whose training_step is transformers' own but for timing, counting and where activations are kept."""
+LOOP = ("train", "_inner_training_loop", "_run_epoch")
+DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+FUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
+"""Parts of names of optimizers that step inside the backward pass."""
+
+
+def check_arguments(trainer: Trainer) -> GradientRegularizationArguments:
+    """The trainer's arguments, if they have ours."""
+    if not isinstance(trainer.args, GradientRegularizationArguments):
+        raise UserError(
+            f"{type(trainer).__name__}: args={type(trainer.args).__name__} has no grad_reg_ arguments; give "
+            "GradientRegularizedGRPOConfig, or mix GradientRegularizationArguments into the trainer's own config: "
+            f"@dataclass class Config(GradientRegularizationArguments, {type(trainer.args).__name__})"
+        )
+    return trainer.args
+
+
+def check_trainer(trainer: Trainer, mixin: type) -> None:
+    """UserError with the first reason there is."""
+    for reason in (*_class_reasons(trainer, mixin), *_distribution_reasons(trainer), *_arithmetic_reasons(trainer)):
+        raise UserError(f"gradient regularization of {type(trainer).__name__}: {reason}")
+
+
+def _class_reasons(trainer: Trainer, mixin: type) -> Iterator[str]:
+    kinds = [kind for kind in type(trainer).__mro__ if kind not in (mixin, Trainer, object)]
+    for kind in kinds:
+        for name in LOOP:
+            if issubclass(kind, Trainer) and name in vars(kind):
+                yield (
+                    f"{kind.__name__} has a {name} of its own, whose steps would not be regularized; use a trainer "
+                    "that keeps transformers' loop"
+                )
+    trusted = getattr(trainer, "grad_reg_trust_training_step", False)
+    for kind in kinds:
+        if "training_step" in vars(kind) and path_of(kind) not in TRANSPARENT and not trusted:
+            yield (
+                f"{kind.__name__} has a training_step of its own, and the second pass runs transformers' instead; if "
+                "its gradient is that of transformers' training_step, set grad_reg_trust_training_step = True in the "
+                "class"
+            )
+
+
+def _distribution_reasons(trainer: Trainer) -> Iterator[str]:
+    accelerator = trainer.accelerator
+    if trainer.is_deepspeed_enabled:
+        yield "DeepSpeed keeps gradients and master weights to itself; use DDP or FSDP2"
+    if trainer.is_fsdp_enabled and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        yield "FSDP1 flattens parameters into one; use FSDP2 (fsdp_config={'version': 2})"
+    if trainer.args.n_gpu > 1:
+        yield (
+            "several GPUs in one process are nn.DataParallel; start one process per GPU (accelerate launch), or show "
+            "one (CUDA_VISIBLE_DEVICES=0)"
+        )
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind not in DISTRIBUTED and not trainer.is_deepspeed_enabled:
+        yield f"{kind} has not been tested; use one process, DDP or FSDP2"
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled or parallelism.tp_enabled):
+        yield (
+            "context, sequence and tensor parallelism split what a second pass would have to replay; leave out "
+            "parallelism_config"
+        )
+
+
+def _arithmetic_reasons(trainer: Trainer) -> Iterator[str]:
+    args = trainer.args
+    if args.fp16 or trainer.accelerator.mixed_precision not in ("no", "bf16"):
+        yield "float16 scales gradients and float8 rounds them; use bf16=True or neither"
+    cast = sharded_dtype(trainer)
+    if args.grad_reg_precision == "float32" and cast is not None and str(cast) != "torch.float32":
+        yield (
+            f"FSDP2 casts weights to {str(cast)[6:]}, which swallows the perturbation; set bf16=False, or "
+            "grad_reg_precision=autocast to have what is left measured"
+        )
+    if args.grad_reg_precision == "float32" and autocasts(trainer) and args.torch_compile:
+        yield "a compiled forward pass keeps its autocast; set bf16=False, torch_compile=False or " + (
+            "grad_reg_precision=autocast"
+        )
+    liger = args.liger_kernel_config or {}
+    if args.use_liger_kernel and liger.get("fused_linear_cross_entropy") is not False:
+        yield (
+            "Liger's fused loss computes its gradient in the forward pass; set "
+            "liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )
+    if getattr(args, "use_liger_loss", False):
+        yield "Liger's loss hides the log-probabilities; set use_liger_loss=False"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if any(part in optimizer for part in FUSED_OPTIMIZERS):
+        yield f"optim={optimizer} steps inside the backward pass, before there is a second one; use adamw_torch"
 
 
 class GradientRegularizationMixin(Trainer):

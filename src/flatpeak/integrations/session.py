@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -10,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
@@ -23,14 +26,87 @@ from flatpeak.gradreg.statistics import Report
 from flatpeak.integrations.arguments import (
     PUBLISHED_EXCLUDE,
     GradientRegularizationArguments,
+    LogBook,
     checked_config,
     in_argument_names,
 )
-from flatpeak.integrations.logbook import LogBook
-from flatpeak.integrations.policy_loss import PolicyLoss
-from flatpeak.integrations.precision import autocasts, compute_dtype, full_precision
-from flatpeak.integrations.replay import MicroBatch, has_signal, run_again, unchanged
-from flatpeak.integrations.state import load_state, save_state
+from flatpeak.integrations.policy_loss import MicroBatch, PolicyLoss, has_signal, run_again, unchanged
+
+MATMUL = torch.backends.cuda.matmul
+IEEE = "ieee"
+
+
+def autocasts(trainer: Trainer) -> bool:
+    """Whether accelerate wraps the trainer's forward pass in autocast."""
+    return bool(trainer.accelerator.native_amp)
+
+
+def sharded_dtype(trainer: Trainer) -> torch.dtype | None:
+    """What FSDP2 casts weights to; None where it does not, or is not used."""
+    if not trainer.is_fsdp_enabled:
+        return None
+    policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+    return getattr(policy, "param_dtype", None)
+
+
+def compute_dtype(trainer: Trainer, precision: str) -> torch.dtype | None:
+    """What the weights are rounded to on their way into a regularized forward pass, for the guard."""
+    if precision == "float32":
+        return None
+    return sharded_dtype(trainer) or (torch.bfloat16 if autocasts(trainer) else None)
+
+
+@contextmanager
+def full_precision(trainer: Trainer) -> Iterator[None]:
+    """Without autocast, and without TensorFloat-32 in matrix products.
+
+    accelerate bakes autocast into `forward` of the models it prepares and keeps the plain one beside it.
+    """
+    accelerator = trainer.accelerator
+    models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    baked = [(model, vars(model)["forward"]) for model in models if "_original_forward" in vars(model)]
+    amp, matmul = accelerator.native_amp, MATMUL.fp32_precision
+    for model, _ in baked:
+        model.forward = model._original_forward
+    accelerator.native_amp = False
+    MATMUL.fp32_precision = IEEE
+    try:
+        yield
+    finally:
+        MATMUL.fp32_precision = matmul
+        accelerator.native_amp = amp
+        for model, forward in baked:
+            model.forward = forward
+
+
+STATE = "gradient_regularization.json"
+MEMORY = "gradient_regularization/memory.safetensors"
+"""In a folder of its own: vLLM, SGLang and others load every `*.safetensors` file beside config.json as weights."""
+FORMER_MEMORY = "gradient_regularization.safetensors"
+"""Its place in checkpoints of earlier versions."""
+
+
+def save_state(regularizer: GradientRegularizer, directory: Path, *, writes: bool) -> None:
+    """Write what the next update depends on. Every rank has to come here; the one that `writes` does."""
+    tensors = {name: tensor.contiguous() for name, tensor in regularizer.tensors().items()}
+    if not writes:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    if tensors:
+        (directory / MEMORY).parent.mkdir(exist_ok=True)
+        save_file(tensors, directory / MEMORY)
+    (directory / STATE).write_text(json.dumps(regularizer.state()), encoding="utf-8")
+
+
+def load_state(regularizer: GradientRegularizer, directory: Path) -> bool:
+    """Go on from what a checkpoint holds; False where it holds nothing, having been written without regularization."""
+    if not (directory / STATE).exists():
+        return False
+    memory = next((directory / name for name in (MEMORY, FORMER_MEMORY) if (directory / name).exists()), None)
+    tensors = load_file(memory) if memory is not None else {}
+    regularizer.load(json.loads((directory / STATE).read_text(encoding="utf-8")), tensors)
+    return True
+
 
 StockStep = Callable[[nn.Module, Any, Any], Tensor]
 

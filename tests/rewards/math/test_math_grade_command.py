@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flatpeak.cli.grade import grade
+from flatpeak.cli.evaluate import grade
 from flatpeak.errors import UserError
 from flatpeak.rewards.math.grader import MathGrader
 
@@ -103,7 +103,7 @@ def test_bad_options_are_named(tmp_path: Path) -> None:
 def test_the_command_loads_no_torch(tmp_path: Path) -> None:
     file = rows(tmp_path, (r"\boxed{x+1}", "1+x"))
     code = (
-        "import sys\nfrom flatpeak.cli.grade import grade\n"
+        "import sys\nfrom flatpeak.cli.evaluate import grade\n"
         "grade(sys.argv[1], task='math', as_json=True, timeout=2.0)\nprint('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=True)
