@@ -11,7 +11,8 @@ from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_models import SHAPES, build_policy, decode_ceiling
 from benchmarks.part import Row
 from benchmarks.workloads import FIRST_WORD
-from flatpeak.kernels.decode_attention import PromptTiles, decode_attention, kernel_notices, reference_attention
+from flatpeak.kernels.decode_attention import decode_attention, kernel_notices, reference_attention
+from flatpeak.kernels.prompt_tiles import PromptTiles
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Example, Prompt, SamplingParams

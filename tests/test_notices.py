@@ -11,7 +11,7 @@ import pytest
 
 import flatpeak
 from flatpeak.errors import UserError
-from flatpeak.report.report import page_content, write_report
+from flatpeak.report.page import page_content, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.notices import read_notices
 from resume_parts import Death, die, steps_of

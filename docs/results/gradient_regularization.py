@@ -13,6 +13,10 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import torch
+from flatpeak.gradreg.report import Report
+from flatpeak.policy.policy import Policy
+from flatpeak.policy.tokenizers import build_tokenizer
+from flatpeak.training.second_pass import Frozen
 from published_gradient_regularization import (
     Rows,
     bandit,
@@ -45,15 +49,11 @@ from torch import Tensor, nn
 from flatpeak.functional import frozen_policy_loss, importance_ratio
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.report import Report
 from flatpeak.policy.config import TokenizerConfig
-from flatpeak.policy.policy import Policy
-from flatpeak.policy.tokenizers import build_tokenizer
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
 from flatpeak.training.learner import Learner, weighted_sum
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import RegularizedLearner
-from flatpeak.training.second_pass import Frozen
 from flatpeak.types import Batch
 
 LARGE = 1024.0

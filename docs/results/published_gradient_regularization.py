@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from flatpeak.gradreg.selection import block_lists, choose_parameters
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
 
@@ -21,7 +22,6 @@ from flatpeak.functional import (
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.perturbation import Kept, Perturbation
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.selection import block_lists, choose_parameters
 
 Rows = list[tuple[str, ...]]
 

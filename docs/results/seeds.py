@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 
 from flatpeak.comparison import compare_checkpoints
+
 from flatpeak.evaluation.evaluate import Evaluation
 from flatpeak.functional import paired_bootstrap
 

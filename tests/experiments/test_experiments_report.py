@@ -10,7 +10,7 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.report.charts import CHARTS, accuracy_curves, charts, metric_curves
-from flatpeak.report.report import compared_runs, evaluations_of, example_rollouts, run_table, write_report
+from flatpeak.report.page import compared_runs, evaluations_of, example_rollouts, run_table, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.summary import RunSummary, StageEvaluation, write_summary
@@ -442,7 +442,7 @@ def test_a_run_without_summary_has_no_row(run):
 
 def test_a_report_needs_no_torch(run):
     code = (
-        "import sys; from flatpeak.report.report import write_report; write_report(sys.argv[1]); "
+        "import sys; from flatpeak.report.page import write_report; write_report(sys.argv[1]); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=True)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.kernels.decode_attention import PromptTiles, reference_attention
+from flatpeak.kernels.decode_attention import reference_attention
+from flatpeak.kernels.prompt_tiles import PromptTiles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,13 @@ from decode_parts import Case, as_argument, naive, problem
 
 from flatpeak.kernels import decode_attention as module
 from flatpeak.kernels.decode_attention import (
-    TILE_ROWS,
-    PromptTiles,
     decode_attention,
     kernel_fault,
     kernel_notices,
     reference_attention,
     uses_kernel,
 )
+from flatpeak.kernels.prompt_tiles import TILE_ROWS, PromptTiles
 
 CASES = [
     Case(),

@@ -31,7 +31,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"report"}),
     frozenset({"pipeline"}),
     frozenset({"integrations"}),
-    frozenset({"cli", "__main__"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 SAME_ROLE = frozenset({"__init__", "build", "config"})

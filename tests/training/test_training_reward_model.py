@@ -396,7 +396,7 @@ def test_what_cannot_be_trained_is_one_line_and_leaves_no_run(learn: Callable[..
 
 
 def test_the_report_shows_what_was_learned(learn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatpeak.report.report import write_report
+    from flatpeak.report.page import write_report
 
     page = write_report(learn().path).read_text()
     for text in ("Held-out accuracy after training", "Reward model loss", "calibration_error", "longer_wins"):

@@ -15,12 +15,12 @@ def report(
     ] = False,
 ) -> None:
     """Rebuild each run's report.html and print its path; of several runs, also print a table that compares them."""
-    from flatpeak.report.report import compared_runs, run_table
+    from flatpeak.report.page import compared_runs, run_table
 
     if csv:
         typer.echo(run_table(runs), nl=False)
         return
-    from flatpeak.report.report import write_report
+    from flatpeak.report.page import write_report
 
     for run in runs:
         typer.echo(write_report(run))

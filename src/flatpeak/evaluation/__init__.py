@@ -1,1 +1,11 @@
 """Held-out evaluation, comparison of stages, chat."""
+
+from typing import TYPE_CHECKING
+
+from flatpeak.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flatpeak.evaluation.config import EvaluationConfig as EvaluationConfig
+    from flatpeak.evaluation.result import Evaluation as Evaluation
+
+__getattr__ = lazy_names(__name__, {"Evaluation": "result", "EvaluationConfig": "config"})

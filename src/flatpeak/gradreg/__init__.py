@@ -1,1 +1,11 @@
 """Gradient regularization: perturb, recompute, restore, combine, and the guard that it really happened."""
+
+from typing import TYPE_CHECKING
+
+from flatpeak.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flatpeak.gradreg.config import GradientRegularizationConfig as GradientRegularizationConfig
+    from flatpeak.gradreg.regularizer import GradientRegularizer as GradientRegularizer
+
+__getattr__ = lazy_names(__name__, {"GradientRegularizationConfig": "config", "GradientRegularizer": "regularizer"})

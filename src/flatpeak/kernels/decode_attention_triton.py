@@ -15,7 +15,7 @@ import triton  # type: ignore[import-not-found,import-untyped]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped]
 from torch import Tensor
 
-from flatpeak.kernels.decode_attention import TILE_ROWS, PromptTiles
+from flatpeak.kernels.prompt_tiles import TILE_ROWS, PromptTiles
 
 LARGEST_CHUNK = 256
 MOST_CHUNKS = 64

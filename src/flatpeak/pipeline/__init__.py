@@ -1,1 +1,14 @@
 """Whole runs: from a configuration to its parts, its stages and its result."""
+
+from typing import TYPE_CHECKING
+
+from flatpeak.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flatpeak.pipeline.compare import compare_checkpoints as compare_checkpoints
+    from flatpeak.pipeline.components import build_sampler as build_sampler
+    from flatpeak.pipeline.train import RunResult as RunResult
+
+__getattr__ = lazy_names(
+    __name__, {"RunResult": "train", "build_sampler": "components", "compare_checkpoints": "compare"}
+)

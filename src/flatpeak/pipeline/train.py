@@ -21,7 +21,7 @@ from flatpeak.pipeline.progress import as_progress
 from flatpeak.policy.layers import training_layers
 from flatpeak.policy.model import no_progress_bar
 from flatpeak.protocols import Progress, Sampler, Task
-from flatpeak.report.report import write_report
+from flatpeak.report.page import write_report
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flatpeak.kernels.decode_attention import PromptTiles, decode_attention
+from flatpeak.kernels.decode_attention import decode_attention
+from flatpeak.kernels.prompt_tiles import PromptTiles
 from flatpeak.policy.attention import SUMMED, AttentionRule
 
 if TYPE_CHECKING:

@@ -1,1 +1,10 @@
 """The report page, the run-summary table and `flatpeak explain`."""
+
+from typing import TYPE_CHECKING
+
+from flatpeak.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flatpeak.report.page import write_report as write_report
+
+__getattr__ = lazy_names(__name__, {"write_report": "page"})

@@ -9,8 +9,8 @@ from typing import Any
 
 from flatpeak.rewards.judge.build import build_judge_reward
 from flatpeak.rewards.judge.config import JudgeConfig
-from flatpeak.rewards.judge.judge_reward import JudgeReward
 from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
+from flatpeak.rewards.judge.reward import JudgeReward
 from flatpeak.types import Completion, Example, Group, Prompt
 
 

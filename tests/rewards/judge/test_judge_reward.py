@@ -12,9 +12,9 @@ from flatpeak.errors import UserError
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.judge.build import judge_reward
 from flatpeak.rewards.judge.canaries import canaries
-from flatpeak.rewards.judge.judge_reward import Safety
 from flatpeak.rewards.judge.panel import ReplyCache
 from flatpeak.rewards.judge.protocol import JudgeInterruptedError, JudgeReply
+from flatpeak.rewards.judge.reward import Safety
 from flatpeak.rewards.judge.scoring import Asking, Candidate
 from flatpeak.rewards.reward_set import shadow_metrics
 from flatpeak.types import Example

@@ -1,1 +1,23 @@
 """A language model that grades: asked safely, read strictly, and never trusted where it did not answer."""
+
+from typing import TYPE_CHECKING
+
+from flatpeak.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flatpeak.rewards.judge.build import judge_noise as judge_noise
+    from flatpeak.rewards.judge.build import judge_reward as judge_reward
+    from flatpeak.rewards.judge.config import JudgeConfig as JudgeConfig
+    from flatpeak.rewards.judge.protocol import JudgeReply as JudgeReply
+    from flatpeak.rewards.judge.protocol import JudgeRequest as JudgeRequest
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "JudgeConfig": "config",
+        "JudgeReply": "protocol",
+        "JudgeRequest": "protocol",
+        "judge_noise": "build",
+        "judge_reward": "build",
+    },
+)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Literal, cast
 from flatpeak.errors import UserError
 from flatpeak.rewards.functions import load_function
 from flatpeak.rewards.judge.config import CustomJudgeConfig, EndpointConfig, JudgeConfig, LocalConfig
-from flatpeak.rewards.judge.judge_reward import JudgeReward, Safety
 from flatpeak.rewards.judge.panel import Examiner, ReplyCache
 from flatpeak.rewards.judge.protocol import Judge, RealClock
+from flatpeak.rewards.judge.reward import JudgeReward, Safety
 from flatpeak.rewards.judge.rubrics import Form, PairForm, Rubric, RubricForm, load_rubric
 from flatpeak.rewards.judge.scoring import Asking, Grader, PairGrader, RubricGrader
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.judge.judge_reward import JudgeReward
     from flatpeak.rewards.judge.prompt import Show
     from flatpeak.rewards.judge.protocol import Output
+    from flatpeak.rewards.judge.reward import JudgeReward
     from flatpeak.types import Group
 
 

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import Final
 
-from flatpeak.rewards.math.compare import equal
+from flatpeak.rewards.math.equality import equal
 from flatpeak.rewards.math.intervals import Reading, has_words
 from flatpeak.rewards.math.nodes import OverLimitError, UndefinedError
 from flatpeak.rewards.math.normalize import clean

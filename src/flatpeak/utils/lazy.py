@@ -1,0 +1,21 @@
+"""Packages that name their public things without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose public names lie in the modules that `homes` gives, by name.
+
+    A module is imported when one of its names is asked for, so that a package's configuration loads no torch.
+    """
+
+    def find(name: str) -> Any:
+        if name in homes:
+            return getattr(import_module(f"{package}.{homes[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find
