@@ -39,7 +39,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     Beside a model of the caller's, the tiny recipe's own is left out: naming both is refused.
     """
-    import flatpeak.api
+    import flatpeak.pipeline.train
 
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr("flatpeak.pipeline.train.write_report", lambda path: path / "report.html")

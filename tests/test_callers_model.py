@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import flatpeak.api
 import pytest
 import torch
 
+import flatpeak.pipeline.train
 from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
 from flatpeak.training.learner import Learner

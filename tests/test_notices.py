@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flatpeak.api
 import pytest
 
 import flatpeak
+import flatpeak.pipeline.train
 from flatpeak.errors import UserError
 from flatpeak.report.page import page_content, write_report
 from flatpeak.runs.directory import RunPaths

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import flatpeak.assembly
 import pytest
 
+import flatpeak.pipeline.build
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.workers.pool import WorkerPool

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flatpeak.api
 import pytest
 import yaml
 
+import flatpeak.pipeline.train
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
 from flatpeak.pipeline.train import as_config

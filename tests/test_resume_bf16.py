@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flatpeak.api
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import flatpeak.pipeline.train
 from flatpeak.training.optimizer import MasterWeights
 from resume_parts import Death, Judge, Run, assert_same, die, outcome
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import flatpeak.api
 import pytest
 
+import flatpeak.pipeline.train
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.state import restore_schedule

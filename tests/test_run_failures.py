@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flatpeak.api
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import flatpeak.pipeline.train
 from flatpeak.cli import main
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
 from flatpeak.runs.checkpoints import CheckpointError, checkpoint_steps

@@ -410,7 +410,7 @@ def test_a_verifier_with_weight_zero_stands_beside_the_judge():
 
 
 def test_a_late_custom_judge_is_given_up_at_the_deadline(monkeypatch):
-    import flatpeak.rewards.judge.examiner as examiner
+    import flatpeak.rewards.judge.panel as examiner
 
     monkeypatch.setattr(examiner, "_GRACE_SECONDS", 0.1)
 
