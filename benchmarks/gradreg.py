@@ -50,7 +50,7 @@ UPDATE_EPOCHS = 5
 """So that every fifth of the updates is a whole fifth of them."""
 
 
-class NoJournal:
+class NoRecorder:
     """Where the trainer under test writes its rollouts."""
 
     def rollouts(self, *_: Any) -> None:
@@ -118,7 +118,7 @@ def build_trainer(parts: Parts, config: RunConfig, fields: dict[str, Any]) -> Tr
         config=TrainerConfig(
             seed=config.run.seed, rollout=config.rollout, advantage=config.advantage, training=config.training
         ),
-        journal=NoJournal(),  # type: ignore[arg-type]
+        recorder=NoRecorder(),  # type: ignore[arg-type]
     )
 
 

@@ -75,7 +75,7 @@ def train_flatpeak(
     rows: list[dict[str, str]],
     reward: TurnReward,
 ) -> None:
-    """The public entry point, with metrics, rollout log and journal as every run has them."""
+    """The public entry point, with metrics, rollout log and recorder as every run has them."""
     examples = [Example(id=row["id"], question=row["prompt"], gold="") for row in rows]
     held_out = Example(id="held-out", question=rows[0]["prompt"], gold="")
     reward.meter.loaded()

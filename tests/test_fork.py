@@ -17,7 +17,7 @@ from flatpeak.errors import DivergedError, UserError
 from flatpeak.runs.checkpoints import seal
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
-from flatpeak.training.recorder import Journal
+from flatpeak.training.recorder import Recorder
 from resume_parts import assert_same, diverge, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,16 +113,16 @@ def test_a_run_that_diverged_is_forked_as_its_error_says(
 def test_a_fork_of_a_run_that_reached_its_goal_goes_on_to_its_own(
     recipe: Recipe, train: Train, monkeypatch: pytest.MonkeyPatch, goal: float | None, last: int
 ) -> None:
-    plain = Journal.evaluate
+    plain = Recorder.evaluate
     values = iter([0.0, 0.75])  # at steps 0 and 2 of the run; later ones are of forks
 
-    def graded(self: Journal, *args: Any, **kwargs: Any) -> float:
+    def graded(self: Recorder, *args: Any, **kwargs: Any) -> float:
         plain(self, *args, **kwargs)
         value = next(values, 0.25)
         self.history.evaluations[-1]["choice"] = value
         return value
 
-    monkeypatch.setattr(Journal, "evaluate", graded)
+    monkeypatch.setattr(Recorder, "evaluate", graded)
     config = recipe(
         run={"name": "first", "checkpoint_every": 1}, training={"steps": 4, "stop_at": 0.7}, evaluation={"every": 2}
     )

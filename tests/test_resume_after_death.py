@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.training import recorder as journal
+from flatpeak.training import recorder
 from resume_parts import Death, Run, assert_same, die, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,7 +70,7 @@ def test_a_run_that_died_between_checkpoints_ends_the_same(
 def test_a_run_that_died_before_it_pointed_at_its_new_checkpoint_ends_the_same(
     make_run: MakeRun, uninterrupted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, link: str
 ) -> None:
-    original = journal.point
+    original = recorder.point
 
     def point(parent: Path, name: str, target: Path) -> None:
         if (name, target.name) == (link, "step_000002") and parent.name == "checkpoints":
@@ -79,7 +79,7 @@ def test_a_run_that_died_before_it_pointed_at_its_new_checkpoint_ends_the_same(
 
     run = make_run()
     with monkeypatch.context() as patch, pytest.raises(Death):
-        patch.setattr(journal, "point", point)
+        patch.setattr(recorder, "point", point)
         run.start()
     assert run.start(resume=True).exit_code == 0
     assert_same(outcome(run.path), uninterrupted)

@@ -17,7 +17,7 @@ from flatpeak.cli import main
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
 from flatpeak.runs.checkpoints import CheckpointError, checkpoint_steps
 from flatpeak.runs.summary import read_summary
-from flatpeak.training import recorder as journal
+from flatpeak.training import recorder
 from flatpeak.training.learner import Learner
 from flatpeak.types import Scores
 from resume_parts import assert_same, diverge, outcome
@@ -355,14 +355,14 @@ def test_a_goal_that_the_model_reaches_before_training_ends_the_run_at_step_0(
 def test_the_summary_names_no_step_whose_checkpoint_was_not_written(
     recipe: Recipe, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = journal.write_checkpoint
+    written = recorder.write_checkpoint
 
     def full_disk(parent: Path, step: int, **parts: Any) -> Path:
         if step:
             raise CheckpointError(f"{parent}/step_{step:06d}: not written (No space left on device)")
         return written(parent, step, **parts)
 
-    monkeypatch.setattr(journal, "write_checkpoint", full_disk)
+    monkeypatch.setattr(recorder, "write_checkpoint", full_disk)
     config = settings(recipe, "full")
     with pytest.raises(CheckpointError):
         train(config, reward=Odd())

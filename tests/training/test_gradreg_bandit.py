@@ -12,7 +12,7 @@ from flatpeak.gradreg.config import RatioMode
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.learner import weighted_sum
 from flatpeak.training.objective import Objective
-from flatpeak.training.regularized import freeze, second_pass_loss
+from flatpeak.training.regularized import record_first_pass, second_pass_loss
 from flatpeak.types import Batch
 
 SAMPLES = 200_000
@@ -114,7 +114,7 @@ def test_the_trainers_objective_penalizes_the_same(loss: str, ratio: str, mode: 
     ratios_K = torch.linspace(0.9, 1.1, len(actions_K), dtype=torch.float64)
     batch = batch_of_actions(bandit, actions_K, shares_K, ratios_N=ratios_K)
     objective = Objective(config=ObjectiveConfig(loss=loss, ratio=ratio), kl=KLConfig())
-    frozen = freeze(objective, bandit.logprobs()[actions_K], batch)
+    frozen = record_first_pass(objective, bandit.logprobs()[actions_K], batch)
 
     def first(logprobs_K: Tensor) -> Tensor:
         return weighted_sum(objective(logprobs_K, torch.zeros_like(logprobs_K), batch)[0], batch)

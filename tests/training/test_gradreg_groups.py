@@ -25,7 +25,7 @@ from regularized_parts import (
     penalty_of,
     relative_error,
 )
-from training_parts import NoJournal, gradients, largest_difference, tiny_policy, weights
+from training_parts import NoRecorder, gradients, largest_difference, tiny_policy, weights
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.model import Policy
@@ -199,7 +199,7 @@ def test_a_wanted_ratio_is_to_the_gradient_of_the_chosen_groups(fraction: float)
     assert report.regularization.penalty_ratio == pytest.approx(0.3, rel=1e-6)
 
 
-class QuietJournal(NoJournal):
+class QuietRecorder(NoRecorder):
     """Records, evaluates and saves nothing."""
 
     stopped = False
@@ -235,7 +235,7 @@ def trained(seed: int, *, fraction: float = 0.5) -> dict[str, torch.Tensor]:
         group_fraction=fraction,
     )
     trainer.config = replace(trainer.config, seed=seed)
-    trainer.journal = QuietJournal()  # type: ignore[assignment]
+    trainer.recorder = QuietRecorder()  # type: ignore[assignment]
     trainer.train(first_step=2)
     return weights(policy)
 

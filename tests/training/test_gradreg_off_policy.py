@@ -14,7 +14,7 @@ from flatpeak.gradreg.config import RatioMode
 from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
-from flatpeak.training.regularized import Frozen
+from flatpeak.training.regularized import FirstPass
 from flatpeak.types import Batch
 
 STEP = 3e-5
@@ -104,14 +104,14 @@ def test_both_passes_are_at_the_sampling_temperature() -> None:
 
 
 def ratio_of_one(
-    objective: Objective, frozen: Frozen, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
+    objective: Objective, frozen: FirstPass, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
 ) -> Tensor:
     """What trainers without stored log-probabilities do: every ratio is to the pass's own, so 1, and nothing clips."""
     return -importance_ratio(logprobs_T, logprobs_T.detach()) * batch.advantages_N.index_select(0, batch.sequence_T)
 
 
 def importance_without_the_clip(
-    objective: Objective, frozen: Frozen, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
+    objective: Objective, frozen: FirstPass, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
 ) -> Tensor:
     """The ratio of the first pass, but not its clip."""
     ratio_T = importance_ratio(logprobs_T, batch.old_logprobs_T)

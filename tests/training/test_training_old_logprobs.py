@@ -22,7 +22,7 @@ from flatpeak.policy.model import Policy, below_float32
 from flatpeak.policy.reference import snapshot
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
-from flatpeak.training.learner import GAP_BOUND, SamplerGaps
+from flatpeak.training.learner import GAP_BOUND, LogprobGapMonitor
 from flatpeak.types import Batch, Group, Score
 
 LIMIT = 12
@@ -156,7 +156,7 @@ def on_policy_step(seed: int, policy: Policy) -> tuple[dict[str, Any], dict[str,
     with layers:
         metrics = trainer.train_step(1)
     assert all(torch.equal(before[name], after) for name, after in weights(policy).items())
-    return chosen, metrics, trainer.journal.advantages  # type: ignore[attr-defined]
+    return chosen, metrics, trainer.recorder.advantages  # type: ignore[attr-defined]
 
 
 POLICIES = {"bfloat16": coarse_policy, "adapters": adapted_policy, "padded": padded_policy}
@@ -261,7 +261,7 @@ def test_kl_in_the_reward_to_an_unmoved_reference_leaves_equal_rewards_equal(mak
         reference=snapshot(policy),
     )
     trainer.train_step(1)
-    advantages = trainer.journal.advantages.values()  # type: ignore[attr-defined]
+    advantages = trainer.recorder.advantages.values()  # type: ignore[attr-defined]
     assert {value for row in advantages for value in row} == {0.0}
 
 
@@ -306,7 +306,7 @@ def test_everything_on_the_way_through_a_model_counts() -> None:
 
 def test_a_distance_that_is_no_rounding_is_told_at_the_first_and_the_tenth_step() -> None:
     told: list[str] = []
-    gaps = SamplerGaps(told.append)
+    gaps = LogprobGapMonitor(told.append)
     gaps.see({})
     gaps.see({"rollout/logprob_gap_mean": GAP_BOUND})
     gaps.see({"rollout/logprob_gap_mean": float("nan")})

@@ -66,7 +66,7 @@ def test_constant_divides_by_the_longest_demonstration_of_all_in_every_batch() -
         check=lambda: 0.0,
         sampler=SimpleNamespace(),  # type: ignore[arg-type]
         max_skipped_updates=10,
-        journal=SimpleNamespace(),  # type: ignore[arg-type]
+        recorder=SimpleNamespace(),  # type: ignore[arg-type]
     )
     assert trainer.longest == 10
     for drawn in (items[:2], items[1:]):

@@ -12,7 +12,7 @@ from training_parts import EOS, completion, make_batch, make_trainer, prompt, ti
 
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
-from flatpeak.training.reward_tensors import ShapedRewards, informative, kl_penalty_N, shape_rewards
+from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.types import Group, Score, Scores
 
 LIMIT = 10
@@ -38,8 +38,8 @@ def shape(
     lengths: Sequence[Sequence[int]] = LENGTHS,
     group_baseline: bool = True,
     **settings: Any,
-) -> ShapedRewards:
-    return shape_rewards(
+) -> RewardTensors:
+    return reward_tensors(
         make_groups(lengths),
         Scores(total=rewards, parts={}),
         ObjectiveConfig(**settings),
@@ -140,7 +140,7 @@ def test_the_kl_penalty_of_a_completion_is_the_sum_over_its_tokens() -> None:
 def test_kl_in_the_reward_is_taken_off_before_the_baseline() -> None:
     groups = make_groups([(1, 2, 1), (2, 1, 2)])
     rewards: list[list[Score]] = [[1.0, 0.0, 0.0], [None, 0.5, 0.5]]
-    shaped = shape_rewards(
+    shaped = reward_tensors(
         groups, Scores(total=rewards, parts={}), ObjectiveConfig(), max_new_tokens=LIMIT, group_baseline=True
     )
     # log p - log ref of the tokens of the five valid completions: sums 1, 1, -2 | 3, 0.
@@ -173,4 +173,4 @@ def test_the_kl_of_the_loss_is_not_taken_off_the_reward() -> None:
         reference=tiny_policy(seed=5),
     )
     trainer.train_step(1)
-    assert trainer.journal.advantages == {"group 0": [0.5, -0.5]}
+    assert trainer.recorder.advantages == {"group 0": [0.5, -0.5]}

@@ -10,7 +10,7 @@ from training_parts import EOS, Group, completion, prompt
 
 from flatpeak.runs.files import silence
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.diagnostics import SilentSteps
+from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.types import Scores
 
 SENTENCE = (
@@ -38,10 +38,10 @@ def rollouts(scores: list[list[float | None]]) -> Rollouts:
     )
 
 
-def watched(**settings: Any) -> tuple[SilentSteps, list[str]]:
+def watched(**settings: Any) -> tuple[ZeroAdvantageMonitor, list[str]]:
     notices: list[str] = []
     unanswered = {"unanswered": lambda group: [True, False]}
-    return SilentSteps(notices.append, **{"limit": 2, "other_terms": False, **unanswered, **settings}), notices
+    return ZeroAdvantageMonitor(notices.append, **{"limit": 2, "other_terms": False, **unanswered, **settings}), notices
 
 
 DEAD, NONE = rollouts([[0.0, 0.0], [0.5, 0.5]]), torch.zeros(2, 2)

@@ -228,4 +228,4 @@ def test_groups_with_the_same_prompt_text_keep_baselines_of_their_own() -> None:
         advantage=AdvantageConfig(scale="none"),
     )
     trainer.train_step(1)
-    assert trainer.journal.advantages == {"a": [0.75, -0.25, -0.25, -0.25], "b": [0.25, 0.25, 0.25, -0.75]}
+    assert trainer.recorder.advantages == {"a": [0.75, -0.25, -0.25, -0.25], "b": [0.25, 0.25, 0.25, -0.75]}

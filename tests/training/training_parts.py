@@ -155,7 +155,7 @@ class FixedReward:
         return Scores(total=total, parts={"correctness": total})
 
 
-class NoJournal:
+class NoRecorder:
     """Writes nothing; keeps the advantages of the last step."""
 
     def rollouts(self, step: int, rollouts: Any, advantages_PG: Tensor) -> None:
@@ -201,7 +201,7 @@ def make_trainer(
         phases=(phase,),
         reference=reference,
         config=TrainerConfig(seed=0, rollout=rollout, advantage=advantage or AdvantageConfig(), training=training),
-        journal=NoJournal(),  # type: ignore[arg-type]
+        recorder=NoRecorder(),  # type: ignore[arg-type]
     )
 
 

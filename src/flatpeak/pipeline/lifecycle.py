@@ -22,7 +22,7 @@ from flatpeak.runs.checkpoints import (
 )
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.summary import RunSummary
-from flatpeak.training.recorder import Journal
+from flatpeak.training.recorder import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def check_start(start: Path) -> None:
         )
 
 
-def conduct(journal: Journal, stages: Callable[[], None]) -> RunSummary:
+def conduct(recorder: Recorder, stages: Callable[[], None]) -> RunSummary:
     """Run the stages, and write the summary of how they ended.
 
     Whatever ends them, the last completed step is saved if weights and optimizer are still as it left them. An error
@@ -100,21 +100,21 @@ def conduct(journal: Journal, stages: Callable[[], None]) -> RunSummary:
     raised as a RunError then. The traceback of what nobody expected is written to errors.log.
     """
     try:
-        journal.summarize("running")
+        recorder.summarize("running")
         try:
             stages()
         except StoppedError:
-            journal.save_completed()
-        return journal.summarize("stopped" if journal.stopped else "done")
+            recorder.save_completed()
+        return recorder.summarize("stopped" if recorder.stopped else "done")
     except KeyboardInterrupt:
-        _rescue(journal, interrupted=True)
-        journal.summarize("stopped")
+        _rescue(recorder, interrupted=True)
+        recorder.summarize("stopped")
         raise
     except Exception as error:
-        unsaved = None if isinstance(error, DivergedError | CheckpointError) else _rescue(journal)
-        if isinstance(error, UserError) and journal.run.discard_if_empty():
+        unsaved = None if isinstance(error, DivergedError | CheckpointError) else _rescue(recorder)
+        if isinstance(error, UserError) and recorder.run.discard_if_empty():
             raise
-        summary = journal.summarize("failed")
+        summary = recorder.summarize("failed")
         left = ", ".join(summary.checkpoints) or "none"
         if isinstance(error, DivergedError):
             raise DivergedError(f"{error} (checkpoints: {left})") from error
@@ -122,28 +122,28 @@ def conduct(journal: Journal, stages: Callable[[], None]) -> RunSummary:
             raise
         if isinstance(error, UserError):
             raise RunError(str(error)) from error
-        _write_down(journal, error, summary=summary, unsaved=unsaved)
+        _write_down(recorder, error, summary=summary, unsaved=unsaved)
         raise
     finally:
-        journal.close()
+        recorder.close()
 
 
-def _rescue(journal: Journal, *, interrupted: bool = False) -> str | None:
+def _rescue(recorder: Recorder, *, interrupted: bool = False) -> str | None:
     """Save the last completed step if that is possible; why it is not, where an error prevents it."""
     try:
-        journal.save_completed(interrupted=interrupted)
+        recorder.save_completed(interrupted=interrupted)
     except Exception as error:  # what ended the run is what matters, and it may well prevent this too
         return str(error)
     return None
 
 
-def _write_down(journal: Journal, error: Exception, *, summary: RunSummary, unsaved: str | None) -> None:
+def _write_down(recorder: Recorder, error: Exception, *, summary: RunSummary, unsaved: str | None) -> None:
     """Keep the traceback in the run's directory, and explain the error in one line."""
-    kept = journal.run.log_error("".join(traceback.format_exception(error)))
+    kept = recorder.run.log_error("".join(traceback.format_exception(error)))
     first_line = str(error).strip().split("\n")[0]
     reason = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     saved = f"step {summary.last_step} is saved" if unsaved is None else f"its last step could not be saved ({unsaved})"
-    where = f"; traceback: {journal.run.errors}" if kept else ""
+    where = f"; traceback: {recorder.run.errors}" if kept else ""
     explain(error, f"the run failed: {reason}{_advice(error)}; {saved}: go on with --resume{where}")
 
 

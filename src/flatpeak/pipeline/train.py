@@ -28,9 +28,9 @@ from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
-from flatpeak.training.diagnostics import SilentSteps
+from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.objective import Objective
-from flatpeak.training.recorder import Journal
+from flatpeak.training.recorder import Recorder
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.state import History, restore_schedule
@@ -162,9 +162,11 @@ def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_
                 ) as run,
                 StopSignals() as stop,
             ):
-                journal = _journal(recipe, parts, run, stop, shown, notices, saved)
+                recorder = _recorder(recipe, parts, run, stop, shown, notices, saved)
                 parts.attach(run.path, stop)
-                summary = conduct(journal, lambda: _stages(recipe, parts, journal, saved, with_training=with_training))
+                summary = conduct(
+                    recorder, lambda: _stages(recipe, parts, recorder, saved, with_training=with_training)
+                )
         return RunResult(path=run.path, summary=summary, report=report_on(run, shown), exit_code=stop.exit_code)
 
 
@@ -186,17 +188,17 @@ def report_on(run: RunPaths, progress: Progress) -> Path:
         return run.report
 
 
-def _stages(config: RunConfig, parts: Parts, journal: Journal, saved: Saved, *, with_training: bool) -> None:
+def _stages(config: RunConfig, parts: Parts, recorder: Recorder, saved: Saved, *, with_training: bool) -> None:
     """SFT, then RL, each from where it was left. What a stage needed is freed at its end."""
     if saved.newest is not None:
         restore_schedule(parts.sampler, saved.newest.state["stage"])
     if config.sft.steps and saved.train is None and not saved.sft_finished:
-        _imitate(config, parts, journal, saved.sft)
-    if with_training and not journal.stopped:
-        _reinforce(config, parts, journal, saved)
+        _imitate(config, parts, recorder, saved.sft)
+    if with_training and not recorder.stopped:
+        _reinforce(config, parts, recorder, saved)
 
 
-def _imitate(config: RunConfig, parts: Parts, journal: Journal, saved: CheckpointState | None) -> None:
+def _imitate(config: RunConfig, parts: Parts, recorder: Recorder, saved: CheckpointState | None) -> None:
     trainer = SFTTrainer(
         parts.policy,
         parts.demonstrations,
@@ -205,7 +207,7 @@ def _imitate(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpoin
         max_skipped_updates=config.training.max_skipped_updates,
         check=lambda: parts.evaluate(parts.check).pass_rate,
         sampler=parts.sampler,
-        journal=journal,
+        recorder=recorder,
     )
     if saved is not None:
         trainer.load(saved.state, saved.tensors)
@@ -213,7 +215,7 @@ def _imitate(config: RunConfig, parts: Parts, journal: Journal, saved: Checkpoin
     trainer.train(first_step=saved.step + 1 if saved else 1)
 
 
-def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Saved) -> None:
+def _reinforce(config: RunConfig, parts: Parts, recorder: Recorder, saved: Saved) -> None:
     learner = build_learner(
         parts.policy,
         Objective(config=config.objective, kl=config.kl),
@@ -221,7 +223,7 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Saved) 
         config.gradient_regularization,
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.training.micro_batch_tokens,
-        notice=journal.progress.notice,
+        notice=recorder.progress.notice,
     )
     trainer = Trainer(
         learner,
@@ -235,7 +237,7 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Saved) 
             training=config.training,
             reference=config.reference,
         ),
-        journal=journal,
+        recorder=recorder,
     )
     if saved.train is not None:
         trainer.load(saved.train.state, saved.train.tensors)
@@ -243,7 +245,7 @@ def _reinforce(config: RunConfig, parts: Parts, journal: Journal, saved: Saved) 
     trainer.train(first_step=saved.train.step + 1 if saved.train else 1)
 
 
-def _journal(
+def _recorder(
     config: RunConfig,
     parts: Parts,
     run: RunDirectory,
@@ -251,13 +253,13 @@ def _journal(
     progress: Progress,
     notices: NoticeLog,
     saved: Saved,
-) -> Journal:
+) -> Recorder:
     newest = saved.newest
     stage = "train" if saved.train else "sft"
     if run.resumed:
         run.rewind(newest.step if newest else None, stage=stage, evaluated=saved.evaluated)
     notices.open(run.notices, stage=stage if newest else START, step=newest.step if newest else 0)
-    journal = Journal(
+    recorder = Recorder(
         run,
         config=config.run,
         evaluation=config.evaluation,
@@ -266,7 +268,7 @@ def _journal(
         progress=progress,
         notices=notices,
         history=History(**newest.state["history"]) if newest else History(),
-        silent_steps=SilentSteps(
+        zero_advantages=ZeroAdvantageMonitor(
             progress.notice,
             limit=config.rollout.max_new_tokens,
             other_terms=Objective(config=config.objective, kl=config.kl).needs_all_tokens,
@@ -275,8 +277,8 @@ def _journal(
         evaluated=saved.evaluated,
     )
     if newest is not None:
-        journal.point_at(newest.path)
-    return journal
+        recorder.point_at(newest.path)
+    return recorder
 
 
 def as_config(config: Recipe, settings: Settings | None = None) -> RunConfig:

@@ -37,7 +37,7 @@ from flatpeak.tasks.config import PreferencesConfig
 from flatpeak.tasks.preferences import Preferences, load_preferences
 from flatpeak.training.curriculum import Stream
 from flatpeak.training.diagnostics import SkippedUpdates
-from flatpeak.training.recorder import Journal
+from flatpeak.training.recorder import Recorder
 from flatpeak.training.reward_model_trainer import (
     EncodedPair,
     EncodedPairs,
@@ -85,13 +85,13 @@ def train_reward_model(
             ) as run,
             StopSignals() as stop,
         ):
-            journal = _journal(recipe, parts, run, stop, shown, notices, saved)
-            summary = conduct(journal, lambda: _train(recipe, parts, journal, saved))
+            recorder = _recorder(recipe, parts, run, stop, shown, notices, saved)
+            summary = conduct(recorder, lambda: _train(recipe, parts, recorder, saved))
         return RunResult(path=run.path, summary=summary, report=report_on(run, shown), exit_code=stop.exit_code)
 
 
-def _train(config: RunConfig, parts: _Parts, journal: Journal, saved: CheckpointState | None) -> None:
-    trainer = parts.trainer(config, journal, saved)
+def _train(config: RunConfig, parts: _Parts, recorder: Recorder, saved: CheckpointState | None) -> None:
+    trainer = parts.trainer(config, recorder, saved)
     if saved is not None:
         saved.forget_tensors()
     trainer.train(first_step=saved.step + 1 if saved else 1)
@@ -104,7 +104,7 @@ class _Parts:
     train: tuple[EncodedPair, ...]
     test: tuple[EncodedPair, ...]
 
-    def trainer(self, config: RunConfig, journal: Journal, saved: CheckpointState | None) -> RewardModelTrainer:
+    def trainer(self, config: RunConfig, recorder: Recorder, saved: CheckpointState | None) -> RewardModelTrainer:
         budget = config.training.micro_batch_tokens
         reference = self.test[:REFERENCE_PAIRS]
         learner = PreferenceLearner(
@@ -121,7 +121,7 @@ class _Parts:
             stream,
             config=config.reward_model,
             max_skipped_updates=config.training.max_skipped_updates,
-            journal=journal,
+            recorder=recorder,
         )
         if saved is not None:
             trainer.skipped = SkippedUpdates.of(saved.state["stage"])
@@ -240,7 +240,7 @@ def _saved(config: RunConfig, progress: Progress) -> CheckpointState | None:
     return read_checkpoint(newest) if newest else None
 
 
-def _journal(
+def _recorder(
     config: RunConfig,
     parts: _Parts,
     run: RunDirectory,
@@ -248,13 +248,13 @@ def _journal(
     progress: Progress,
     notices: NoticeLog,
     saved: CheckpointState | None,
-) -> Journal:
+) -> Recorder:
     evaluated = saved is None or bool(saved.state.get("evaluated", True))
     if run.resumed:
         run.rewind(saved.step if saved else None, evaluated=evaluated)
     notices.open(run.notices, stage="train" if saved else START, step=saved.step if saved else 0)
     section = config.reward_model
-    journal = Journal(
+    recorder = Recorder(
         run,
         config=config.run,
         evaluation=EvaluationConfig(every=section.evaluate_every, size=section.evaluation_size, metric="accuracy"),
@@ -268,5 +268,5 @@ def _journal(
         evaluated=evaluated,
     )
     if saved is not None:
-        journal.point_at(saved.path)
-    return journal
+        recorder.point_at(saved.path)
+    return recorder

@@ -114,7 +114,7 @@ def failures(reward: Reward) -> dict[str, int]:
     return {name: found.count for name, found in reward.failures.items()} if isinstance(reward, RewardSet) else {}
 
 
-class BlankSteps:
+class MissingRewardMonitor:
     """Tells of steps in which no completion has a reward: from those nothing is learned, and no error says so."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:

@@ -33,7 +33,7 @@ class _Sums:
     unanswered: int = 0
 
 
-class SilentSteps:
+class ZeroAdvantageMonitor:
     """Counts the steps in a row whose advantages are all 0, and announces the third, the 10th, the 30th, ..."""
 
     def __init__(

@@ -224,7 +224,7 @@ def _scored(learner: Learner, part: Batch, *, reference: Policy | None, first: b
     )
 
 
-class SamplerGaps:
+class LogprobGapMonitor:
     """Tells of steps in which the sampler's log-probabilities are not the trainer's, rounding aside."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:

@@ -26,16 +26,16 @@ from flatpeak.runs.notices import NoticeLog
 from flatpeak.runs.rollout_log import RolloutLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
-from flatpeak.training.collect import BlankSteps, Rollouts
-from flatpeak.training.diagnostics import SilentSteps, SkippedUpdates
-from flatpeak.training.learner import SamplerGaps
+from flatpeak.training.collect import MissingRewardMonitor, Rollouts
+from flatpeak.training.diagnostics import SkippedUpdates, ZeroAdvantageMonitor
+from flatpeak.training.learner import LogprobGapMonitor
 from flatpeak.training.state import CompletedStep, History, Stage
 
 Evaluator = Callable[[int | None, bool], Evaluation]
 """Evaluates the policy as it is now on the first so many held-out questions (None: all), and perturbed ones if so."""
 
 
-class Journal:
+class Recorder:
     """Records a run. It never changes what training does."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Journal:
         progress: Progress,
         notices: NoticeLog,
         history: History,
-        silent_steps: SilentSteps | None = None,
+        zero_advantages: ZeroAdvantageMonitor | None = None,
         evaluated: bool = True,
     ) -> None:
         self.run = run
@@ -62,13 +62,13 @@ class Journal:
         self.history = history
         self.metrics = MetricsWriter(run.metrics, notice=progress.notice)
         self.rollout_log = RolloutLog(run.rollouts, notice=progress.notice)
-        self.blank_steps = BlankSteps(progress.notice)
-        self.silent_steps = silent_steps
+        self.missing_rewards = MissingRewardMonitor(progress.notice)
+        self.zero_advantages = zero_advantages
         self.evaluated = evaluated
         """Whether the evaluation that was due after the last step, if one was, has been made."""
         self._completed: CompletedStep | None = None
         """The last step, as long as no checkpoint has it."""
-        self.sampler_gaps = SamplerGaps(progress.notice)
+        self.logprob_gaps = LogprobGapMonitor(progress.notice)
         self._since = time.perf_counter()
 
     @property
@@ -90,7 +90,7 @@ class Journal:
     ) -> None:
         """Log and show a step that is done. From here on it can be saved, whatever happens before the next update."""
         self.metrics.write(step, stage.name, metrics)
-        self.sampler_gaps.see(metrics)
+        self.logprob_gaps.see(metrics)
         if stage.name == "train" and self.config.log_rollouts_every:
             self.rollout_log.announce_size(step, total=total, every=self.config.log_rollouts_every)
         self.evaluated = not evaluation_due
@@ -107,9 +107,9 @@ class Journal:
     def rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
         """Log every completion of a step, where `run.log_rollouts_every` asks for it, and announce steps that teach
         nothing."""
-        self.blank_steps.see(rollouts)
-        if self.silent_steps is not None:
-            self.silent_steps.see(rollouts, advantages_PG)
+        self.missing_rewards.see(rollouts)
+        if self.zero_advantages is not None:
+            self.zero_advantages.see(rollouts, advantages_PG)
         if self.config.log_rollouts_every and step % self.config.log_rollouts_every == 0:
             self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
 

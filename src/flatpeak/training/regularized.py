@@ -23,7 +23,7 @@ from flatpeak.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Frozen:
+class FirstPass:
     """What a micro-batch's first pass leaves for its second."""
 
     logprobs_T: Tensor
@@ -33,13 +33,13 @@ class Frozen:
     """Where CISPO's cap had taken the ratio's place."""
 
 
-def freeze(objective: Objective, logprobs_T: Tensor, batch: Batch) -> Frozen:
+def record_first_pass(objective: Objective, logprobs_T: Tensor, batch: Batch) -> FirstPass:
     """Record a first pass; costs no pass through the model."""
     leaf_T = logprobs_T.detach().requires_grad_()
     with torch.enable_grad():
         (coefficients_T,) = torch.autograd.grad(objective.policy_loss(leaf_T, batch).sum(), leaf_T)
     capped = objective.config.loss == "truncated_policy_gradient"
-    return Frozen(
+    return FirstPass(
         logprobs_T=leaf_T.detach(),
         coefficients_T=coefficients_T,
         capped_T=objective.clipped(leaf_T.detach(), batch) if capped else torch.zeros_like(leaf_T, dtype=torch.bool),
@@ -47,7 +47,7 @@ def freeze(objective: Objective, logprobs_T: Tensor, batch: Batch) -> Frozen:
 
 
 def second_pass_loss(
-    objective: Objective, frozen: Frozen, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
+    objective: Objective, frozen: FirstPass, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
 ) -> Tensor:
     """The loss of every token in the second pass. KL and entropy terms are evaluated as they are written."""
     if mode == "importance_clipped":
@@ -68,7 +68,7 @@ def _evaluated_again(objective: Objective, logprobs_T: Tensor, batch: Batch) -> 
     return F.capped_policy_loss(logprobs_T, ratio_T, advantages_T, cap=objective.config.cap)
 
 
-def _reweighted(objective: Objective, frozen: Frozen, logprobs_T: Tensor, batch: Batch) -> Tensor:
+def _reweighted(objective: Objective, frozen: FirstPass, logprobs_T: Tensor, batch: Batch) -> Tensor:
     if objective.config.ratio == "token":
         return F.reweighted_policy_loss(logprobs_T, frozen.logprobs_T, frozen.coefficients_T)
     return F.reweighted_policy_loss(
@@ -114,7 +114,7 @@ class RegularizedLearner(Learner):
     def accumulate_gradients(self, *parts: Batch) -> UpdateStatistics:
         """Leave the gradient of loss and penalty in `.grad`, before any clipping."""
         statistics = UpdateStatistics()
-        frozen: list[Frozen] = []
+        frozen: list[FirstPass] = []
         chosen, *others = parts if len(parts) > 1 else self.divide(*parts)
         rest = others[0] if others else None
         scale = 1.0 if rest is None else (count_groups(chosen) + count_groups(rest)) / count_groups(chosen)
@@ -130,19 +130,19 @@ class RegularizedLearner(Learner):
                 backward(self.other_losses(part, statistics))
         return statistics
 
-    def first_pass(self, batch: Batch, statistics: UpdateStatistics, frozen: list[Frozen]) -> Iterator[Tensor]:
+    def first_pass(self, batch: Batch, statistics: UpdateStatistics, frozen: list[FirstPass]) -> Iterator[Tensor]:
         """The losses of the plain update; leaves in `frozen` what the second pass needs of each micro-batch."""
         for micro in self.micro_batches(batch):
             logprobs_T, entropy_T = self.token_logprobs(micro)
             micro = with_old(micro, logprobs_T)
             loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro)
-            frozen.append(freeze(self.penalized, logprobs_T, micro))
+            frozen.append(record_first_pass(self.penalized, logprobs_T, micro))
             loss = weighted_sum(loss_T, micro)
             yield loss
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
 
-    def second_pass(self, batch: Batch, frozen: list[Frozen]) -> Iterator[Tensor]:
+    def second_pass(self, batch: Batch, frozen: list[FirstPass]) -> Iterator[Tensor]:
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
         with without_gradients(self.outside if config.outside == "g1" else ()):

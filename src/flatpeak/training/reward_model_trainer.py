@@ -3,7 +3,7 @@
 Its learner is its own. `Learner` raises the likelihood of a policy's tokens, and all of it is about them: batches of
 packed completions, log-probabilities, weights per completion. A reward model has one number per text, two texts per
 pair, and no policy. What the two have in common stands in the optimizer, the masters of bfloat16 weights, the stream,
-and the journal, which are used here as they are.
+and the recorder, which are used here as they are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from flatpeak.training.optimizer import (
     set_learning_rate,
     split_masters,
 )
-from flatpeak.training.recorder import Journal
+from flatpeak.training.recorder import Recorder
 from flatpeak.training.state import Stage
 from flatpeak.training.step_metrics import Clock
 
@@ -270,42 +270,42 @@ class RewardModelTrainer:
         *,
         config: RewardModelConfig,
         max_skipped_updates: int,
-        journal: Journal,
+        recorder: Recorder,
     ) -> None:
         self.learner = learner
         self.stream = stream
         self.config = config
         self.max_skipped_updates = max_skipped_updates
-        self.journal = journal
+        self.recorder = recorder
         self.skipped = SkippedUpdates()
 
     @property
     def stage(self) -> Stage:
-        """This trainer as the journal knows stages: of a learner it asks `policy.save` and `state` alone."""
+        """This trainer as the recorder knows stages: of a learner it asks `policy.save` and `state` alone."""
         return cast("Stage", self)
 
     def train(self, *, first_step: int = 1) -> None:
         """Step, record, evaluate, save: until the steps are done or a signal asks to stop."""
         total = self.config.steps
         if first_step == 1:
-            self.journal.begin(self.stage)
-        elif not self.journal.evaluated:
+            self.recorder.begin(self.stage)
+        elif not self.recorder.evaluated:
             self.finish_step(first_step - 1)
         for step in range(first_step, total + 1):
-            if self.journal.stopped:
+            if self.recorder.stopped:
                 break
-            self.journal.begin_step(self.stage, step)
+            self.recorder.begin_step(self.stage, step)
             metrics = self.train_step(step)
-            due = self.journal.evaluation_due(step, total=total)
-            self.journal.complete(self.stage, step, total, metrics, evaluation_due=due)
+            due = self.recorder.evaluation_due(step, total=total)
+            self.recorder.complete(self.stage, step, total, metrics, evaluation_due=due)
             self.finish_step(step)
 
     def finish_step(self, step: int) -> None:
         """Evaluate and save where it is due."""
         last, limit = step == self.config.steps, self.max_skipped_updates
-        self.journal.check_skipped("reward_model", step, self.skipped, limit=limit, at_end=last)
-        self.journal.evaluate_if_due("train", step, total=self.config.steps, goal=None)
-        self.journal.checkpoint_if_due(self.stage, step, last=last)
+        self.recorder.check_skipped("reward_model", step, self.skipped, limit=limit, at_end=last)
+        self.recorder.evaluate_if_due("train", step, total=self.config.steps, goal=None)
+        self.recorder.checkpoint_if_due(self.stage, step, last=last)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Draw a batch of pairs and raise the chosen answers' scores over the rejected ones'."""

@@ -14,7 +14,7 @@ from flatpeak.types import Batch, Group, Scores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShapedRewards:
+class RewardTensors:
     """Rewards as tensors over the step's P groups of G completions."""
 
     rewards_PG: Tensor
@@ -25,9 +25,9 @@ class ShapedRewards:
     """bool: valid, and not masked for being truncated; only these enter the loss and its denominators."""
 
 
-def shape_rewards(
+def reward_tensors(
     groups: Sequence[Group], scores: Scores, config: ObjectiveConfig, *, max_new_tokens: int, group_baseline: bool
-) -> ShapedRewards:
+) -> RewardTensors:
     """Apply `objective.truncated` to the total scores.
 
     soft_penalty adds DAPO's soft overlong punishment (Yu et al. 2025, equation 13), with B the buffer and L the limit:
@@ -47,7 +47,7 @@ def shape_rewards(
         over_PG = (lengths_PG - (max_new_tokens - config.overlong_buffer)).clamp(0, config.overlong_buffer)
         rewards_PG = rewards_PG - valid_PG * over_PG / config.overlong_buffer
     trained_PG = valid_PG & ~truncated_PG if config.truncated == "mask" else valid_PG
-    return ShapedRewards(rewards_PG=rewards_PG, valid_PG=valid_PG, trained_PG=trained_PG)
+    return RewardTensors(rewards_PG=rewards_PG, valid_PG=valid_PG, trained_PG=trained_PG)
 
 
 def informative(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:

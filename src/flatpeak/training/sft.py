@@ -19,7 +19,7 @@ from flatpeak.training.diagnostics import SkippedUpdates
 from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
-from flatpeak.training.recorder import Journal
+from flatpeak.training.recorder import Recorder
 from flatpeak.training.state import schedule_state
 from flatpeak.training.step_metrics import Clock, policy_metrics
 from flatpeak.types import Batch, Prompt
@@ -70,7 +70,7 @@ class SFTTrainer:
         max_skipped_updates: int,
         check: Callable[[], float],
         sampler: Sampler,
-        journal: Journal,
+        recorder: Recorder,
     ) -> None:
         self.learner = Learner(
             policy, LIKELIHOOD, config.optimizer, temperature=1.0, micro_batch_tokens=micro_batch_tokens
@@ -82,7 +82,7 @@ class SFTTrainer:
         self.check = check
         self.sampler = sampler
         """What `check` and evaluations draw from."""
-        self.journal = journal
+        self.recorder = recorder
         self.max_skipped_updates = max_skipped_updates
         self.skipped = SkippedUpdates()
         self.finished = False
@@ -90,30 +90,30 @@ class SFTTrainer:
     def train(self, *, first_step: int = 1) -> None:
         """Step until the steps are done, the check passes, or a signal asks to stop."""
         if first_step == 1:
-            self.journal.evaluate_start(size=self.journal.evaluation.size)
-        elif not self.journal.evaluated:
+            self.recorder.evaluate_start(size=self.recorder.evaluation.size)
+        elif not self.recorder.evaluated:
             self.finish_step(first_step - 1)
         for step in range(first_step, self.config.steps + 1):
-            if self.finished or self.journal.stopped:
+            if self.finished or self.recorder.stopped:
                 break
-            self.journal.begin_step(self, step)
+            self.recorder.begin_step(self, step)
             with seeded(derive_seed(self.stream.seed, "dropout", step)):
                 metrics = self.train_step(step)
             self.learner.zero_grad()
             due = step == self.config.steps or self.check_due(step)
-            self.journal.complete(self, step, self.config.steps, metrics, evaluation_due=due)
+            self.recorder.complete(self, step, self.config.steps, metrics, evaluation_due=due)
             self.finish_step(step)
 
     def finish_step(self, step: int) -> None:
         """Check and evaluate where it is due, and save. RunError where too many updates were skipped."""
         last, limit = step == self.config.steps, self.max_skipped_updates
-        self.journal.check_skipped(self.name, step, self.skipped, limit=limit, at_end=last)
-        if not self.journal.stopped:  # else there is time for the checkpoint alone
+        self.recorder.check_skipped(self.name, step, self.skipped, limit=limit, at_end=last)
+        if not self.recorder.stopped:  # else there is time for the checkpoint alone
             self.finished = last or self.good_enough(step)
             if self.finished:
-                self.journal.evaluate_after_sft(step)
-            self.journal.evaluated = True
-        self.journal.checkpoint_if_due(self, step, last=self.finished)
+                self.recorder.evaluate_after_sft(step)
+            self.recorder.evaluated = True
+        self.recorder.checkpoint_if_due(self, step, last=self.finished)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Raise the likelihood of one batch of demonstrations."""

@@ -12,7 +12,7 @@ import torch
 
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.learner import UpdateStatistics
-from flatpeak.training.reward_tensors import ShapedRewards, informative
+from flatpeak.training.reward_tensors import RewardTensors, informative
 from flatpeak.types import Score
 
 
@@ -29,7 +29,7 @@ class Clock:
 
 def step_metrics(
     rollouts: Rollouts,
-    shaped: ShapedRewards,
+    shaped: RewardTensors,
     updates: Sequence[UpdateStatistics],
     *,
     clock: Clock,

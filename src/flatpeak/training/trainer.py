@@ -22,9 +22,9 @@ from flatpeak.training.curriculum import Phase, Progression
 from flatpeak.training.diagnostics import SkippedUpdates
 from flatpeak.training.learner import Learner, seeded, trainer_is_old, with_comparisons
 from flatpeak.training.optimizer import learning_rate
-from flatpeak.training.recorder import Journal
+from flatpeak.training.recorder import Recorder
 from flatpeak.training.reference_resets import ReferenceResets, split_reference
-from flatpeak.training.reward_tensors import ShapedRewards, informative, kl_penalty_N, shape_rewards
+from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.training.state import EXPECTED_LENGTHS, schedule_state
 from flatpeak.training.step_metrics import Clock, step_metrics
 from flatpeak.types import Batch, Group, Scores
@@ -54,14 +54,14 @@ class Trainer:
         phases: Sequence[Phase],
         reference: Policy | None,
         config: TrainerConfig,
-        journal: Journal,
+        recorder: Recorder,
     ) -> None:
         self.learner = learner
         self.sampler = sampler
         self.phases = phases
         self.reference = reference
         self.config = config
-        self.journal = journal
+        self.recorder = recorder
         self.progression = Progression.start(phases)
         self.resets = ReferenceResets(config.reference)
         self.reached = False
@@ -72,27 +72,27 @@ class Trainer:
         """Step, record, evaluate, save: until the steps are done, the goal is reached, or a signal asks to stop."""
         config = self.config.training
         if first_step == 1:
-            self.reached = self.journal.begin(self, goal=config.stop_at)
-        elif not self.journal.evaluated:
+            self.reached = self.recorder.begin(self, goal=config.stop_at)
+        elif not self.recorder.evaluated:
             self.finish_step(first_step - 1)
         for step in range(first_step, config.steps + 1):
-            if self.reached or self.journal.stopped:
+            if self.reached or self.recorder.stopped:
                 break
-            self.journal.begin_step(self, step)
+            self.recorder.begin_step(self, step)
             with seeded(derive_seed(self.config.seed, "dropout", step)):
                 metrics = self.train_step(step)
             self.learner.zero_grad()  # evaluation and the next rollouts can have the memory
-            due = self.journal.evaluation_due(step, total=config.steps)
-            self.journal.complete(self, step, config.steps, metrics, evaluation_due=due)
+            due = self.recorder.evaluation_due(step, total=config.steps)
+            self.recorder.complete(self, step, config.steps, metrics, evaluation_due=due)
             self.finish_step(step)
 
     def finish_step(self, step: int) -> None:
         """Evaluate and save where it is due. RunError where too many updates were skipped."""
         config = self.config.training
         last = step == config.steps
-        self.journal.check_skipped(self.name, step, self.skipped, limit=config.max_skipped_updates, at_end=last)
-        self.reached = self.journal.evaluate_if_due("train", step, total=config.steps, goal=config.stop_at)
-        self.journal.checkpoint_if_due(self, step, last=self.reached or last)
+        self.recorder.check_skipped(self.name, step, self.skipped, limit=config.max_skipped_updates, at_end=last)
+        self.reached = self.recorder.evaluate_if_due("train", step, total=config.steps, goal=config.stop_at)
+        self.recorder.checkpoint_if_due(self, step, last=self.reached or last)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Sample groups, score them, improve the policy."""
@@ -109,7 +109,7 @@ class Trainer:
         self.skipped.see(update.skipped for update in updates)
 
         metrics = step_metrics(rollouts, shaped, updates, clock=clock, learning_rate=rate)
-        self.journal.rollouts(step, rollouts, advantages_PG)
+        self.recorder.rollouts(step, rollouts, advantages_PG)
         self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
         self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
         return metrics | self.resets.metrics()
@@ -137,9 +137,9 @@ class Trainer:
         found_P = informative(shaped.rewards_PG, shaped.valid_PG) & shaped.trained_PG.any(dim=1)
         return [bool(found) for found in found_P]
 
-    def shape(self, groups: Sequence[Group], scores: Scores) -> ShapedRewards:
+    def shape(self, groups: Sequence[Group], scores: Scores) -> RewardTensors:
         """Scores as tensors, truncated completions treated as the objective says."""
-        return shape_rewards(
+        return reward_tensors(
             groups,
             scores,
             self.learner.objective.config,
@@ -170,7 +170,7 @@ class Trainer:
             return batch
         return replace(batch, reference_logprobs_T=self.learner.score(self.reference, batch))
 
-    def advantages(self, shaped: ShapedRewards, batch: Batch) -> Tensor:
+    def advantages(self, shaped: RewardTensors, batch: Batch) -> Tensor:
         """Advantages [P, G] of the rewards, less the KL penalty where that is placed in the reward."""
         rewards_PG, kl = shaped.rewards_PG, self.learner.objective.kl
         if self.learner.objective.kl_in_reward:
@@ -200,7 +200,7 @@ class Trainer:
         reference, others = split_reference(tensors)
         self.learner.load(state["learner"], others)
         place = dict(state["stage"])
-        self.reached = place.pop("reached") and self.journal.goal_reached(self.config.training.stop_at)
+        self.reached = place.pop("reached") and self.recorder.goal_reached(self.config.training.stop_at)
         self.skipped = SkippedUpdates.of(place)
         place.pop("skipped_updates", None)
         place.pop(EXPECTED_LENGTHS, None)  # the sampler's, which api restores for every stage
@@ -210,7 +210,7 @@ class Trainer:
         self.progression = Progression(**place)
 
 
-def attach_advantages(batch: Batch, advantages_PG: Tensor, shaped: ShapedRewards) -> Batch:
+def attach_advantages(batch: Batch, advantages_PG: Tensor, shaped: RewardTensors) -> Batch:
     """Give each completion its advantage, and drop those masked out of the loss."""
     advantages_N = advantages_PG[shaped.valid_PG].to(batch.advantages_N.device)
     batch = replace(batch, advantages_N=advantages_N)
