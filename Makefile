@@ -29,6 +29,7 @@ check: .venv/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python tests/support/structure.py --check
 	$(PYTEST)
 
 # Less than an hour on two idle cores. `make bench QUICK=1` shows in minutes that everything works, and leaves RESULTS.md

@@ -20,12 +20,13 @@ from flatpeak.runs.directory import WRITTEN
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from recipe_parts import unsaid
-from test_architecture import ORDER
+from support.structure import LAYERS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "docs" / "results" / "README.md",
 ]
 TEXTS = [*DOCUMENTS, *sorted(ROOT.glob("examples/*.py"))]
 SOURCES = [path for path in sorted((ROOT / "src").rglob("*")) if path.suffix in (".py", ".yaml")]
@@ -185,26 +186,38 @@ def test_the_command_of_the_custom_task_parses() -> None:
 
 
 def mapped_paths() -> list[str]:
-    """The paths of README's file map: two spaces are one level, further names stand on the same line."""
-    (block,) = blocks(ROOT / "README.md", "text")
+    """The paths of the file map: two spaces are one level, further names stand on the same line."""
+    (block,) = blocks(ROOT / "docs" / "architecture.md", "text")
     above: list[str] = []
-    found = []
+    paths = []
     for line in block.splitlines():
         first, *others = line.split()
-        names = [first, *takewhile(lambda word: "." in word or word.endswith("/"), others)]
+        names = [first, *takewhile(lambda word: word.endswith((".py", "/")), others)]
         depth = (len(line) - len(line.lstrip())) // 2
-        found += ["".join([*above[:depth], name]) for name in names]
+        paths += ["".join([*above[:depth], name]) for name in names]
         above = [*above[:depth], names[-1]]
-    return found
+    return paths
 
 
-def test_the_file_map_is_true() -> None:
+def test_the_file_map_has_every_folder() -> None:
     paths = mapped_paths()
     assert [path for path in paths if not (ROOT / path).exists()] == []
-    folders = {path.parent.relative_to(ROOT).as_posix() + "/" for path in SOURCES} - {"src/flatpeak/recipes/tasks/"}
-    assert folders <= {*paths, "src/flatpeak/recipes/tasks/"}
-    top = {path.relative_to(ROOT).as_posix() for path in (ROOT / "src" / "flatpeak").glob("*.py")}
-    assert top - {"src/flatpeak/__init__.py"} <= set(paths)
+    folders = {path.parent.relative_to(ROOT).as_posix() + "/" for path in SOURCES}
+    assert folders <= set(paths)
+    top = {path.relative_to(ROOT).as_posix() for path in (ROOT / "src" / "flatpeak").glob("[a-z]*.py")}
+    assert top <= set(paths)
+
+
+def test_readme_is_short_and_its_afternoon_is_sixteen_files() -> None:
+    readme = read(ROOT / "README.md")
+    assert len(readme.splitlines()) <= 140
+    afternoon = readme.partition("## GRPO in an afternoon")[2]
+    files = re.findall(r"\]\((src/flatpeak/[\w/]+\.py)\)", afternoon)
+    assert len(set(files)) == 16
+    stated = re.search(r"about ([\d,]+) lines", afternoon)
+    assert stated is not None
+    lines = sum(len(read(ROOT / file).splitlines()) for file in files)
+    assert int(stated[1].replace(",", "")) == pytest.approx(lines, abs=150)
 
 
 def test_readme_counts_the_model_families() -> None:
@@ -215,7 +228,7 @@ def test_the_layers_of_the_document_are_those_that_are_enforced() -> None:
     table = read(ROOT / "docs" / "architecture.md").partition("## The layers")[2].partition("## Why")[0]
     rows = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
     written = [name for row in rows for name in row]
-    there = {path.stem for path in (ROOT / "src" / "flatpeak").iterdir()} & {name for line in ORDER for name in line}
+    there = {path.stem for path in (ROOT / "src" / "flatpeak").iterdir()} & {name for line in LAYERS for name in line}
     assert set(written) == there
-    ranks = [next(rank for rank, names in enumerate(ORDER) if name in names) for name in written]
+    ranks = [next(rank for rank, names in enumerate(LAYERS) if name in names) for name in written]
     assert ranks == sorted(ranks)
