@@ -38,15 +38,29 @@ def test_a_function_that_cannot_be_built_names_its_place_in_the_recipe():
         build_reward({"mine": FunctionConfig(function="math:sqrt")})
 
 
-def test_reward_sets_and_callables_of_groups_pass_unchanged():
+def test_a_reward_set_passes_unchanged():
+    reward = build_reward({"correctness": NumberConfig()})
+    assert as_reward(reward) is reward
+
+
+def test_callables_of_groups_give_the_scores_of_a_set(group, completion, prompt):
+    own = Scores(total=[[2.0]], parts={"mine": [[1.0]]})
+
     def whole(groups):
-        return Scores(total=[], parts={})
+        return own
 
     class Judge:
         def __call__(self, groups):
-            return Scores(total=[], parts={})
+            return own
 
-    for reward in (build_reward({"correctness": NumberConfig()}), whole, Judge()):
+    for function in (whole, Judge()):
+        reward = as_reward(function)
+        assert reward([group("18")], budget=reward.step_budget()) is own
+        assert (reward.weights, reward.failures, reward.grading(), reward.measured(own)) == ({}, {}, None, {})
+        assert reward.answer("mine", completion(" 18\n"), prompt()) == "18"
+        reward.prepare([])
+        reward.check()
+        reward.close()
         assert as_reward(reward) is reward
 
 

@@ -38,7 +38,7 @@ def test_a_function_is_found_in_a_module_of_the_working_directory(tmp_path):
 @pytest.mark.parametrize("absolute", [True, False])
 def test_a_function_is_found_in_a_file(tmp_path, absolute):
     (tmp_path / "sub").mkdir()
-    file = write(tmp_path / "sub" / "pipeline/components.py", "def short(completion): return 0.5")
+    file = write(tmp_path / "sub" / "graders.py", "def short(completion): return 0.5")
     reference = f"{file}:short" if absolute else "sub/graders.py:short"
     assert load_function(reference)("x") == 0.5
 
@@ -46,30 +46,30 @@ def test_a_function_is_found_in_a_file(tmp_path, absolute):
 def test_a_file_may_import_its_neighbour_and_define_dataclasses(tmp_path):
     write(tmp_path / "neighbour_of_graders.py", "VALUE = 0.75")
     write(
-        tmp_path / "pipeline/components.py",
+        tmp_path / "graders.py",
         "from __future__ import annotations\nfrom dataclasses import dataclass\nimport neighbour_of_graders\n"
         "@dataclass\nclass Limit:\n    value: float\n"
         "def short(completion): return Limit(neighbour_of_graders.VALUE).value\n",
     )
-    assert load_function("pipeline/components.py:short")("x") == 0.75
+    assert load_function("graders.py:short")("x") == 0.75
 
 
 def test_a_file_is_run_once_for_all_its_functions(tmp_path):
     write(
-        tmp_path / "pipeline/components.py",
+        tmp_path / "graders.py",
         "state = []\ndef one(completion): return state\ndef two(completion): return state",
     )
-    assert load_function("pipeline/components.py:one")("x") is load_function("pipeline/components.py:two")("x")
+    assert load_function("graders.py:one")("x") is load_function("graders.py:two")("x")
 
 
 def test_files_of_one_name_in_two_directories_are_two_modules(tmp_path):
     for directory, value in (("a", 1), ("b", 2)):
         (tmp_path / directory).mkdir()
-        write(tmp_path / directory / "pipeline/components.py", f"def f(completion): return {value}")
+        write(tmp_path / directory / "graders.py", f"def f(completion): return {value}")
     assert [load_function(f"{directory}/graders.py:f")("x") for directory in "ab"] == [1, 2]
 
 
-@pytest.mark.parametrize("reference", ["short", ":short", "pipeline/components.py:", ""])
+@pytest.mark.parametrize("reference", ["short", ":short", "graders.py:", ""])
 def test_a_reference_without_both_halves_is_refused(reference):
     with pytest.raises(UserError, match=r"write module:name or file\.py:name"):
         load_function(reference)
@@ -86,26 +86,26 @@ def test_a_missing_module_is_named():
 
 
 def test_a_missing_function_names_the_nearest(tmp_path):
-    write(tmp_path / "pipeline/components.py", "shorts = 3\ndef shortness(completion): ...\ndef other(completion): ...")
+    write(tmp_path / "graders.py", "shorts = 3\ndef shortness(completion): ...\ndef other(completion): ...")
     with pytest.raises(UserError, match=r"graders\.py defines no 'shortnes' \(did you mean 'shortness'\?\)"):
-        load_function("pipeline/components.py:shortnes")
+        load_function("graders.py:shortnes")
 
 
 def test_something_that_is_no_function_is_described(tmp_path):
-    write(tmp_path / "pipeline/components.py", "table = {'a': 1}")
+    write(tmp_path / "graders.py", "table = {'a': 1}")
     with pytest.raises(UserError, match=r"'table' is dict \{'a': 1\}, not a function"):
-        load_function("pipeline/components.py:table")
+        load_function("graders.py:table")
 
 
 def test_a_file_that_fails_names_its_error_and_line_and_can_be_mended(tmp_path):
-    file = write(tmp_path / "pipeline/components.py", "\nraise KeyError('boom')")
+    file = write(tmp_path / "graders.py", "\nraise KeyError('boom')")
     with pytest.raises(UserError, match=r"cannot run .*graders\.py: KeyError: 'boom' \(.*graders\.py:2\)"):
-        load_function("pipeline/components.py:short")
+        load_function("graders.py:short")
     write(file, "def short(completion): return 0.125  # mended")
-    assert load_function("pipeline/components.py:short")("x") == 0.125
+    assert load_function("graders.py:short")("x") == 0.125
 
 
 def test_a_file_of_the_user_does_not_hide_the_standard_library(tmp_path):
     write(tmp_path / "colorsys.py", "mine = True")
-    write(tmp_path / "pipeline/components.py", "import colorsys\ndef f(completion): return hasattr(colorsys, 'mine')")
-    assert load_function("pipeline/components.py:f")("x") is False
+    write(tmp_path / "graders.py", "import colorsys\ndef f(completion): return hasattr(colorsys, 'mine')")
+    assert load_function("graders.py:f")("x") is False

@@ -13,6 +13,7 @@ from training_parts import EOS, FixedSampler, completion, make_trainer, prompt, 
 from flatpeak.protocols import Reward
 from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, TrainingConfig
@@ -39,12 +40,12 @@ class RecordingSampler:
         return [id for ids, _, _ in self.calls for id in ids]
 
 
-def scripted(table: Callable[[str], list[Score]]) -> Callable[[Sequence[Group]], Scores]:
+def scripted(table: Callable[[str], list[Score]]) -> CallersReward:
     def reward(groups: Sequence[Group]) -> Scores:
         rows = [table(group.prompt.id) for group in groups]
         return Scores(total=rows, parts={"correctness": rows, "length": [[2.0 * len(rows)] * 2 for _ in rows]})
 
-    return reward
+    return CallersReward(reward)
 
 
 def differ(groups: Sequence[Group], scores: Scores) -> list[bool]:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
 from flatpeak.policy.model import Policy
+from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
@@ -188,7 +189,7 @@ def make_trainer(
         micro_batch_tokens=training.micro_batch_tokens,
     )
     stream = Stream(items=tuple(group.prompt for group in groups), seed=0)
-    phase = Phase(task="fixed", prompts=stream, reward=FixedReward(scores), accuracy="correctness")
+    phase = Phase(task="fixed", prompts=stream, reward=CallersReward(FixedReward(scores)), accuracy="correctness")
     rollout = RolloutConfig(
         prompts_per_step=len(groups),
         group_size=len(groups[0].completions),

@@ -15,26 +15,14 @@ from flatpeak.evaluation.ranking import LetterRanker, Ranked, Scorer
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.robustness import Judged, measure
 from flatpeak.functional.estimators import maj_at_k, pass_at_k
-from flatpeak.protocols import Reward, Sampler, Tokenizer
+from flatpeak.protocols import Sampler, Tokenizer
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.tasks.config import PromptConfig
 from flatpeak.tasks.prompts import build_prompts
-from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Scores
+from flatpeak.types import Example, Group, Prompt, SamplingParams, Scores
 
 Values = dict[str, list[float | None]]
-
-
-class Grader(Protocol):
-    """A reward that can also say which answer a completion gives, for majority votes."""
-
-    def __call__(self, groups: Sequence[Group]) -> Scores:
-        """Score every completion."""
-        ...
-
-    def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
-        """The answer that reward part `name` reads in a completion; None where it finds none."""
-        ...
 
 
 class Evaluator(Protocol):
@@ -45,25 +33,10 @@ class Evaluator(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TextAnswers:
-    """A reward of the caller's that cannot read answers: completions with the same text give the same answer."""
-
-    reward: Reward
-
-    def __call__(self, groups: Sequence[Group]) -> Scores:
-        """Score every completion."""
-        return self.reward(groups)
-
-    def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
-        """The stripped text."""
-        return completion.text.strip()
-
-
 def evaluate(
     sampler: Sampler,
     prompts: Sequence[Prompt],
-    reward: Grader,
+    reward: RewardSet,
     config: EvaluationConfig,
     *,
     task: str,
@@ -150,7 +123,7 @@ class _Asking:
     def __init__(
         self,
         sampler: Sampler,
-        reward: Grader,
+        reward: RewardSet,
         config: EvaluationConfig,
         *,
         max_new_tokens: int,
@@ -316,7 +289,7 @@ def make_evaluator(
     *,
     task: str,
     sampler: Sampler,
-    reward: Grader,
+    reward: RewardSet,
     tokenizer: Tokenizer,
     prompt: PromptConfig,
     rollout: RolloutConfig,
@@ -336,8 +309,7 @@ def make_evaluator(
         return build_prompts(examples, tokenizer, wording, max_tokens=longest_prompt).prompts
 
     def run(prompts: Sequence[Prompt], *, robustness: bool = False) -> Evaluation:
-        if isinstance(reward, RewardSet):
-            reward.check()
+        reward.check()
         with torch.random.fork_rng():
             return evaluate(
                 sampler,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.evaluation.evaluate import Evaluator, Grader, make_evaluator
+from flatpeak.evaluation.evaluate import Evaluator, make_evaluator
 from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.pipeline.checks import (
     check_aside,
@@ -48,7 +48,7 @@ from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
 
 UNBOUNDED_CONTEXT = 2**30
-Part = TypeVar("Part")
+Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool | None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +100,12 @@ class Parts:
         Where the first task has rewards of its own too: what reads one task's answers may refuse the other's questions.
         """
         reward = self.phases[-1].reward
-        if part is None or not isinstance(reward, RewardSet) or any(one.reward is not reward for one in self.phases):
+        if part is None or not reward.weights or any(one.reward is not reward for one in self.phases):
             return None
         return lambda group: [reward.answer(part, one, group.prompt) is None for one in group.completions]
 
     def _reward_sets(self) -> list[RewardSet]:
-        return list(dict.fromkeys(phase.reward for phase in self.phases if isinstance(phase.reward, RewardSet)))
+        return list(dict.fromkeys(phase.reward for phase in self.phases))
 
     def close(self) -> None:
         """End what would outlive the run, and give the model back. Whatever one of them raises, the others end too."""
@@ -178,7 +178,7 @@ def _assemble(
 
 
 def _first_phase(
-    config: RunConfig, curriculum: CurriculumConfig, task: str, prompts: tuple[Prompt, ...], reward: Grader
+    config: RunConfig, curriculum: CurriculumConfig, task: str, prompts: tuple[Prompt, ...], reward: RewardSet
 ) -> Phase:
     return Phase(
         task=task,
@@ -213,11 +213,11 @@ def open_evaluation(
         yield _evaluator(config, policy, build_sampler(policy, config), reward, task.name), prompts
 
 
-def _closed(part: Part, made: ExitStack) -> Part:
-    """The part, closed with the stack where it is ours to close: a reward of the caller's own is not."""
-    if isinstance(part, RewardSet | WorkerPool):
-        made.callback(part.close)
-    return part
+def _closed(component: Closing, made: ExitStack) -> Closing:
+    """The reward or the worker pool, where there is one, closed with the stack."""
+    if component is not None:
+        made.callback(component.close)
+    return component
 
 
 def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
@@ -317,7 +317,7 @@ def _check_ranking(config: RunConfig, policy: Policy, prompts: Sequence[Prompt])
         LetterRanker(policy=policy, tokenizer=policy.tokenizer).check(prompts)
 
 
-def _evaluator(config: RunConfig, policy: Policy, sampler: Sampler, reward: Grader, task: str) -> Evaluator:
+def _evaluator(config: RunConfig, policy: Policy, sampler: Sampler, reward: RewardSet, task: str) -> Evaluator:
     return make_evaluator(
         config.evaluation,
         task=task,

@@ -10,11 +10,10 @@ from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.evaluation.evaluate import Grader, TextAnswers
 from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.pipeline.checks import check_accuracy, check_metric
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Progress, Reward, Sampler, Tokenizer
+from flatpeak.protocols import Progress, Sampler, Tokenizer
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.reward_set import RewardSet
@@ -39,13 +38,13 @@ def open_workers(config: RunConfig) -> WorkerPool | None:
     )
 
 
-def main_reward(config: RunConfig, given: Any, *, workers: WorkerPool | None, progress: Progress) -> Grader:
+def main_reward(config: RunConfig, given: Any, *, workers: WorkerPool | None, progress: Progress) -> RewardSet:
     """The recipe's rewards, or the caller's own. UserError where they do not fit the evaluation."""
     if given is None:
         reward = _build(config, config.rewards, workers=workers, progress=progress)
     else:
         rules = config.run.grading_workers is not None
-        found = as_reward(
+        reward = as_reward(
             given,
             name=config.evaluation.accuracy,
             workers=workers,
@@ -53,9 +52,8 @@ def main_reward(config: RunConfig, given: Any, *, workers: WorkerPool | None, pr
             budget=config.run.grading_budget,
             notice=progress.notice,
         )
-        if not isinstance(found, RewardSet):
-            return TextAnswers(found)
-        reward = found
+    if not reward.weights:  # a caller's own: the names of its components come with its scores
+        return reward
     check_accuracy(config.evaluation, reward)
     check_metric(config.evaluation, reward)
     return reward
@@ -77,10 +75,9 @@ def _build(
     return build_reward(rewards, workers=workers, rules=rules, budget=config.run.grading_budget, notice=progress.notice)
 
 
-def prepare(reward: Grader | Reward, prompts: Sequence[Prompt]) -> None:
+def prepare(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
     """Let rewards that can check themselves do so, on the first examples: UserError where one is unfit."""
-    if isinstance(reward, RewardSet):
-        reward.prepare([prompt.example for prompt in prompts[:SHOWN_TO_REWARDS]])
+    reward.prepare([prompt.example for prompt in prompts[:SHOWN_TO_REWARDS]])
 
 
 def batch_invariant(

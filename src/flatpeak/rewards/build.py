@@ -30,10 +30,9 @@ from flatpeak.rewards.judge.config import JudgeConfig
 from flatpeak.rewards.multiple_choice import ChoiceReward
 from flatpeak.rewards.number import NumberReward
 from flatpeak.rewards.reasoning_gym import ReasoningGymReward
-from flatpeak.rewards.reward_set import RewardSet, unprotected
+from flatpeak.rewards.reward_set import CallersReward, RewardSet, unprotected
 
 if TYPE_CHECKING:
-    from flatpeak.protocols import Reward
     from flatpeak.rewards.config import RewardConfig
     from flatpeak.rewards.workers.pool import WorkerPool
 
@@ -143,10 +142,10 @@ def as_reward(
     rules: bool = True,
     budget: float | None = None,
     notice: Callable[[str], None] | None = None,
-) -> Reward:
-    """What a caller passes as `reward`, as a Reward.
+) -> RewardSet:
+    """The reward set of what a caller passes as `reward`.
 
-    - a RewardSet, or any callable with a parameter `groups`: itself;
+    - a RewardSet: itself; any other callable with a parameter `groups`: a set that calls it for all scores;
     - a function in one of the users' signatures, or a built-in rule: a set of one part, called `name`, or after the
       function;
     - a mapping from part names to such functions or rules, or to (function, weight): a set of them.
@@ -154,6 +153,8 @@ def as_reward(
     Of a set made here, `workers` grade what they grade of a recipe's.
     """
     heard = notice if workers is not None else None
+    if isinstance(obj, RewardSet):
+        return obj
     if isinstance(obj, Mapping):
         parts = [_part(str(key), value, heard) for key, value in obj.items()]
         return RewardSet(parts, workers=workers, rules=rules, budget=budget, notice=notice)
@@ -162,7 +163,7 @@ def as_reward(
             f"reward is {describe(obj)}: pass a function, a mapping from names to functions, or a RewardSet"
         )
     if _takes_groups(obj):
-        return cast("Reward", obj)
+        return CallersReward(obj)
     parts = [_part(name or function_name(obj), obj, heard)]
     return RewardSet(parts, workers=workers, rules=rules, budget=budget, notice=notice)
 

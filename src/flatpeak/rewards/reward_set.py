@@ -22,6 +22,7 @@ from flatpeak.types import Scores
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flatpeak.protocols import Reward
     from flatpeak.rewards.base import PartScores
     from flatpeak.types import Completion, Example, Group, Prompt, Score
 
@@ -75,6 +76,17 @@ class RewardSet:
                 raise UserError(f"reward {part.name!r} has weight {part.weight}: give a finite number")
         if not any(part.weight for part in parts):
             raise UserError("every reward has weight 0, so there is nothing to learn from: give one a weight")
+        self._set(parts, workers=workers, rules=rules, budget=budget, notice=notice)
+
+    def _set(
+        self,
+        parts: Sequence[Part],
+        *,
+        workers: WorkerPool | None,
+        rules: bool,
+        budget: float | None,
+        notice: Callable[[str], None] | None,
+    ) -> None:
         self._parts = {part.name: part for part in parts}
         self._workers = workers
         self._rules = rules
@@ -85,7 +97,7 @@ class RewardSet:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each part, by name."""
+        """The weight of each part, by name; empty where only the scores of a caller's own reward name its parts."""
         return {name: part.weight for name, part in self._parts.items()}
 
     @property
@@ -229,6 +241,27 @@ class RewardSet:
         self._parts[name] = replace(part, isolation=None, by_group=False)
         self._notice(f"reward {name!r} {unprotected(f'it cannot be sent to a worker process: {error}')}")
         return self._score(self._parts[name], groups, None)
+
+
+class CallersReward(RewardSet):
+    """A caller's own function of groups, as a reward set whose components only its scores name.
+
+    It is scored in this process and reads no answers; whatever it holds stays the caller's to close.
+    """
+
+    def __init__(self, function: Reward) -> None:
+        self._function = function
+        self._set([], workers=None, rules=False, budget=None, notice=None)
+
+    def finish(
+        self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
+    ) -> Scores:
+        """The function's scores; `grading` and `budget` are for components that flatpeak calls itself."""
+        return self._function(groups)
+
+    def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
+        """The stripped text: completions with the same text give the same answer."""
+        return completion.text.strip()
 
 
 @contextmanager

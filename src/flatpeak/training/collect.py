@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flatpeak.protocols import Reward, Sampler, StreamingSampler
+from flatpeak.protocols import Sampler, StreamingSampler
 from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.calls import passes_power_of_ten
 from flatpeak.rewards.reward_set import RewardSet
@@ -63,7 +63,7 @@ def collect(
     kept, dead = list[_Drawn](), list[_Drawn]()
     verdicts, timed_out = list[float](), Counter[str]()
     drawn, rollout_seconds, reward_seconds = 0, 0.0, 0.0
-    before, budget = failures(phase.reward), _budget(phase.reward)
+    before, budget = failures(phase.reward), phase.reward.step_budget()
     for round_ in range(max_resamples + 1):
         wanted = config.prompts_per_step - len(kept)
         prompts = take_prompts(phase.prompts, cursor, wanted)
@@ -90,15 +90,10 @@ def collect(
         pass_rate=sum(verdicts) / len(verdicts) if verdicts else 0.0,
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
-        measured=phase.reward.measured(scores) if isinstance(phase.reward, RewardSet) else {},
+        measured=phase.reward.measured(scores),
         timed_out=dict(timed_out),
         failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
     )
-
-
-def _budget(reward: Reward) -> GradingBudget | None:
-    """What one step may lose to answers without a verdict, all its rounds together; None is no limit."""
-    return reward.step_budget() if isinstance(reward, RewardSet) else None
 
 
 def _scores(drawn: Sequence[_Drawn]) -> Scores:
@@ -109,9 +104,9 @@ def _scores(drawn: Sequence[_Drawn]) -> Scores:
     )
 
 
-def failures(reward: Reward) -> dict[str, int]:
-    """How many completions each part of a reward has failed on so far, where it says so."""
-    return {name: found.count for name, found in reward.failures.items()} if isinstance(reward, RewardSet) else {}
+def failures(reward: RewardSet) -> dict[str, int]:
+    """How many completions each part of a reward has failed on so far."""
+    return {name: found.count for name, found in reward.failures.items()}
 
 
 class MissingRewardMonitor:
@@ -142,7 +137,7 @@ class _Graded:
 
 def _graded(
     sampler: Sampler,
-    reward: Reward,
+    reward: RewardSet,
     prompts: Sequence[Prompt],
     config: RolloutConfig,
     *,
@@ -151,7 +146,7 @@ def _graded(
 ) -> _Graded:
     """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can."""
     size, sampling = config.group_size, config.sampling()
-    if isinstance(reward, RewardSet) and isinstance(sampler, StreamingSampler) and (grading := reward.grading()):
+    if isinstance(sampler, StreamingSampler) and (grading := reward.grading()):
         found: dict[int, Group] = {}
         for index, group in sampler.stream(prompts, group_size=size, sampling=sampling, seed=seed):
             grading.add(index, group)
@@ -161,8 +156,7 @@ def _graded(
         return _Graded(groups=groups, scores=reward.finish(groups, grading, budget=budget), sampled_at=sampled_at)
     groups = sampler.generate(prompts, group_size=size, sampling=sampling, seed=seed)
     sampled_at = time.perf_counter()
-    scores = reward(groups, budget=budget) if isinstance(reward, RewardSet) else reward(groups)
-    return _Graded(groups=groups, scores=scores, sampled_at=sampled_at)
+    return _Graded(groups=groups, scores=reward(groups, budget=budget), sampled_at=sampled_at)
 
 
 def _known(part: Sequence[Sequence[Score]]) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from flatpeak.protocols import Reward
+from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.types import Prompt
 
@@ -54,7 +54,7 @@ class Phase:
 
     task: str
     prompts: Stream[Prompt]
-    reward: Reward
+    reward: RewardSet
     accuracy: str | None
     """The reward part whose mean is the pass rate; None where none says right or wrong."""
     max_steps: int | None = None
