@@ -3,7 +3,7 @@
 import pytest
 
 from flatpeak import GradientRegularizationConfig
-from flatpeak.config.load import load_recipe, merge, parse_config
+from flatpeak.config.load import load_recipe, merge, parse_config, read_recipe
 
 MODEL = {"model": {"path": "x"}}
 
@@ -13,7 +13,10 @@ MODEL = {"model": {"path": "x"}}
     [
         ("gradient_regularization", GradientRegularizationConfig(strength="ratio:0.3")),
         ("gradient_regularization_paper", GradientRegularizationConfig.paper(gamma=1e-3, eps=1e-3)),
-        ("gradient_regularization_s0", GradientRegularizationConfig.s0(gamma=1e-2, eps=1e-2)),
+        (
+            "gradient_regularization_from_scratch_dr_grpo",
+            GradientRegularizationConfig.from_scratch_dr_grpo(gamma=1e-2, eps=1e-2),
+        ),
     ],
 )
 def test_a_preset_in_yaml_is_the_one_in_code(name: str, config: GradientRegularizationConfig) -> None:
@@ -26,3 +29,13 @@ def test_regularization_is_off_unless_asked_for() -> None:
     recipe = parse_config(merge(load_recipe("flatpeak:algorithms/dr_grpo"), MODEL))
     assert recipe.gradient_regularization == GradientRegularizationConfig()
     assert not recipe.gradient_regularization.enabled
+
+
+@pytest.mark.parametrize("ending", ["", ".yaml"])
+def test_the_former_name_of_a_shipped_recipe_still_works_with_a_notice(ending: str) -> None:
+    name = "flatpeak:algorithms/gradient_regularization_"
+    with pytest.warns(FutureWarning, match=f"{name}s0 is now {name}from_scratch_dr_grpo"):
+        former = load_recipe(f"{name}s0{ending}")
+    with pytest.warns(FutureWarning, match="is now"):
+        extended = read_recipe({"extends": f"{name}s0{ending}"})
+    assert former == extended == load_recipe(f"{name}from_scratch_dr_grpo")

@@ -13,10 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import torch
-from flatpeak.gradreg.report import Report
-from flatpeak.policy.policy import Policy
-from flatpeak.policy.tokenizers import build_tokenizer
-from flatpeak.training.second_pass import Frozen
 from published_gradient_regularization import (
     Rows,
     bandit,
@@ -49,11 +45,14 @@ from torch import Tensor, nn
 from flatpeak.functional import frozen_policy_loss, importance_ratio
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
+from flatpeak.gradreg.statistics import Report
 from flatpeak.policy.config import TokenizerConfig
+from flatpeak.policy.loading import build_tokenizer
+from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
 from flatpeak.training.learner import Learner, weighted_sum
 from flatpeak.training.objective import Objective
-from flatpeak.training.regularized import RegularizedLearner
+from flatpeak.training.regularized import FirstPass, RegularizedLearner
 from flatpeak.types import Batch
 
 LARGE = 1024.0
@@ -231,7 +230,7 @@ class NaiveLearner(RegularizedLearner):
     on_policy = False
     """Whether it takes the denominator of the ratio from itself; else that of the sampler, without the clip."""
 
-    def second_pass(self, batch: Batch, frozen: list[Frozen]) -> Iterator[Tensor]:
+    def second_pass(self, batch: Batch, frozen: list[FirstPass]) -> Iterator[Tensor]:
         """-A r, unclipped."""
         logprobs_T, _ = self.policy.token_logprobs(batch, temperature=self.temperature)
         old_T = logprobs_T.detach() if self.on_policy else batch.old_logprobs_T

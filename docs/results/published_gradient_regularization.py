@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from flatpeak.gradreg.selection import block_lists, choose_parameters
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
 
@@ -20,6 +19,7 @@ from flatpeak.functional import (
     reweighted_policy_loss,
 )
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.parameters import block_lists, choose_parameters
 from flatpeak.gradreg.perturbation import Kept, Perturbation
 from flatpeak.gradreg.regularizer import GradientRegularizer
 
@@ -251,7 +251,10 @@ def conventions() -> Rows:
     sources = {
         "paper, equations: g + gamma/2 (g' - g)/eps": (g + gamma / 2 * quotient, config.paper(gamma=gamma / 2)),
         "paper, code: g + gamma (g' - g)/eps": (g + gamma * quotient, config.paper(gamma=gamma)),
-        "S0: g + gamma/2 (g' - g)/eps": (g + gamma / 2 * quotient, config.s0(gamma=gamma)),
+        "from-scratch Dr. GRPO: g + gamma/2 (g' - g)/eps": (
+            g + gamma / 2 * quotient,
+            config.from_scratch_dr_grpo(gamma=gamma),
+        ),
         "SAM without its norm: g' at theta + rho g": (
             matrix @ (theta + rho * g),
             config(strength=rho, step=rho, step_scale="absolute"),

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from flatpeak.policy.policy import Policy
 from peft import LoraConfig, get_peft_model
 from published_gradient_regularization import gaussian
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from flatpeak.functional import group_advantages, hessian_vector_product, importance_ratio
+from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
 
 PROMPTS, GROUP, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 4, 4, 8

@@ -219,9 +219,9 @@ def test_published_settings_give_the_published_combinations():
     g1 = model.gradient(x)
     for config, gamma, eps, factor in (
         (GradientRegularizationConfig.paper(gamma=3e-3, eps=1e-2), 3e-3, 1e-2, 1.0),
-        (GradientRegularizationConfig.s0(gamma=3e-3, eps=1e-2), 3e-3, 1e-2, 0.5),
+        (GradientRegularizationConfig.from_scratch_dr_grpo(gamma=3e-3, eps=1e-2), 3e-3, 1e-2, 0.5),
         (GradientRegularizationConfig.paper(), 1e-3, 1e-3, 1.0),
-        (GradientRegularizationConfig.s0(), 1e-2, 1e-2, 0.5),
+        (GradientRegularizationConfig.from_scratch_dr_grpo(), 1e-2, 1e-2, 0.5),
     ):
         g2 = model.gradient(x + eps * g1)
         model.zero_grad()

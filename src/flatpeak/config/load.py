@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,10 @@ Settings = Mapping[str, Any] | Sequence[str]
 `key.path=value` strings."""
 
 SHIPPED = "flatpeak:"
+RENAMED = {
+    "flatpeak:algorithms/gradient_regularization_s0": "flatpeak:algorithms/gradient_regularization_from_scratch_dr_grpo"
+}
+"""Shipped recipes that had another name in the version before, which still works."""
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
 
@@ -209,6 +214,7 @@ def _layer(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
     """The file a name stands for; `directory` is where a relative one starts."""
+    name = _current_name(name)
     place = _RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
     for path in (place, place.with_name(f"{place.name}.yaml")) if place.name else ():
         if path.is_file():
@@ -222,6 +228,19 @@ def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
     near = _near_recipes(name)
     hint = f"did you mean {' or '.join(near)}?" if near else "give a YAML file or a shipped recipe, flatpeak:NAME"
     raise UserError(f"recipe {name} {what}{where}: {hint}")
+
+
+def _current_name(name: str) -> str:
+    """The name of a shipped recipe in this version, with a notice where it was another."""
+    former = name.removesuffix(".yaml")
+    if former not in RENAMED:
+        return name
+    warnings.warn(
+        f"recipe {former} is now {RENAMED[former]}, and the old name goes with the next version",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return RENAMED[former]
 
 
 def _near_recipes(name: str) -> list[str]:
