@@ -10,11 +10,11 @@ from flatpeak.rewards.number import (
     MAX_CHARACTERS,
     NumberReward,
     extract_answer,
-    last_boxed,
     numbers_equal,
     parse_number,
 )
 from flatpeak.rewards.number import read_number_answer as read_answer
+from flatpeak.utils.answers import last_boxed
 
 
 @pytest.mark.parametrize(

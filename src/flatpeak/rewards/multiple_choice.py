@@ -11,8 +11,7 @@ from string import ascii_letters, ascii_uppercase
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.number import last_boxed
-from flatpeak.utils.answers import after_thinking, judged_text, last_answer
+from flatpeak.utils.answers import after_thinking, judged_text, last_answer, last_boxed
 
 if TYPE_CHECKING:
     from flatpeak.rewards.config import ChoiceExtraction

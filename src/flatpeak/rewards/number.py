@@ -130,7 +130,6 @@ _GSM8K_FLEXIBLE: Final = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 _RUN: Final = re.compile(
     rf"(?<![A-Za-z0-9_])(?<![0-9][.,/])(?:(?<![)\]])-)?(?:[{_CURRENCY}]-?)?\.?[0-9][0-9.,/]*+(?![eE][+-]?[0-9])"
 )
-_BRACES: Final = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _LATEX: Final = (
     (re.compile(r"\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}"), r"\1/\2"),
     (re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}"), r" \1"),
@@ -226,20 +225,6 @@ def _last_number(text: str) -> Fraction | None:
     matches = deque(_RUN.finditer(text), maxlen=1)
     number = parse_number(matches[0].group().rstrip(".,/")) if matches else None
     return None if number is None else in_prose(number, text[matches[0].end() : matches[0].end() + 32])
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the `\\boxed{}` that opens last among those whose braces balance; linear in the text."""
-    opened: list[tuple[bool, int]] = []
-    last: tuple[int, int] | None = None
-    for token in _BRACES.finditer(text):
-        if token.group().endswith("{") and token.group() != r"\{":
-            opened.append((len(token.group()) > 1, token.end()))
-        elif token.group() == "}" and opened:
-            boxed, start = opened.pop()
-            if boxed and (last is None or start > last[0]):
-                last = (start, token.start())
-    return None if last is None else text[slice(*last)]
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:

@@ -25,7 +25,7 @@ from flatpeak.tasks.data_files import (
 )
 from flatpeak.tasks.multiple_choice import text_of
 from flatpeak.types import Example
-from flatpeak.utils.answers import is_number, normalize_gold
+from flatpeak.utils.answers import Box, find_boxes, is_number, normalize_gold
 
 HUB_NAME, HUB_500 = "EleutherAI/hendrycks_math", "HuggingFaceH4/MATH-500"
 _LOCAL = "task.path, a directory with train.jsonl and test.jsonl"
@@ -38,10 +38,7 @@ SUBJECTS = (
     "Prealgebra",
     "Precalculus",
 )
-_TOKEN = re.compile(
-    r"(?:\\(?P<box>boxed|fbox)(?![A-Za-z])\s*)?(?P<brace>\{)|\\(?P<bare>boxed|fbox)(?![A-Za-z])|\\.|\}", re.DOTALL
-)
-_END = re.compile(r"\\[)\]]|[$\n]")
+_FORMULA_END = re.compile(r"\\[)\]]|[$\n]")
 _LONGEST_BARE = 200
 UNUSABLE = 0.01
 """More rows than this share without an answer are no accident."""
@@ -79,23 +76,23 @@ def math_examples(config: MATHConfig) -> tuple[tuple[Example, ...], tuple[Exampl
 
 
 def boxed_answer(solution: str) -> str | None:
-    """What the last `\\boxed{}` whose braces balance holds, or what follows a bare `\\boxed 5` up to the end of its
-    formula; of `\\fbox{}` where nothing is boxed; None where nothing is in a frame either. Linear in the text."""
-    opened: list[tuple[str | None, int]] = []
-    found: dict[str, tuple[int, str]] = {}
-    for token in _TOKEN.finditer(solution):
-        box, start, content = token["box"] or token["bare"], token.end(), ""
-        if token["bare"]:
-            content = _END.split(solution[start : start + _LONGEST_BARE])[0].rstrip(" .,")
-        elif token["brace"]:
-            opened.append((box, start))
-        elif token.group() == "}" and opened:
-            box, start = opened.pop()
-            content = solution[start : token.start()]
-        if box and content.strip() and start > found.get(box, (-1, ""))[0]:
-            found[box] = (start, content.strip())
-    last = found.get("boxed") or found.get("fbox")
-    return None if last is None else last[1]
+    """The content of the last `\\boxed{}` that is not blank, or what follows a bare `\\boxed 5` in its formula.
+
+    Of `\\fbox{}` where nothing is boxed; None where nothing is in a frame either. Linear in the text.
+    """
+    boxes = [box for box in find_boxes(solution) if not box.escaped_twice]
+    for command in ("boxed", "fbox"):
+        for box in reversed(boxes):
+            if box.command == command and (content := _content(solution, box)):
+                return content
+    return None
+
+
+def _content(solution: str, box: Box) -> str:
+    if box.end is not None:
+        return solution[box.start : box.end].strip()
+    start = box.start + len("\\") + len(box.command)
+    return _FORMULA_END.split(solution[start : start + _LONGEST_BARE])[0].rstrip(" .,").strip()
 
 
 def _split(config: MATHConfig, split: str) -> Iterator[tuple[str, Row]]:

@@ -1,20 +1,26 @@
-"""The r1_zero layout: what of a transcript is judged, where its thinking ends, and its answer blocks.
+"""Reading an answer out of a text: after the thinking, in an `<answer>` block, in a box, as a plain number.
 
-A completion in this layout reads `<think>reasoning</think> <answer>result</answer>`. Many prompts end with `<think>`,
-so the completion starts inside the thinking: the tag is given back before anything is judged.
+A completion in the r1_zero form reads `<think>reasoning</think> <answer>result</answer>`. Many prompts end with
+`<think>`, so the completion starts inside the thinking: the tag is put back before the completion is graded.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Prompt
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
-_ANSWER_TAG = re.compile(r"</?answer>")
+_ANSWER_TAG: Final = re.compile(r"</?answer>")
+_BOX_TOKEN: Final = re.compile(
+    r"(?P<escape>\\?)\\(?P<command>boxed|fbox)(?![A-Za-z])(?:\s*(?P<brace>\{))?|\\.|[{}]", re.DOTALL
+)
+_NUMBER: Final = re.compile(r"(-?)((?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)?)(?:\.(\d+))?")
+_INTEGER: Final = re.compile(r"-?\d+")
 
 
 def judged_text(completion: Completion, prompt: Prompt) -> str:
@@ -25,7 +31,7 @@ def judged_text(completion: Completion, prompt: Prompt) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`, up to a `<think>` that stays open; the whole text where nobody thinks.
+    """The text after the last `</think>`, up to a `<think>` that stays open; the whole text without either tag.
 
     A transcript cut in the middle of its thinking therefore has no answer, whatever the thoughts say.
     """
@@ -37,18 +43,59 @@ def last_answer(text: str) -> str | None:
 
     A block ends at the first `</answer>` after its `<answer>`: in `<answer>no</answer> 5 </answer>` it is `no`.
     """
-    answer, start = None, None
-    tail = after_thinking(text)
-    for tag in _ANSWER_TAG.finditer(tail):
+    block = last_block(after_thinking(text))
+    return None if block is None else block[1]
+
+
+def last_block(text: str) -> tuple[int, str] | None:
+    """(start of the content, content) of the last complete `<answer>...</answer>` in the whole text, or None."""
+    block, start = None, None
+    for tag in _ANSWER_TAG.finditer(text):
         if tag.group() == ANSWER_OPEN:
             start = tag.end()
         elif start is not None:
-            answer, start = tail[start : tag.start()], None
-    return answer
+            block, start = (start, text[start : tag.start()]), None
+    return block
 
 
-_NUMBER = re.compile(r"(-?)((?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)?)(?:\.(\d+))?")
-_INTEGER = re.compile(r"-?\d+")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    r"""A `\boxed{...}` or `\fbox{...}` whose braces balance, or one of the commands without braces, `\boxed 5`."""
+
+    command: str
+    """`boxed` or `fbox`."""
+    start: int
+    """Where the content begins; without braces, where the command begins."""
+    end: int | None
+    """Where the content ends; None without braces, where TeX would take one token and people mean more."""
+    escaped_twice: bool
+    r"""Whether it is written with two backslashes, `\\boxed{5}`."""
+
+
+def find_boxes(text: str) -> list[Box]:
+    """All boxes of a text, in the order in which they begin; linear in the text."""
+    boxes: list[Box] = []
+    opened: list[tuple[str | None, bool, int]] = []  # command, escaped_twice, start of every brace
+    for token in _BOX_TOKEN.finditer(text):
+        bracket, command = token.group(), token["command"]
+        if bracket == "{" or token["brace"]:
+            opened.append((command, bool(token["escape"]), token.end()))
+        elif command:
+            boxes.append(Box(command=command, start=token.start(), end=None, escaped_twice=bool(token["escape"])))
+        elif bracket == "}" and opened:
+            command, escaped_twice, start = opened.pop()
+            if command:
+                boxes.append(Box(command=command, start=start, end=token.start(), escaped_twice=escaped_twice))
+    # In `\boxed{\boxed 5}` both begin at one place, the outer one first.
+    return sorted(boxes, key=lambda box: (box.start, box.end is None))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}` whose braces balance, or None."""
+    for box in reversed(find_boxes(text)):
+        if box.command == "boxed" and box.end is not None and not box.escaped_twice:
+            return text[box.start : box.end]
+    return None
 
 
 def normalize_gold(text: str) -> str:

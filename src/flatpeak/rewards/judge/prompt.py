@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from flatpeak.rewards.judge.protocol import JudgeRequest
-from flatpeak.rewards.number import last_boxed
-from flatpeak.utils.answers import after_thinking, judged_text, last_answer
+from flatpeak.utils.answers import after_thinking, judged_text, last_answer, last_boxed
 
 if TYPE_CHECKING:
     from flatpeak.rewards.judge.rubrics import Form

@@ -1,20 +1,20 @@
-"""Where a text says its answer: in its last box or its last answer block, after the thinking."""
+"""Extraction of the answer from a transcript (last box or answer block, after the thinking) and from a gold column."""
 
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.rewards.math.nodes import MAX_BOXES, MAX_CHARACTERS, OverLimitError
-from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, after_thinking
+from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, after_thinking, find_boxes, last_block
 
 if TYPE_CHECKING:
     from flatpeak.rewards.config import MathExtraction
 
-_BRACES: Final = re.compile(
-    r"\\{1,2}(?:boxed|fbox)\s*\{|\\{1,2}(?:boxed|fbox)\s+(?P<bare>[^\s{}$\\<>]{1,64})|\\.|[{}]", re.DOTALL
-)
-_TAG: Final = re.compile(f"{ANSWER_OPEN}|{ANSWER_CLOSE}")
+_BOX_BEGINS: Final = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+[^\s{}$\\<>])")
+_BARE: Final = re.compile(r"\\{1,2}(?:boxed|fbox)\s+([^\s{}$\\<>]{1,64})")
+"""A box without braces: its content ends at a space."""
 _UNFINISHED: Final = (r"\boxed", r"\fbox", ANSWER_OPEN, ANSWER_CLOSE)
 _MARK: Final = "####"
 
@@ -29,7 +29,7 @@ def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None
     `MAX_BOXES` boxes are an OverLimitError.
     """
     text = after_thinking(text)
-    box, block = _last_box(text), _last_block(text) if extraction != "boxed" else None
+    box, block = _last_box(text), last_block(text) if extraction != "boxed" else None
     if box is not None and (block is None or box[0] > block[0]):
         return box[1]
     if block is not None:
@@ -44,7 +44,7 @@ def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None
 
 def block_answer(text: str) -> str | None:
     """The answer in the last complete `<answer>` block after the thinking: its last box, or all of it; None if none."""
-    block = _last_block(after_thinking(text))
+    block = last_block(after_thinking(text))
     if block is None:
         return None
     box = _last_box(block[1])
@@ -67,35 +67,13 @@ def _marked(text: str) -> str:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    """(where it begins, its content) of the balanced box that begins last; linear in the text."""
-    opened: list[tuple[bool, int]] = []
-    last: tuple[int, str | None, int] | None = None
-    boxes = 0
-    for token in _BRACES.finditer(text):
-        word = token.group()
-        if token["bare"]:
-            boxes += 1
-            last = (token.start(), token["bare"].rstrip(".,;:!?)"), 0)
-        elif word.endswith("{") and word != r"\{":
-            boxes += len(word) > 1
-            opened.append((len(word) > 1, token.end()))
-        elif word == "}" and opened:
-            boxed, start = opened.pop()
-            if boxed and (last is None or start > last[0]):
-                last = (start, None, token.start())
-        if boxes > MAX_BOXES:
-            raise OverLimitError(f"more than {MAX_BOXES} boxes")
-    if last is None:
-        return None
-    start, bare, end = last
-    return start, text[start:end] if bare is None else bare
-
-
-def _last_block(text: str) -> tuple[int, str] | None:
-    last, start = None, None
-    for tag in _TAG.finditer(text):
-        if tag.group() == ANSWER_OPEN:
-            start = tag.end()
-        elif start is not None:
-            last, start = (start, text[start : tag.start()]), None
-    return last
+    """(start, content) of the box that begins last; linear in the text."""
+    # Those whose braces do not balance count too.
+    if sum(1 for _ in islice(_BOX_BEGINS.finditer(text), MAX_BOXES + 1)) > MAX_BOXES:
+        raise OverLimitError(f"more than {MAX_BOXES} boxes")
+    for box in reversed(find_boxes(text)):
+        if box.end is not None:
+            return box.start, text[box.start : box.end]
+        if (bare := _BARE.match(text, box.start)) is not None:
+            return box.start, bare[1].rstrip(".,;:!?)")
+    return None
