@@ -92,7 +92,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from flatpeak.policy import decode_kernel as K
+from flatpeak.kernels import decode_attention_triton as K
 
 pointers = {"lengths": "*i64", "prompt_lengths": "*i64", "prompts": "*i64", "order": "*i64", "tile_starts": "*i64",
             "tile_counts": "*i64", "room_starts": "*i64", "room_columns": "*i64", "partial": "*fp32", "logsum": "*fp32"}

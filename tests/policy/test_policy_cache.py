@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatpeak.policy.attention import AttentionRule, PackedContext
-from flatpeak.policy.decoding import GpuAttention
+from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
+from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
 from flatpeak.policy.kv_cache import KeyValueCache, fitting_rooms, round_up
 from flatpeak.policy.packing import pack_prompts
+from flatpeak.policy.training_attention import AttentionRule, PackedContext
 from flatpeak.rollout.scheduler import Schedule
 
 TOLERANCE = 5e-6
@@ -66,9 +67,16 @@ class Run:
         widths = [prompt_tokens] if isinstance(prompt_tokens, int) else prompt_tokens
         rooms = {round_up(width, key_multiple): prompts for width in widths}
         device = torch.device("cpu")
-        self.cache = KeyValueCache(**request, places=prompts, rooms=rooms, key_multiple=key_multiple, device=device)
-        if kind == "the kernel's tables":  # what a GPU runs, by the reference that stands in for its kernel
-            self.cache._attention = GpuAttention()
+        on_gpu = kind == "the kernel's tables"  # what a GPU runs, by the reference that stands in for its kernel
+        self.cache = KeyValueCache(
+            **request,
+            places=prompts,
+            rooms=rooms,
+            key_multiple=key_multiple,
+            attention=GpuDecodeAttention() if on_gpu else CpuDecodeAttention(),
+            device=device,
+        )
+        if on_gpu:
             self.cache._on_gpu = True
             self.cache._cleared = self.cache.columns
         self.kind = kind
@@ -282,10 +290,14 @@ def test_one_cache_serves_requests_one_after_the_other(kind: str, monkeypatch: p
             run.check_step(4)
 
 
+def on_cpu(**request: Any) -> KeyValueCache:
+    return KeyValueCache(**request, key_multiple=16, attention=CpuDecodeAttention(), device=torch.device("cpu"))
+
+
 def opened(prompt_tokens: int, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> KeyValueCache:
     """A cache that has read a first, short prompt."""
     rooms = fitting_rooms([prompt_tokens] * 3, 3, multiple=16)
-    cache = KeyValueCache(slots=4, places=3, rooms=rooms, new_tokens=20, key_multiple=16, device=torch.device("cpu"))
+    cache = on_cpu(slots=4, places=3, rooms=rooms, new_tokens=20)
     context = PackedContext(pack_prompts([[2]], device=torch.device("cpu"), multiple=16), keep_keys=True)
     keys = torch.ones(1, heads, DIM, dtype=dtype)
     context.kept = {0: (keys, keys)}
@@ -302,7 +314,7 @@ def test_a_slot_has_room_for_its_own_tokens_and_a_place_for_its_prompt() -> None
 
 def test_a_cache_serves_what_it_has_room_for() -> None:
     room: dict[str, Any] = {"slots": 4, "places": 3, "rooms": {16: 3, 64: 1}, "new_tokens": 32}  # multiples of 16
-    cache = KeyValueCache(**room, key_multiple=16, device=torch.device("cpu"))
+    cache = on_cpu(**room)
     assert cache.serves(**room)
     assert cache.serves(slots=1, places=1, rooms={16: 1}, new_tokens=1)
     assert cache.serves(slots=1, places=1, rooms={64: 1}, new_tokens=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatpeak.policy import attention as response_attention
+from flatpeak.policy import training_attention
 from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
 
@@ -127,8 +127,8 @@ def policy() -> Policy:
 def test_memory_goes_by_the_tokens_of_a_micro_batch_and_not_by_the_longest(
     policy: Policy, mixed: Callable[[], Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_attention, "MOST_KEYS", 2**14)
-    monkeypatch.setattr(response_attention, "MOST_SCORES", 2**18)
+    monkeypatch.setattr(training_attention, "MOST_KEYS", 2**14)
+    monkeypatch.setattr(training_attention, "MOST_SCORES", 2**18)
     batch = mixed()
     tokens = sum(map(len, batch.prompts)) + len(batch.tokens_T)
     pairs = tokens // 50

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.kernels.decode_attention import decode_attention
-from flatpeak.policy import attention
+from flatpeak.policy.training_attention import ATTENTION_NAME, register_attention
 from flatpeak.rollout.cuda_graphs import GraphedStep
 from flatpeak.rollout.randomness import row_keys, uniforms
 from flatpeak.rollout.sampling import draw
@@ -235,10 +235,10 @@ class Decoding:
             num_key_value_heads=1,
             max_position_embeddings=64,
         )
-        attention.register()
+        register_attention()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.model = Qwen2ForCausalLM._from_config(config, attn_implementation=attention.NAME).to(device).eval()
+            self.model = Qwen2ForCausalLM._from_config(config, attn_implementation=ATTENTION_NAME).to(device).eval()
         torch.nn.init.normal_(self.model.lm_head.weight, generator=torch.Generator(device).manual_seed(1))
         self.own = torch.zeros(2, 2, SLOTS, 1, 64, 32, device=device)  # layers, keys and values, slots, heads, columns
         self.arena = torch.randn(2, 2, 2 * 64, 32, generator=torch.Generator().manual_seed(0)).to(device)

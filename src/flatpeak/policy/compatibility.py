@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flatpeak.errors import DIVERGED, DivergedError
-from flatpeak.policy.attention import PackedContext, UnservedAttentionError
 from flatpeak.policy.kv_cache import KeyValueCache
-from flatpeak.policy.lm_head import Head
+from flatpeak.policy.linears import Head
 from flatpeak.policy.packing import PackedRow, pack_prompts
+from flatpeak.policy.training_attention import PackedContext, UnservedAttentionError
 
 
 class Probed(Protocol):

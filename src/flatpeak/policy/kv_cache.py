@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flatpeak.policy.attention import AttentionRule, PackedContext
-from flatpeak.policy.decoding import CpuAttention, GpuAttention
 from flatpeak.policy.packing import PackedRow, by_length, offsets
+from flatpeak.policy.training_attention import AttentionRule, PackedContext
 
 Rooms = Mapping[int, int]
 """Columns of a room -> how many rooms of that size."""
@@ -159,11 +159,39 @@ def _cells(lengths_P: Tensor, starts_P: Tensor, columns_P: Tensor, kv_heads: int
     return (first[:, None] + stride[:, None] * heads).flatten()
 
 
+class DecodeAttention(Protocol):
+    """Attention of one new token per slot over a cache, on one kind of device (decode_attention_cpu, _gpu)."""
+
+    def rearranged(self, cache: KeyValueCache) -> None:
+        """Take note that slots or prompts have been filled, moved or emptied."""
+        ...
+
+    def begin(self, cache: KeyValueCache, num_rows: int, width: int) -> None:
+        """Prepare a step over the first `num_rows` slots, none of which sees more than `width` own columns."""
+        ...
+
+    def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
+        """See KeyValueCache.next_columns, for the slots of this step."""
+        ...
+
+    def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend with query [R, Hq, 1, D] over prompts' and own keys, the newest included: [R, 1, Hq, D]."""
+        ...
+
+
 class KeyValueCache:
     """Implements protocols.DecodeState."""
 
     def __init__(
-        self, *, slots: int, places: int, rooms: Rooms, new_tokens: int, key_multiple: int, device: torch.device
+        self,
+        *,
+        slots: int,
+        places: int,
+        rooms: Rooms,
+        new_tokens: int,
+        key_multiple: int,
+        attention: DecodeAttention,
+        device: torch.device,
     ) -> None:
         self.num_slots = slots
         self.key_multiple = key_multiple
@@ -187,7 +215,7 @@ class KeyValueCache:
         self._starts = [0] * slots  # a slot's own length is its start plus the tokens decoded since the cache began
         self._decoded = 0
         self._cleared = self.columns if self._on_gpu else 0  # a captured step must not clear anything
-        self._attention = GpuAttention() if self._on_gpu else CpuAttention()
+        self._attention = attention
 
     @property
     def marks(self) -> list[Tensor]:
@@ -280,6 +308,12 @@ class KeyValueCache:
         for memory, new in zip(self.layers[layer], (key, value), strict=True):
             memory.view(-1, memory.shape[-1]).index_copy_(0, columns, new.flatten(0, 2))
         return self._attention.attend(self, layer, query, rule)
+
+    def next_columns(self, num_rows: int, kv_heads: int) -> Tensor:
+        """int64 [R * Hkv]: where each head's new token goes in a layer's memory, seen as rows of D."""
+        lengths_R = self.lengths_S[:num_rows]
+        heads = torch.arange(num_rows * kv_heads, device=lengths_R.device).view(num_rows, kv_heads)
+        return (heads * self.columns + lengths_R[:, None]).flatten()
 
     def _index(self, indices: Sequence[int]) -> Tensor:
         return torch.tensor(indices, dtype=torch.int64, device=self.lengths_S.device)

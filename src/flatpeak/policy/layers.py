@@ -17,9 +17,8 @@ from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flatpeak.errors import UserError
-from flatpeak.policy import attention
-from flatpeak.policy.attention import NAME
 from flatpeak.policy.linears import make_plain
+from flatpeak.policy.training_attention import ATTENTION_NAME, attention_forward, register_attention
 
 Forward = Callable[..., Any]
 """A layer class's `forward`: the layer comes first."""
@@ -71,7 +70,7 @@ def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[
         for layer in layers:
             delattr(layer, "forward")
         if compiled:
-            attention.register()
+            register_attention()
 
 
 @contextmanager
@@ -140,7 +139,7 @@ def keep_attention_out() -> None:
     Inside, a graph would be compiled anew for every layer index, and torch gives up after eight. Every new policy
     registers the function again, so this is done before each use; it costs as much as setting a key of a dictionary.
     """
-    AttentionInterface.register(attention.NAME, _OPAQUE_ATTENTION)
+    AttentionInterface.register(ATTENTION_NAME, _OPAQUE_ATTENTION)
 
 
 def check_compiler(device: torch.device) -> None:
@@ -161,7 +160,7 @@ def _trial(values: torch.Tensor) -> torch.Tensor:
     return values.sin() + 1
 
 
-_OPAQUE_ATTENTION: Forward = torch.compiler.disable(attention.attention_forward)
+_OPAQUE_ATTENTION: Forward = torch.compiler.disable(attention_forward)
 
 
 def silence_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
@@ -235,7 +234,7 @@ class ModelSettings:
 
     def give_back_layers(self) -> None:
         """The model's own attention and classes of layers, for now or for good."""
-        if self.causal.config._attn_implementation == NAME:
+        if self.causal.config._attn_implementation == ATTENTION_NAME:
             self.causal.set_attn_implementation(self.attention)
         make_plain(self.causal)
 
@@ -261,6 +260,6 @@ class ModelSettings:
 def _own_attention(causal: Any) -> str:
     """The model's attention; of a model that a policy still holds, or left held, what transformers would choose."""
     found: str = causal.config._attn_implementation or "eager"
-    if found != NAME:
+    if found != ATTENTION_NAME:
         return found
     return "sdpa" if getattr(causal, "_supports_sdpa", False) else "eager"

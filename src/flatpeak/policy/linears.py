@@ -1,18 +1,22 @@
-"""A model's linear layers, multiplied by the library that functional.products finds the faster one.
+"""The linear layers of a model: those multiplied by the faster library, and the output layer with its logits.
 
-Classes are exchanged and nothing else: weights, names, hooks and what is saved stay as they are.
+Where oneDNN is the faster one (kernels.matmul), the classes of linear layers are exchanged and nothing else: weights,
+names, hooks and what is saved stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from flatpeak.errors import UserError
 from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack, served
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -138,3 +142,37 @@ def _groups(model: nn.Module, layers: Sequence[FastLinear | FastConv1D]) -> Iter
                 grouped.update(together)
                 yield together
     yield from ([layer] for layer in layers if layer not in grouped)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """logits = softcap * tanh(logit_scale * (hidden W^T + b) / softcap)."""
+
+    linear: nn.Linear
+    softcap: float | None
+    logit_scale: float
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """float32 [R, V]."""
+        logits = self.linear(hidden_RD).float()
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def read_head(model: PreTrainedModel) -> Head:
+    """Find the output layer and what the architecture does to its result. The start-up probe checks the outcome."""
+    linear = model.get_output_embeddings()
+    if type(linear) is not nn.Linear:
+        raise UserError(
+            f"the output layer of {type(model).__name__} is {type(linear).__name__}, not a plain linear layer: "
+            "leave lm_head out of adapters and quantization"
+        )
+    config = model.config
+    scale = getattr(config, "logit_scale", None)  # cohere multiplies
+    divisor = getattr(config, "logits_scaling", None)  # granite divides
+    return Head(
+        linear=linear,
+        softcap=getattr(config, "final_logit_softcapping", None),
+        logit_scale=float(scale) if scale is not None else 1.0 / divisor if divisor else 1.0,
+    )

@@ -15,13 +15,14 @@ from transformers.utils import logging as transformers_logging
 
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
-from flatpeak.policy import attention
 from flatpeak.policy.compatibility import probe, unsupported
+from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
+from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
 from flatpeak.policy.kv_cache import KeyValueCache, fitting_rooms, graded_rooms
 from flatpeak.policy.layers import ModelSettings, plain_layers, register_holder, scoring, unregister_holder
-from flatpeak.policy.linears import make_fast, packed_weights
-from flatpeak.policy.lm_head import read_head
+from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts, padded_token_logprobs
+from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedContext, register_attention
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Batch
 
@@ -86,7 +87,7 @@ class Policy:
             if not dropout:
                 self._before.silence_dropout(model)
             if self.native:
-                attention.register()
+                register_attention()
                 self._hold()
                 self.notice = probe(self)
                 self.native = self.notice is None
@@ -141,7 +142,7 @@ class Policy:
         if not self.native:
             return padded_token_logprobs(self.causal, batch, temperature=temperature)
         row = pack_batch(batch)
-        hidden_TD = self.hidden(row, attention.PackedContext(row)).index_select(0, row.source_T)
+        hidden_TD = self.hidden(row, PackedContext(row)).index_select(0, row.source_T)
         return token_logprobs(
             hidden_TD,
             self.head.linear.weight,
@@ -190,8 +191,15 @@ class Policy:
         if self.device.type == "cpu":
             multiple = _key_multiple(self.causal.config) if self.batch_invariant else 1
             rooms = fitting_rooms(prompt_lengths, places, multiple=multiple)
-            request = {"slots": slots, "places": places, "new_tokens": new_tokens}
-            return KeyValueCache(**request, rooms=rooms, key_multiple=multiple, device=self.device)
+            return KeyValueCache(
+                slots=slots,
+                places=places,
+                rooms=rooms,
+                new_tokens=new_tokens,
+                key_multiple=multiple,
+                attention=CpuDecodeAttention(),
+                device=self.device,
+            )
         rooms = graded_rooms(prompt_lengths, places)
         cache = self._kept_cache
         if cache is None or not cache.serves(slots=slots, places=places, rooms=rooms, new_tokens=new_tokens):
@@ -205,6 +213,7 @@ class Policy:
                 rooms=rooms,
                 new_tokens=new_tokens,
                 key_multiple=GPU_KEY_MULTIPLE,
+                attention=GpuDecodeAttention(),
                 device=self.device,
             )
             self._kept_cache = cache
@@ -215,7 +224,7 @@ class Policy:
         """See protocols.Decoder."""
         self._evaluate()
         row = pack_prompts(prompts, device=self.device, multiple=state.key_multiple)
-        context = attention.PackedContext(row, keep_keys=True)
+        context = PackedContext(row, keep_keys=True)
         hidden_PD = self.hidden(row, context).index_select(0, row.source_T)
         state.store(places, context)
         return self.head.logits(fill(hidden_PD))[: len(prompts)]
@@ -226,7 +235,7 @@ class Policy:
         state.begin_token(len(tokens_R))
         hidden = self.trunk(
             input_ids=tokens_R[:, None],
-            attention_mask=attention.NO_MASK,
+            attention_mask=NO_MASK,
             position_ids=state.positions_S[: len(tokens_R), None],
             use_cache=False,
             attention_context=state,
@@ -256,11 +265,11 @@ class Policy:
             self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
 
-    def hidden(self, row: PackedRow, context: attention.PackedContext) -> Tensor:
+    def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, [S, D]."""
         hidden: Tensor = self.trunk(
             input_ids=row.token_ids_S[None],
-            attention_mask=attention.NO_MASK,
+            attention_mask=NO_MASK,
             position_ids=row.positions_S[None],
             use_cache=False,
             attention_context=context,
@@ -268,7 +277,7 @@ class Policy:
         return hidden
 
     def _hold(self) -> None:
-        self.causal.set_attn_implementation(attention.NAME)
+        self.causal.set_attn_implementation(ATTENTION_NAME)
         make_fast(self.causal)
 
     def _evaluate(self) -> None:

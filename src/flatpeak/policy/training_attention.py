@@ -181,7 +181,7 @@ def _fold_mask(block: Block, queries: Tensor, keys: Tensor) -> Tensor:
     return bias.masked_fill_(~block.mask, -torch.inf).repeat(1, 1, repeats, 1)
 
 
-NAME = "flatpeak"
+ATTENTION_NAME = "flatpeak"
 NO_MASK = torch.empty(0, 0, 0, 0)
 """What the model is given for a mask: transformers hands a 4-dimensional one on as it is, and looks for nothing in
 positions, which on a GPU would wait for the device at every token."""
@@ -354,7 +354,7 @@ def attention_forward(
     return attention_context.attend(layer, query, key, value, rule), None
 
 
-def register() -> None:
+def register_attention() -> None:
     """Make the function known to transformers. Masks are the context's business: the mask function makes none."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

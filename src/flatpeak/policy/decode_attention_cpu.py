@@ -1,4 +1,4 @@
-"""Attention of one new token per slot, over its own keys and its prompt's.
+"""Attention of one new token per slot on a CPU: plain batched products over the slot's own keys and its prompt's.
 
 R slots being decoded; r query heads to each of Hkv key heads; W visible columns; A rooms of prompts, of C slots each.
 """
@@ -6,17 +6,12 @@ R slots being decoded; r query heads to each of Hkv key heads; W visible columns
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flatpeak.kernels.decode_attention import decode_attention
-from flatpeak.kernels.prompt_tiles import PromptTiles
-from flatpeak.policy.attention import SUMMED, AttentionRule
-
-if TYPE_CHECKING:
-    from flatpeak.policy.kv_cache import KeyValueCache
+from flatpeak.policy.kv_cache import KeyValueCache
+from flatpeak.policy.training_attention import SUMMED, AttentionRule
 
 LEAST_QUERIES = 4
 """Products of fewer rows than this round differently from those of more."""
@@ -24,57 +19,11 @@ MOSTLY = 0.75
 """Above this share of rooms in use, all of them are multiplied where they stand."""
 
 
-class GpuAttention:
-    """One kernel for both, which reads lengths on the device: nothing here changes from token to token."""
+class CpuDecodeAttention:
+    """Implements kv_cache.DecodeAttention by plain batched products.
 
-    def __init__(self) -> None:
-        self._tiles: dict[tuple[int, int], PromptTiles] = {}
-        self._num_rows = 0
-
-    def rearranged(self, cache: KeyValueCache) -> None:
-        """Slots or prompts were moved: the tables are brought up to date in place, as captured graphs read them."""
-        for (rows, _), tiles in self._tiles.items():
-            tiles.refresh_(cache.prompt_S[:rows])
-
-    def begin(self, cache: KeyValueCache, num_rows: int, width: int) -> None:
-        """Prepare a step over the first slots; the width is the kernel's business."""
-        self._num_rows = num_rows
-
-    def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
-        """int64 [R * Hkv]: where each head's new token goes in a layer's memory, seen as rows of D."""
-        return _columns(cache, self._num_rows, kv_heads)
-
-    def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
-        """query [R, Hq, 1, D] -> [R, 1, Hq, D]."""
-        keys, values = cache.layers[layer]
-        rows, heads = query.shape[:2]
-        repeats = heads // keys.shape[1]
-        if (rows, repeats) not in self._tiles:
-            self._tiles[rows, repeats] = PromptTiles.build(
-                cache.prompt_S[:rows], arena_rows=cache.prompts.places, repeats=repeats
-            )
-        attended = decode_attention(
-            query[:, :, 0],
-            keys,
-            values,
-            cache.lengths_S + 1,
-            *cache.prompts.layers[layer],
-            cache.prompt_S,
-            *cache.prompts.tables,
-            prompt_columns=cache.prompts.longest,
-            scale=rule.scale,
-            window=rule.window,
-            softcap=rule.softcap,
-            tiles=self._tiles[rows, repeats],
-        )
-        return attended[:, None]
-
-
-class CpuAttention:
-    """Plain batched products, for a few query rows faster than torch's fused kernel, which works on tiles.
-
-    The work is bound by reading keys and values, so only the columns in use are read, and a prompt's once for all slots
-    of its group.
+    For a few query rows they are faster than torch's fused kernel, which works on tiles. The work is bound by reading
+    keys and values, so only the columns in use are read, and a prompt's once for all slots of its group.
     """
 
     def __init__(self) -> None:
@@ -98,7 +47,7 @@ class CpuAttention:
     def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
         """int64 [R * Hkv]: where each head's new token goes in a layer's memory, seen as rows of D."""
         if kv_heads not in self._own_columns:
-            self._own_columns[kv_heads] = _columns(cache, self._num_rows, kv_heads)
+            self._own_columns[kv_heads] = cache.next_columns(self._num_rows, kv_heads)
         return self._own_columns[kv_heads]
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
@@ -233,12 +182,6 @@ class SharedPrompts:
         by_head = grouped.view(self._places, kv_heads, self._copies, repeats * size).transpose(1, 2)
         slots = by_head.reshape(self._places * self._copies, -1).index_select(0, self._place_R)
         return slots.view(self._num_rows * kv_heads, repeats, size)
-
-
-def _columns(cache: KeyValueCache, num_rows: int, kv_heads: int) -> Tensor:
-    lengths_R = cache.lengths_S[:num_rows]
-    heads = torch.arange(num_rows * kv_heads, device=lengths_R.device).view(num_rows, kv_heads)
-    return (heads * cache.columns + lengths_R[:, None]).flatten()
 
 
 def _scores(rule: AttentionRule, query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
