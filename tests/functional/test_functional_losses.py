@@ -1,11 +1,13 @@
 """Ratios and per-token losses: values by hand on both sides of every clip, gradients against hand derivations."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
-from flatpeak.functional import (
+from flatpeak.functional import losses
+from flatpeak.functional.losses import (
     clipped_surrogate,
     importance_ratio,
     policy_gradient,
@@ -13,6 +15,30 @@ from flatpeak.functional import (
     truncated_policy_gradient,
     unclipped_surrogate,
 )
+
+SIGNATURES = {
+    "capped_policy_loss": "logprobs_T, ratio_T, advantages_T, *, cap",
+    "clipped_surrogate": "ratio, advantages, *, clip_low, clip_high, dual_clip=None",
+    "frozen_policy_loss": "logprobs_T, coefficients_T",
+    "importance_ratio": "logprobs, old_logprobs",
+    "policy_gradient": "logprobs, advantages",
+    "reweighted_policy_loss": "logprobs_T, first_logprobs_T, coefficients_T, *, sequence_T=None, num_sequences=0",
+    "sequence_importance_ratio": "logprobs_T, old_logprobs_T, sequence_T, num",
+    "truncated_policy_gradient": "logprobs, ratio, advantages, *, cap",
+    "unclipped_surrogate": "ratio, advantages",
+}
+"""Argument names and defaults that users write."""
+
+
+def test_the_public_losses_are_exactly_these():
+    assert set(losses.__all__) == set(SIGNATURES)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_and_defaults_are_as_published(name):
+    signature = inspect.signature(getattr(losses, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)).strip("()") == SIGNATURES[name]
 
 
 def leaf(values):

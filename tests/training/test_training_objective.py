@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
+from flatpeak.config.load import load_recipe, shipped_recipes
+from flatpeak.functional import losses
+from flatpeak.functional.losses import POLICY_LOSSES
 from flatpeak.training.batch import micro_batches
-from flatpeak.training.config import KLConfig, ObjectiveConfig
+from flatpeak.training.config import LOSS_SETTINGS, KLConfig, ObjectiveConfig, PolicyLossName
 from flatpeak.training.objective import Objective, TokenStatistics
 from flatpeak.types import Batch
 
@@ -244,3 +250,57 @@ def test_the_entropy_term_lowers_the_loss_of_uncertain_tokens() -> None:
     np.testing.assert_allclose(loss_T.detach().numpy(), plain - 0.25 * ENTROPY, rtol=1e-12)
     (gradient_T,) = torch.autograd.grad(loss_T.sum(), entropy_T)
     np.testing.assert_array_equal(gradient_T.numpy(), np.full(10, -0.25))
+
+
+HELPERS = {
+    *("importance_ratio", "sequence_importance_ratio"),
+    *("capped_policy_loss", "frozen_policy_loss", "reweighted_policy_loss"),
+}
+"""Public functions of functional/losses.py that no recipe chooses: ratios, and losses of a second pass."""
+
+
+def missing_of_a_loss(name: str) -> Iterator[str]:
+    """Everything that a loss of this name still needs, so that a recipe can choose it and a reader find it."""
+    function = getattr(losses, name, None)
+    if function is None or name not in losses.__all__:
+        yield f"a function {name} in functional/losses.py, named in __all__"
+    if name not in POLICY_LOSSES:
+        yield f"an entry {name} in POLICY_LOSSES of functional/losses.py"
+    if name not in get_args(PolicyLossName):
+        yield f"{name} in PolicyLossName of training/config.py"
+    parameters = inspect.signature(function).parameters.values() if function else ()
+    settings = ["ratio"] if any(p.name == "ratio" for p in parameters) else []
+    settings += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if list(LOSS_SETTINGS.get(name, ("nothing",))) != settings:  # type: ignore[call-overload]
+        yield f"LOSS_SETTINGS of training/config.py with {name}: {tuple(settings)}"
+    for setting in settings:
+        if setting not in ObjectiveConfig.model_fields:
+            yield f"objective.{setting} in ObjectiveConfig of training/config.py"
+    recipes = [load_recipe(one) for one in shipped_recipes() if one.startswith("flatpeak:algorithms/")]
+    if name not in {recipe.get("objective", {}).get("loss") for recipe in recipes}:
+        yield f"a recipe in recipes/algorithms/ with objective.loss={name}"
+    if f"| `{name}` |" not in (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8"):
+        yield f"a row for {name} in docs/algorithms.md"
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*get_args(PolicyLossName), *POLICY_LOSSES, *LOSS_SETTINGS, *(set(losses.__all__) - HELPERS)})
+)
+def test_a_loss_has_a_function_a_name_a_recipe_and_a_row_in_the_documents(name: str) -> None:
+    assert list(missing_of_a_loss(name)) == []
+
+
+def test_all_that_a_forgotten_loss_needs_is_named() -> None:
+    assert list(missing_of_a_loss("unheard_of")) == [
+        "a function unheard_of in functional/losses.py, named in __all__",
+        "an entry unheard_of in POLICY_LOSSES of functional/losses.py",
+        "unheard_of in PolicyLossName of training/config.py",
+        "LOSS_SETTINGS of training/config.py with unheard_of: ()",
+        "a recipe in recipes/algorithms/ with objective.loss=unheard_of",
+        "a row for unheard_of in docs/algorithms.md",
+    ]
+
+
+@pytest.mark.parametrize("function", [f for n, f in inspect.getmembers(losses, inspect.isfunction) if n[0] != "_"])
+def test_every_public_function_among_the_losses_is_exported(function: Any) -> None:
+    assert function.__module__ != losses.__name__ or function.__name__ in losses.__all__

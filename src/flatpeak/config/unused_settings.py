@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatpeak.training.config import LOSS_SETTINGS
 from flatpeak.utils.schema import StrictConfig
 
 Get = Callable[[str], Any]
@@ -101,22 +102,24 @@ def _preferences(section: str) -> tuple[Rule, ...]:
     )
 
 
+def _coefficient(setting: str) -> Rule:
+    """A coefficient of the objective, which some losses read and others do not."""
+    readers = [loss for loss, settings in LOSS_SETTINGS.items() if setting in settings]
+    return Rule(
+        choice="objective.loss",
+        applies=lambda loss: loss not in readers,
+        settings=(f"objective.{setting}",),
+        instead=f"objective.loss={' or '.join(readers)}",
+    )
+
+
+_COEFFICIENTS = dict.fromkeys(name for settings in LOSS_SETTINGS.values() for name in settings if name != "ratio")
+
 RULES = (
+    *map(_coefficient, _COEFFICIENTS),
     Rule(
         choice="objective.loss",
-        applies=lambda loss: loss != "clipped_surrogate",
-        settings=("objective.clip_low", "objective.clip_high", "objective.dual_clip"),
-        instead="objective.loss=clipped_surrogate",
-    ),
-    Rule(
-        choice="objective.loss",
-        applies=lambda loss: loss != "truncated_policy_gradient",
-        settings=("objective.cap",),
-        instead="objective.loss=truncated_policy_gradient",
-    ),
-    Rule(
-        choice="objective.loss",
-        applies=lambda loss: loss == "policy_gradient",
+        applies=lambda loss: "ratio" not in LOSS_SETTINGS.get(loss, ("ratio",)),
         settings=("objective.ratio",),
         instead="a loss with an importance ratio",
         unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") != "reward",

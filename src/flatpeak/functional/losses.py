@@ -2,12 +2,29 @@
 
 Ratios compare full-vocabulary log-probabilities at the sampling temperature. On-policy every ratio is 1, so a
 surrogate reads about -A while its gradient is that of -A log p: a loss near 0 is no sign of a gradient near 0.
+`POLICY_LOSSES` at the end names the losses that a recipe can choose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+__all__ = [
+    "capped_policy_loss",
+    "clipped_surrogate",
+    "frozen_policy_loss",
+    "importance_ratio",
+    "policy_gradient",
+    "reweighted_policy_loss",
+    "sequence_importance_ratio",
+    "truncated_policy_gradient",
+    "unclipped_surrogate",
+]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this either way: beyond it the ratio (4.9e8) is no estimate, and exp would overflow."""
@@ -38,7 +55,7 @@ def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def unclipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
-    """-r A."""
+    """-r A: the importance-weighted policy gradient without a clip."""
     return -ratio * advantages
 
 
@@ -102,3 +119,82 @@ def capped_policy_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor
     `truncated_policy_gradient` detaches the ratio, so that its own second derivative says nothing about it.
     """
     return torch.where(ratio_T.detach() > cap, -cap * advantages_T * logprobs_T, -ratio_T * advantages_T)
+
+
+class Coefficients(Protocol):
+    """The coefficients of all losses, as the section `objective` of a recipe has them."""
+
+    @property
+    def clip_low(self) -> float:
+        """Distance below 1 at which the ratio is clipped."""
+
+    @property
+    def clip_high(self) -> float:
+        """Distance above 1 at which the ratio is clipped."""
+
+    @property
+    def dual_clip(self) -> float | None:
+        """Bound of the ratio where the advantage is negative; None leaves it unbounded."""
+
+    @property
+    def cap(self) -> float:
+        """Upper bound of the ratio itself, for CISPO."""
+
+
+TokenFunction = Callable[[Tensor, Tensor, Tensor, Coefficients], Tensor]
+"""(logprobs, ratio, advantages, coefficients) -> one value per token."""
+
+
+def _never_clipped(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> Tensor:
+    """False for every token: the loss has no clip."""
+    return torch.zeros_like(ratio, dtype=torch.bool)
+
+
+def _clipped_tokens(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> Tensor:
+    """Whether PPO's clip takes a token's gradient away: r beyond the bound that the advantage pushes it towards."""
+    above = (ratio > 1 + coefficients.clip_high) & (advantages > 0)
+    below = (ratio < 1 - coefficients.clip_low) & (advantages < 0)
+    if coefficients.dual_clip is not None:
+        below |= (ratio > coefficients.dual_clip) & (advantages < 0)
+    return above | below
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLoss:
+    """A loss that a recipe can choose, called the same way as all others."""
+
+    value: TokenFunction
+    clipped: TokenFunction = _never_clipped
+    """bool: tokens whose gradient the clip takes away or, for CISPO, caps."""
+    with_curvature: TokenFunction | None = None
+    """Where `value` detaches the ratio: a loss of the same gradient whose second derivative means something."""
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "policy_gradient": PolicyLoss(
+        value=lambda logprobs, ratio, advantages, coefficients: policy_gradient(logprobs, advantages)
+    ),
+    "unclipped_surrogate": PolicyLoss(
+        value=lambda logprobs, ratio, advantages, coefficients: unclipped_surrogate(ratio, advantages)
+    ),
+    "clipped_surrogate": PolicyLoss(
+        value=lambda logprobs, ratio, advantages, coefficients: clipped_surrogate(
+            ratio,
+            advantages,
+            clip_low=coefficients.clip_low,
+            clip_high=coefficients.clip_high,
+            dual_clip=coefficients.dual_clip,
+        ),
+        clipped=_clipped_tokens,
+    ),
+    "truncated_policy_gradient": PolicyLoss(
+        value=lambda logprobs, ratio, advantages, coefficients: truncated_policy_gradient(
+            logprobs, ratio, advantages, cap=coefficients.cap
+        ),
+        clipped=lambda logprobs, ratio, advantages, coefficients: ratio > coefficients.cap,
+        with_curvature=lambda logprobs, ratio, advantages, coefficients: capped_policy_loss(
+            logprobs, ratio, advantages, cap=coefficients.cap
+        ),
+    ),
+}
+"""The values of `objective.loss`, by name."""

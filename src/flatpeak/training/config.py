@@ -12,7 +12,15 @@ from flatpeak.utils.schema import StrictConfig
 
 Normalization = Literal["sequence_mean", "constant", "token_mean", "longest", "sequence_sum"]
 MinibatchOf = Literal["groups", "completions"]
+PolicyLossName = Literal["clipped_surrogate", "unclipped_surrogate", "policy_gradient", "truncated_policy_gradient"]
 
+LOSS_SETTINGS: dict[PolicyLossName, tuple[str, ...]] = {
+    "clipped_surrogate": ("ratio", "clip_low", "clip_high", "dual_clip"),
+    "unclipped_surrogate": ("ratio",),
+    "policy_gradient": (),
+    "truncated_policy_gradient": ("ratio", "cap"),
+}
+"""The keys of `objective` that each loss reads; under the others they have no effect, and are refused where written."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -34,9 +42,7 @@ class AdvantageConfig(StrictConfig):
 class ObjectiveConfig(StrictConfig):
     """The per-token loss and how tokens are weighted."""
 
-    loss: Literal["clipped_surrogate", "unclipped_surrogate", "policy_gradient", "truncated_policy_gradient"] = (
-        "clipped_surrogate"
-    )
+    loss: PolicyLossName = "clipped_surrogate"
     ratio: Literal["token", "sequence"] = "token"
     """sequence: one importance ratio per completion, the exponential of its mean log-ratio (GSPO)."""
     normalization: Normalization = "sequence_mean"

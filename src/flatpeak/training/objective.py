@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from flatpeak import functional as F
+from flatpeak.functional.losses import POLICY_LOSSES, PolicyLoss, TokenFunction
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 
 KL_ESTIMATORS = {"k1": F.kl_k1, "k2": F.kl_k2, "k3": F.kl_k3}
-
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, ObjectiveConfig], Tensor]
-"""(logprobs_T, ratio_T, advantages_T, config) -> loss_T."""
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "policy_gradient": lambda logprobs, ratio, advantages, config: F.policy_gradient(logprobs, advantages),
-    "unclipped_surrogate": lambda logprobs, ratio, advantages, config: F.unclipped_surrogate(ratio, advantages),
-    "clipped_surrogate": lambda logprobs, ratio, advantages, config: F.clipped_surrogate(
-        ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
-    ),
-    "truncated_policy_gradient": lambda logprobs, ratio, advantages, config: F.truncated_policy_gradient(
-        logprobs, ratio, advantages, cap=config.cap
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +36,11 @@ class Objective:
 
     config: ObjectiveConfig
     kl: KLConfig
+
+    @property
+    def loss(self) -> PolicyLoss:
+        """The policy loss that the recipe names."""
+        return POLICY_LOSSES[self.config.loss]
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -85,9 +76,20 @@ class Objective:
         return loss_T, self.statistics(logprobs_T, entropy_T, batch)
 
     def policy_loss(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
-        """The part that the advantages drive."""
+        """The term of the loss that the advantages drive."""
+        return self._of_tokens(self.loss.value, logprobs_T, batch)
+
+    def policy_loss_with_curvature(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
+        """The same gradient, from a loss whose second derivative is the curvature that belongs to it."""
+        return self._of_tokens(self.loss.with_curvature or self.loss.value, logprobs_T, batch)
+
+    def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
+        """The tokens whose policy gradient the clip takes away (or, for CISPO, caps)."""
+        return self._of_tokens(self.loss.clipped, logprobs_T, batch)
+
+    def _of_tokens(self, function: TokenFunction, logprobs_T: Tensor, batch: Batch) -> Tensor:
         advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
-        return POLICY_LOSSES[self.config.loss](logprobs_T, self.ratio(logprobs_T, batch), advantages_T, self.config)
+        return function(logprobs_T, self.ratio(logprobs_T, batch), advantages_T, self.config)
 
     def other_terms(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> Tensor | None:
         """The KL and entropy terms; None where the loss has neither."""
@@ -123,20 +125,6 @@ class Objective:
         if self.config.ratio == "token":
             return F.importance_ratio(logprobs_T, _old(batch))
         return F.sequence_importance_ratio(logprobs_T, _old(batch), batch.sequence_T, len(batch.lengths_N))
-
-    def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
-        """The tokens whose policy gradient the clip takes away (or, for CISPO, caps)."""
-        ratio_T = self.ratio(logprobs_T, batch)
-        if self.config.loss == "truncated_policy_gradient":
-            return ratio_T > self.config.cap
-        if self.config.loss != "clipped_surrogate":
-            return torch.zeros_like(ratio_T, dtype=torch.bool)
-        advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
-        above = (ratio_T > 1 + self.config.clip_high) & (advantages_T > 0)
-        below = (ratio_T < 1 - self.config.clip_low) & (advantages_T < 0)
-        if self.config.dual_clip is not None:
-            below |= (ratio_T > self.config.dual_clip) & (advantages_T < 0)
-        return above | below
 
     def _kl(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The KL of every token to the reference."""

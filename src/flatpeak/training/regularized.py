@@ -38,7 +38,7 @@ def record_first_pass(objective: Objective, logprobs_T: Tensor, batch: Batch) ->
     leaf_T = logprobs_T.detach().requires_grad_()
     with torch.enable_grad():
         (coefficients_T,) = torch.autograd.grad(objective.policy_loss(leaf_T, batch).sum(), leaf_T)
-    capped = objective.config.loss == "truncated_policy_gradient"
+    capped = objective.loss.with_curvature is not None
     return FirstPass(
         logprobs_T=leaf_T.detach(),
         coefficients_T=coefficients_T,
@@ -51,21 +51,13 @@ def second_pass_loss(
 ) -> Tensor:
     """The loss of every token in the second pass. KL and entropy terms are evaluated as they are written."""
     if mode == "importance_clipped":
-        loss_T = _evaluated_again(objective, logprobs_T, batch)
+        loss_T = objective.policy_loss_with_curvature(logprobs_T, batch)
     else:
         loss_T = F.frozen_policy_loss(logprobs_T, frozen.coefficients_T)
         if mode == "importance":
             loss_T = torch.where(frozen.capped_T, loss_T, _reweighted(objective, frozen, logprobs_T, batch))
     others_T = objective.other_terms(logprobs_T, entropy_T, batch)
     return loss_T if others_T is None else loss_T + others_T
-
-
-def _evaluated_again(objective: Objective, logprobs_T: Tensor, batch: Batch) -> Tensor:
-    if objective.config.loss != "truncated_policy_gradient":
-        return objective.policy_loss(logprobs_T, batch)
-    advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
-    ratio_T = objective.ratio(logprobs_T, batch)
-    return F.capped_policy_loss(logprobs_T, ratio_T, advantages_T, cap=objective.config.cap)
 
 
 def _reweighted(objective: Objective, frozen: FirstPass, logprobs_T: Tensor, batch: Batch) -> Tensor:
