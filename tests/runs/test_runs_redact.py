@@ -1,6 +1,6 @@
 import pytest
 
-from flatpeak.utils.redaction import redact
+from flatpeak.utils.redaction import Secret, redact
 
 
 @pytest.mark.parametrize(
@@ -9,14 +9,28 @@ from flatpeak.utils.redaction import redact
         ("token hf_abcdefghijKLMNOP1234 end", "token [redacted] end"),
         ("OPENAI=sk-proj-abcdefghijklmnop_1234", "OPENAI=[redacted]"),
         ("https://me:hunter2@example.org/x", "https://[redacted]@example.org/x"),
+        ("https://sk-abcdefghijklm:hunter2@example.org", "https://[redacted]@example.org"),
         ("ghp_abcdefghijklmnopqrstuvwx", "[redacted]"),
+        ("gsk_abcdefghijkl", "[redacted]"),
+        ("key=AIzaabcdefghijkl", "key=[redacted]"),
+        ("xai-abcdefghijkl", "[redacted]"),
+        ("provided: sk-ab*********yz", "provided: [redacted]"),
+        ("Authorization: bearer abcd.efg=", "Authorization: [redacted]"),
         ("ask-me-anything", "ask-me-anything"),
         ("https://example.org:80/a@b", "https://example.org:80/a@b"),
         ("hf_small", "hf_small"),
     ],
 )
-def test_text_shaped_like_a_secret_is_hidden(text, clean):
+def test_text_shaped_like_a_secret_is_hidden_in_runs_and_in_judges_replies(text, clean):
     assert redact(text) == clean
+    assert Secret("none").scrub(text) == clean
+
+
+def test_a_judges_key_is_hidden_beside_the_secrets_of_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "correct-horse")
+    secret = Secret("correct-horse-battery")
+    assert secret.scrub("correct-horse-battery, correct-horse") == "[redacted], [redacted]"
+    assert Secret("short").scrub("short") == "short"
 
 
 def test_values_of_secret_variables_are_hidden_wherever_they_stand(monkeypatch):

@@ -1,40 +1,46 @@
-"""Secrets are kept out of everything a run writes."""
+"""Redaction of secrets: API keys, tokens and passwords stay out of everything that a run writes or prints."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from flatpeak.errors import UserError
 
-HIDDEN = "[redacted]"
-
-_PATTERNS = re.compile(
-    r"""hf_[A-Za-z0-9]{16,}          # Hugging Face
-    |   sk-[A-Za-z0-9_-]{16,}        # OpenAI, Anthropic and the services that copy their layout
-    |   gh[pousr]_[A-Za-z0-9]{20,}   # GitHub
-    |   (?<=://)[^/\s:@]+:[^/\s@]+(?=@)  # user:password@ in a URL
+HIDDEN: Final = "[redacted]"
+NO_KEY: Final = "none"
+"""The key of a request that names none: local servers want some text."""
+_PATTERNS: Final = re.compile(
+    r"""(?<=://)[^/\s:@]+:[^/\s@]+(?=@)                # user:password@ in a URL; first, for a user shaped like a token
+    |   (?:sk-|hf_|gsk_|AIza|xai-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Hugging Face, Groq, Google, xAI; starred out
+    |   gh[pousr]_[A-Za-z0-9]{20,}                     # GitHub
+    |   (?i:bearer)\s+[A-Za-z0-9._~+/=*-]{8,}          # an Authorization header
     """,
     re.VERBOSE,
 )
-_SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
-_SECRET_FIELD = re.compile(r"(^|_)(api_?key|secret|password|passwd|(access|auth|hf|bearer)_?token)$")
-# Shorter values ("1", "true") are flags, and replacing them would mangle ordinary text.
-_SHORTEST_SECRET = 8
+_SECRET_VARIABLE: Final = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+_SECRET_FIELD: Final = re.compile(r"(^|_)(api_?key|secret|password|passwd|(access|auth|hf|bearer)_?token)$")
+_SHORTEST_VARIABLE: Final = 8
+"""Characters of a variable's value that make it a secret: shorter ones ("1", "true") are flags and ordinary text."""
+_SHORTEST_KEY: Final = 6
+"""Characters of an endpoint's key that make it a secret."""
 
 
-def redact(value: Any) -> Any:
-    """`value` (text, or any nesting of mappings and lists) with every secret in it replaced by `[redacted]`.
+def redact(value: Any, *, secrets: Sequence[str] = ()) -> Any:
+    """Replace every secret in `value` (text, or any nesting of mappings and lists) by `[redacted]`.
 
-    A secret is the value of an environment variable named like one (HF_TOKEN, OPENAI_API_KEY), text shaped like a
-    token (`hf_...`, `sk-...`, `user:password@` in a URL), or a text field named like one (`api_key`).
+    Secrets are those given, the values of environment variables with names like HF_TOKEN or OPENAI_API_KEY, text
+    shaped like a token (`hf_...`, `sk-...`, `Bearer ...`, `user:password@` in a URL), and texts under a key such as
+    `api_key`.
     """
-    return _redact(value, _secrets_of_environment())
+    # The longest first: a secret that contains another is replaced whole.
+    known = sorted({*secrets, *_environment_secrets()}, key=len, reverse=True)
+    return _redact(value, known)
 
 
-def _redact(value: Any, secrets: tuple[str, ...]) -> Any:
+def _redact(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, str):
         for secret in secrets:
             value = value.replace(secret, HIDDEN)
@@ -51,32 +57,23 @@ def _redact(value: Any, secrets: tuple[str, ...]) -> Any:
     return value
 
 
-def _secrets_of_environment() -> tuple[str, ...]:
-    found = {
+def _environment_secrets() -> set[str]:
+    return {
         value
         for name, value in os.environ.items()
-        if len(value) >= _SHORTEST_SECRET and _SECRET_VARIABLE.search(name.upper())
+        if len(value) >= _SHORTEST_VARIABLE and _SECRET_VARIABLE.search(name.upper())
     }
-    # The longest first: a secret that contains another is replaced whole.
-    return tuple(sorted(found, key=len, reverse=True))
-
-
-NO_KEY: Final = "none"
-"""Sent where no key is named: local servers want some text."""
-
-_SHORTEST: Final = 6
-_SHAPES: Final = re.compile(r"(?:sk-|hf_|gsk_|AIza|xai-)[A-Za-z0-9_*-]{12,}|(?i:bearer)\s+[A-Za-z0-9._~+/=*-]{8,}")
 
 
 class Secret:
-    """A key that prints as [redacted]."""
+    """An API key that prints as `[redacted]`."""
 
     def __init__(self, value: str) -> None:
         self._value = value
 
     @classmethod
     def from_environment(cls, variable: str | None) -> Secret:
-        """The value of that variable; UserError if it is not set."""
+        """Read the key from a variable; UserError if it is not set."""
         if variable is None:
             return cls(NO_KEY)
         value = os.environ.get(variable, "").strip()
@@ -91,10 +88,10 @@ class Secret:
         return self._value
 
     def scrub(self, text: str) -> str:
-        """A text without the key, and without anything shaped like one."""
-        if self._value != NO_KEY and len(self._value) >= _SHORTEST:
-            text = text.replace(self._value, HIDDEN)
-        return _SHAPES.sub(HIDDEN, text)
+        """Redact the key, and every other secret, in a text."""
+        is_key = self._value != NO_KEY and len(self._value) >= _SHORTEST_KEY
+        redacted: str = redact(text, secrets=(self._value,) if is_key else ())
+        return redacted
 
     def __repr__(self) -> str:
         return f"Secret({HIDDEN})"
