@@ -1,9 +1,20 @@
-"""What cannot work, said in one line that names the fix; and that a run was asked to stop."""
+"""Errors with messages of one line that name the fix, and the hints that such messages share."""
 
+from __future__ import annotations
+
+import difflib
 import textwrap
+from collections.abc import Iterable
 
+DIVERGED = (
+    "fork the run from an earlier checkpoint with a lower optimizer.learning_rate: flatpeak fork RUN STEP --name NEW "
+    "optimizer.learning_rate=..."
+)
+"""The advice in every error about diverged weights."""
 LONGEST_REASON = 300
-"""Characters of another library's message that are repeated in a line of ours."""
+"""Characters of another library's message that are repeated in one of flatpeak's."""
+_EXPLAINED = "flatpeak: "
+"""The beginning of the notes that `explain` adds to an exception."""
 
 
 class UserError(ValueError):
@@ -11,35 +22,24 @@ class UserError(ValueError):
 
 
 class RunError(UserError):
-    """A run that had begun well cannot go on. Its last checkpoint is whole."""
-
-
-class StoppedError(Exception):
-    """A signal asked to stop while something was waited for; nothing of what was waited for is kept."""
-
-
-DIVERGED = (
-    "fork the run from an earlier checkpoint with a lower optimizer.learning_rate: flatpeak fork RUN STEP --name NEW "
-    "optimizer.learning_rate=..."
-)
-"""The advice in every error about diverged weights."""
+    """The failure of a run that had begun well; its last checkpoint is whole."""
 
 
 class DivergedError(RunError):
-    """The weights have diverged: they are no checkpoint to go on from."""
+    """The failure of a run whose weights have diverged: they are no checkpoint to go on from."""
 
 
-_EXPLAINED = "flatpeak: "
-"""Before the notes that `explain` adds."""
+class StoppedError(Exception):
+    """A stop signal during a wait; nothing of what was waited for is kept."""
 
 
 def explain(error: Exception, text: str) -> None:
-    """Say in one line what an unexpected error means, where its traceback is kept elsewhere."""
+    """Attach a line that explains an unexpected error whose traceback is kept elsewhere."""
     error.add_note(_EXPLAINED + text)
 
 
 def explanation(error: Exception) -> str | None:
-    """That line, if there is one."""
+    """The line that `explain` attached, or None."""
     notes = getattr(error, "__notes__", [])
     return next((note.removeprefix(_EXPLAINED) for note in notes if note.startswith(_EXPLAINED)), None)
 
@@ -48,3 +48,14 @@ def brief(error: BaseException) -> str:
     """The first paragraph of an error's message as one line: a first line alone may end before it has said anything."""
     line = " ".join(str(error).strip().split("\n\n")[0].split())
     return textwrap.shorten(line, LONGEST_REASON, placeholder=" ...") or type(error).__name__
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
+    """The known names most similar to `name`, at most `count` of them, letter case aside; empty where none is near."""
+    by_folded = {candidate.casefold(): candidate for candidate in known}
+    return [by_folded[close] for close in difflib.get_close_matches(name.casefold(), by_folded, n=count)]
+
+
+def did_you_mean(name: str, known: Iterable[str], *, form: str = ", did you mean {}?") -> str:
+    """A hint at the known name most similar to `name`, in quotes; empty where none is near."""
+    return "".join(form.format(repr(close)) for close in nearest(name, known))

@@ -97,7 +97,7 @@ def test_configured_arguments_reach_every_call_and_win_over_columns(group):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"levle": 1}, r"has no parameter 'levle' \(did you mean 'level'\?\)"),
+        ({"levle": 1}, r"has no parameter 'levle', did you mean 'level'\?"),
         ({"completion": "x"}, r"'completion' is filled in by flatpeak"),
     ],
 )

@@ -6,7 +6,6 @@ Nothing here imports torch: a bad recipe fails at once.
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,7 +17,7 @@ import yaml
 from flatpeak.config.messages import describe
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import without_superseded
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, nearest
 
 
 class _Loader(yaml.SafeLoader):
@@ -252,7 +251,7 @@ def _near_recipes(name: str) -> list[str]:
         plain = shipped.removeprefix(SHIPPED)
         for key in {plain, plain.rpartition("/")[2]}:
             by_stem.setdefault(key, []).append(shipped)
-    close = [key for text in (wanted.as_posix(), wanted.name) for key in difflib.get_close_matches(text, by_stem, n=2)]
+    close = [key for text in (wanted.as_posix(), wanted.name) for key in nearest(text, by_stem, count=2)]
     return list(dict.fromkeys(shipped for key in close for shipped in by_stem[key]))[:3]
 
 

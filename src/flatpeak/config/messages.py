@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from flatpeak.config.run_config import RunConfig
+from flatpeak.errors import nearest
 
 _LONGEST_VALUE = 60
 
@@ -66,7 +66,7 @@ def known_keys(annotation: Any = RunConfig, prefix: str = "") -> Iterator[str]:
 def _unknown_key(path: Sequence[str], model: Any) -> str:
     dotted, name, section = ".".join(path), path[-1], ".".join(path[:-1])
     known = list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
-    near = [".".join((*path[:-1], close)) for close in difflib.get_close_matches(name, known, n=1)]
+    near = [".".join((*path[:-1], close)) for close in nearest(name, known)]
     # The least nested first: a key that every reward of every curriculum may have is seldom meant.
     elsewhere = sorted((key for key in known_keys() if key.rpartition(".")[2] == name), key=lambda key: key.count("."))
     if not near and any(_stands_for(key, path) for key in elsewhere):
@@ -86,7 +86,7 @@ def _stands_for(key: str, path: Sequence[str]) -> bool:
 
 
 def _not_allowed(key: str, value: Any, allowed: Sequence[Any]) -> str:
-    near = difflib.get_close_matches(str(value), [str(choice) for choice in allowed], n=1)
+    near = nearest(str(value), [str(choice) for choice in allowed])
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{key}={_short(value)}: {hint}allowed values are {', '.join(str(choice) for choice in allowed)}"
 

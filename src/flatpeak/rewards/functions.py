@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.rewards.base import PartScores, joined
 from flatpeak.rewards.calls import BadResultError, Failed, as_list, as_score, call_each, describe, one_line
 from flatpeak.rewards.workers.process import USER_FILE
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from flatpeak.types import Completion, Group, Prompt, Score
 
 Way = Literal["batch", "group", "completion"]
+HINT: Final = " (did you mean {}?)"
 SIGNATURES: Final = (
     "f(completions, ...): all completions at once, with prompts, completion_ids and columns as lists, as in TRL; "
     "f(group, ...): one group at a time, returning a score for each of its completions; "
@@ -112,7 +112,7 @@ def read_signature(function: Callable[..., Any], *, name: str, arguments: Mappin
                 f"reward function {name!r}: {argument!r} is filled in by flatpeak; remove it from arguments"
             )
         if argument not in by_name and not takes_all:
-            raise UserError(f"reward function {name!r} has no parameter {argument!r}{nearest(argument, by_name)}")
+            raise UserError(f"reward function {name!r} has no parameter {argument!r}{did_you_mean(argument, by_name)}")
     required = {p.name for p in by_name.values() if p.default is p.empty}
     return Signature(
         name=name,
@@ -146,20 +146,14 @@ def columns(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that looks most like it, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def _nearest_column(name: str, available: Iterable[str]) -> str:
     """A hint at the column that holds what is elsewhere called `name`, else at one of a similar name."""
     for meant, others in _SYNONYMS.items():
         if name.casefold().removesuffix("s") in others:
             # A data set may have a column of such a name beside flatpeak's own.
             found = [meant, *(column for column in sorted(available) if column in others)]
-            return f" (did you mean {' or '.join(map(repr, found))}?)"
-    return nearest(name, available)
+            return HINT.format(" or ".join(map(repr, found)))
+    return did_you_mean(name, available, form=HINT)
 
 
 def _batch(pairs: Sequence[tuple[Completion, Prompt]]) -> dict[str, Any]:
@@ -194,7 +188,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     if not hasattr(module, name):
         functions = [known for known, value in vars(module).items() if callable(value)]
-        raise UserError(f"function {reference!r}: {source} defines no {name!r}{nearest(name, functions)}")
+        raise UserError(f"function {reference!r}: {source} defines no {name!r}{did_you_mean(name, functions)}")
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"function {reference!r}: {name!r} is {describe(function)}, not a function")

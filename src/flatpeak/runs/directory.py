@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import json
 import os
@@ -18,7 +17,7 @@ from typing import IO, Any
 
 import yaml
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, nearest
 from flatpeak.runs.checkpoints import checkpoint_steps, tidy
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
@@ -350,7 +349,7 @@ def suggested_run(name: str | Path) -> Path | None:
         beside = [other.name for other in path.parent.iterdir() if RunPaths(other).is_run()]
     except OSError:
         return None
-    close = difflib.get_close_matches(path.name, beside, n=1)
+    close = nearest(path.name, beside)
     return path.parent / close[0] if close else None
 
 

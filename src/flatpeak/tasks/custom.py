@@ -12,10 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.protocols import Task
 from flatpeak.tasks.config import CustomTaskConfig
-from flatpeak.tasks.prompts import did_you_mean
 from flatpeak.types import Example
 
 _CONTRACT = "a task has `name`, `train` and `test`, the last two sequences of flatpeak.types.Example"

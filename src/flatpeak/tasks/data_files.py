@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatpeak.errors import UserError
-from flatpeak.tasks.prompts import did_you_mean
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.types import Example
 from flatpeak.utils.huggingface import hub_or_cache
 

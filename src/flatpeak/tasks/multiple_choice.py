@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from string import ascii_uppercase as LETTERS
 from typing import Any
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.tasks.config import ChoicesConfig, ChoiceSourceConfig
 from flatpeak.tasks.data_files import Row, read_file, read_hub
 from flatpeak.tasks.decontamination import held_out, question_key
-from flatpeak.tasks.prompts import did_you_mean
 from flatpeak.types import Example
 
 Loaded = tuple[tuple[Example, ...], tuple[Example, ...], tuple[str, ...]]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.protocols import Tokenizer
 from flatpeak.tasks.config import PromptConfig
 from flatpeak.types import Example, Message, Prompt
@@ -57,13 +56,6 @@ def fill(template: str, values: Mapping[str, object], *, option: str) -> str:
             except ValueError as error:
                 raise UserError(f"{option}={template!r}: field {{{name}:{spec}}}: {error}") from error
     return "".join(pieces)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'x'?` for the nearest known name, letter case aside; empty where none is near."""
-    by_folded = {candidate.casefold(): candidate for candidate in known}
-    nearest = get_close_matches(name.casefold(), by_folded, n=1)
-    return f", did you mean {by_folded[nearest[0]]!r}?" if nearest else ""
 
 
 PLACEHOLDER = "{question}"

@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Final
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.tasks.config import ReasoningGymConfig
-from flatpeak.tasks.prompts import did_you_mean
 from flatpeak.types import Example
 
 TEST_SEEDS: Final = 1_000_000_000

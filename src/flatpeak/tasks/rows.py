@@ -11,11 +11,11 @@ from decimal import Decimal
 from itertools import permutations, product
 from typing import Any
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.tasks.config import RowsConfig, SourceConfig
 from flatpeak.tasks.data_files import Row, read_file, read_hub
 from flatpeak.tasks.decontamination import cluster_keys, find_overlap, held_out, near_any, question_key
-from flatpeak.tasks.prompts import did_you_mean, field_names, fill
+from flatpeak.tasks.prompts import field_names, fill
 from flatpeak.types import Example
 from flatpeak.utils.answers import is_integer, normalize_gold
 

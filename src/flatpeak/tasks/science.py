@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.tasks.config import CamelAIConfig, DrSCIConfig
 from flatpeak.tasks.data_files import Row, directory, fetch_file, read_file, read_objects
 from flatpeak.tasks.decontamination import find_overlap, first_of_near, held_out, question_key
-from flatpeak.tasks.prompts import did_you_mean
 from flatpeak.tasks.rows import source_questions
 from flatpeak.types import Example
 
