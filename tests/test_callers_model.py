@@ -64,7 +64,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], str | None, BaseException | None]] = {
     "probe": ({}, "flatpeak.policy.model.probe", ForeignError()),
     "interrupted probe": ({}, "flatpeak.policy.model.probe", KeyboardInterrupt()),
     "trial of the engine": ({}, "flatpeak.pipeline.train.announce_decoding", ForeignError()),
-    "evaluation": ({}, "flatpeak.pipeline.build.make_evaluator", ForeignError()),
+    "evaluation": ({}, "flatpeak.pipeline.build.PolicyEvaluator", ForeignError()),
     "first update": ({}, "flatpeak.training.learner.Learner.update", ForeignError()),
     "interrupted update": ({}, "flatpeak.training.learner.Learner.update", KeyboardInterrupt()),
     "interrupted backward pass": ({}, "flatpeak.training.learner.weighted_sum", KeyboardInterrupt()),

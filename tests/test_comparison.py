@@ -8,6 +8,7 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,9 @@ def test_one_model_is_gone_before_the_next_is_loaded(finished: Path, monkeypatch
     def opened(*arguments: Any, **options: Any) -> Iterator[Any]:
         gc.collect()
         alive.append(sum(evaluator() is not None for evaluator in evaluators))
-        with real(*arguments, **options) as (evaluate, prompts):
-            evaluators.append(weakref.ref(evaluate))
-            yield evaluate, prompts
+        with real(*arguments, **options) as evaluator:
+            evaluators.append(weakref.ref(evaluator))
+            yield evaluator
 
     monkeypatch.setattr(comparison_module, "open_evaluation", opened)
     compare_checkpoints([str(finished), str(finished)], ["evaluation.size=2"])
@@ -247,8 +248,8 @@ def test_models_whose_context_holds_fewer_questions_are_compared_on_those(
 
     @contextmanager
     def open_with_fewer(*arguments: Any, **options: Any) -> Iterator[Any]:
-        with whole(*arguments, **options) as (evaluate, prompts):
-            yield evaluate, prompts[next(left_out)]
+        with whole(*arguments, **options) as evaluator:
+            yield replace(evaluator, prompts=evaluator.prompts[next(left_out)])
 
     monkeypatch.setattr(module, "open_evaluation", open_with_fewer)
     found = compare_checkpoints([str(finished), str(finished)])

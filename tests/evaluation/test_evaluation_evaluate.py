@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.evaluation.evaluate import evaluate
+from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.functional import bootstrap_interval, wilson_interval
 from flatpeak.rewards.build import as_reward
+from flatpeak.tasks.config import PromptConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 
 GOLD = "7"
@@ -64,8 +67,23 @@ def questions(count: int, *, columns: Sequence[Mapping[str, object]] = ()) -> li
 
 
 def run(script: Script, prompts: Sequence[Prompt], **settings: object) -> Evaluation:
-    reward = as_reward(correctness, name="correctness")
-    return evaluate(script, prompts, reward, EvaluationConfig(**settings), task="sums", max_new_tokens=5, stop=("#",))
+    return evaluated(script, prompts, as_reward(correctness, name="correctness"), EvaluationConfig(**settings))
+
+
+def evaluated(script: Script, prompts: Sequence[Prompt], reward: Any, config: EvaluationConfig) -> Evaluation:
+    evaluator = PolicyEvaluator(
+        config=config,
+        task="sums",
+        prompts=prompts,
+        sampler=script,
+        reward=reward,
+        max_new_tokens=5,
+        stop=("#",),
+        tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
+        prompt=PromptConfig(),
+        longest_prompt=100,
+    )
+    return evaluator.evaluate()
 
 
 def test_greedy_figures_are_means_over_the_questions() -> None:
@@ -158,8 +176,11 @@ def test_an_answer_that_ran_out_of_time_is_wrong_and_counted() -> None:
         def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
             return completion.text
 
+        def check(self) -> None:
+            pass
+
     script = Script(["7", "?", "8"], [["7", "?"], ["?", "?"], ["8", "7"]])
-    found = evaluate(script, questions(3), Late(), EvaluationConfig(samples=2), task="sums", max_new_tokens=5)
+    found = evaluated(script, questions(3), Late(), EvaluationConfig(samples=2))
     assert found.values["timeouts"] == [0.0, 1.0, 0.0]
     assert found.values["sampled/timeouts"] == [0.5, 1.0, 0.0]
     assert found.values["accuracy"] == [1.0, 0.0, 0.0]
@@ -177,11 +198,14 @@ class Reads:
         assert name == "correctness"
         return completion.text[:1] if completion.text[:1].isdigit() else None
 
+    def check(self) -> None:
+        pass
+
 
 def test_answers_that_cannot_be_read_are_counted() -> None:
     script = Script(["7", "none", "8"], [["7", "no"], ["x", "y"], ["8", "7"]])
     config = EvaluationConfig(samples=2)
-    found = evaluate(script, questions(3), Reads(), config, task="sums", max_new_tokens=5)
+    found = evaluated(script, questions(3), Reads(), config)
     assert found.values["extraction_failed"] == [0.0, 1.0, 0.0]
     assert found.values["sampled/extraction_failed"] == [0.5, 1.0, 0.0]
     assert [row["answer"] for row in found.rows] == ["7", None, "8"]

@@ -13,7 +13,7 @@ import torch
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.evaluation.evaluate import evaluate
+from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.tables import Comparison
@@ -21,6 +21,7 @@ from flatpeak.policy.config import NewModelConfig, TokenizerConfig
 from flatpeak.policy.loading import make_model
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.build import build_reward
+from flatpeak.tasks.config import PromptConfig
 from flatpeak.types import Example, Group, Prompt
 from run_parts import SIZES
 
@@ -83,15 +84,19 @@ def reward(extraction: str = "letter") -> Any:
 
 
 def run(policy: Policy, prompts: Sequence[Prompt], **settings: Any) -> Evaluation:
-    return evaluate(
-        settings.pop("sampler", NeverAsked()),
-        prompts,
-        settings.pop("reward", reward()),
-        EvaluationConfig(choices="rank", **settings),
+    evaluator = PolicyEvaluator(
         task="letters",
+        prompts=prompts,
+        sampler=settings.pop("sampler", NeverAsked()),
+        reward=settings.pop("reward", reward()),
+        config=EvaluationConfig(choices="rank", **settings),
         max_new_tokens=4,
-        rank=LetterRanker(policy=policy, tokenizer=policy.tokenizer, prompt_tokens=150),
+        tokenizer=policy.tokenizer,
+        prompt=PromptConfig(),
+        longest_prompt=100,
+        ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer, prompt_tokens=150),
     )
+    return evaluator.evaluate()
 
 
 @pytest.mark.parametrize("kind", ["characters", "bpe"])
@@ -176,6 +181,9 @@ def test_a_question_without_options_and_a_reward_that_reads_no_letter_are_refuse
 
         def answer(self, name: str, completion: Any, prompt: Any) -> str | None:
             return None
+
+        def check(self) -> None:
+            pass
 
     with pytest.raises(UserError, match=r"the reward correctness reads None where the answer is the letter [A-D]; set"):
         run(policy, prompts, reward=ReadsNothing())

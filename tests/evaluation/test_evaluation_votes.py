@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.evaluation.evaluate import evaluate
+from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import MathConfig
+from flatpeak.tasks.config import PromptConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 SAID = (
@@ -37,7 +39,17 @@ def test_spellings_of_one_answer_vote_together() -> None:
     prompt = Prompt(id="q", token_ids=(1,), text="?", example=example)
     reward = build_reward({"correctness": MathConfig()})
     config = EvaluationConfig(samples=7, k=(1, 7))
-    found = evaluate(Says(), [prompt], reward, config, task="halves", max_new_tokens=5)
+    found = PolicyEvaluator(
+        config=config,
+        task="halves",
+        prompts=[prompt],
+        sampler=Says(),
+        reward=reward,
+        max_new_tokens=5,
+        tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
+        prompt=PromptConfig(),
+        longest_prompt=100,
+    ).evaluate()
     answers = found.rows[0]["samples_answers"]
     assert answers[0] == answers[1] == answers[5]
     assert answers[2] == answers[4] != answers[3]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.evaluation.evaluate import Evaluator, make_evaluator
+from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
 from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.pipeline.checks import (
     check_aside,
@@ -70,12 +70,13 @@ class Parts:
     sampler: Sampler
     phases: tuple[Phase, ...]
     test: tuple[Prompt, ...]
-    check: tuple[Prompt, ...]
-    """Training prompts set aside for `sft.stop_at`."""
     demonstrations: Stream[Demonstration]
     reference: Policy | None
     """What `reference.model` names; the policy as RL begins does not exist yet."""
-    evaluate: Evaluator
+    evaluator: Evaluator
+    """Measures the policy on the held-out prompts."""
+    sft_check: Evaluator
+    """Measures it on the training prompts that are set aside for `sft.stop_at`."""
     workers: WorkerPool | None = None
     """Grade for the phases' rewards; processes start when there is something to grade, and end with `close`."""
 
@@ -164,15 +165,16 @@ def _assemble(
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         shown = (*shown, *first_train) if config.curriculum.in_sft else shown
     sampler = build_sampler(policy, config) if given.sampler is None else callers_sampler(given.sampler, policy, config)
+    evaluator = _evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
     return Parts(
         policy=policy,
         sampler=sampler,
         phases=phases,
         test=test,
-        check=train[:aside],
         demonstrations=_demonstrations(config, shown, policy, progress),
         reference=named_reference(config, policy),
-        evaluate=_evaluator(config, policy, sampler, reward, task.name),
+        evaluator=evaluator,
+        sft_check=replace(evaluator, prompts=train[:aside]),
         workers=workers,
     )
 
@@ -191,10 +193,8 @@ def _first_phase(
 
 
 @contextmanager
-def open_evaluation(
-    config: RunConfig, given: Given, *, progress: Progress
-) -> Iterator[tuple[Evaluator, tuple[Prompt, ...]]]:
-    """Only what evaluating a model takes: the evaluator and the held-out prompts. Graders' processes end with it."""
+def open_evaluation(config: RunConfig, given: Given, *, progress: Progress) -> Iterator[PolicyEvaluator]:
+    """An evaluator on the held-out prompts, and no more of a run than that takes. Graders' processes end with it."""
     task = given.task or build_task(config.task)
     with ExitStack() as made:
         workers = _closed(open_workers(config), made)
@@ -210,7 +210,7 @@ def open_evaluation(
         prompts = _prompts(task.test, policy, config, progress, what=f"{task.name} test")
         _check_ranking(config, policy, prompts)
         prepare(reward, prompts)
-        yield _evaluator(config, policy, build_sampler(policy, config), reward, task.name), prompts
+        yield _evaluator(config, policy, build_sampler(policy, config), reward, task=task.name, prompts=prompts)
 
 
 def _closed(component: Closing, made: ExitStack) -> Closing:
@@ -317,17 +317,22 @@ def _check_ranking(config: RunConfig, policy: Policy, prompts: Sequence[Prompt])
         LetterRanker(policy=policy, tokenizer=policy.tokenizer).check(prompts)
 
 
-def _evaluator(config: RunConfig, policy: Policy, sampler: Sampler, reward: RewardSet, task: str) -> Evaluator:
-    return make_evaluator(
-        config.evaluation,
+def _evaluator(
+    config: RunConfig, policy: Policy, sampler: Sampler, reward: RewardSet, *, task: str, prompts: Sequence[Prompt]
+) -> PolicyEvaluator:
+    rank = config.evaluation.choices == "rank"
+    return PolicyEvaluator(
+        config=config.evaluation,
         task=task,
+        prompts=prompts,
         sampler=sampler,
         reward=reward,
+        max_new_tokens=config.rollout.max_new_tokens,
+        stop=config.rollout.stop,
         tokenizer=policy.tokenizer,
         prompt=config.prompt,
-        rollout=config.rollout,
         longest_prompt=_longest_prompt(config, policy),
-        policy=policy,
+        ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
     )
 
 

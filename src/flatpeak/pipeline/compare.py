@@ -171,9 +171,9 @@ def compare_checkpoints(
         run = model.recipe.get("run") or base.get("run") or {}
         config = parse_config(apply_overrides({**base, "run": run, "model": model.section(base)}, overrides))
         notices += _check_alike(model, config, said)
-        with open_evaluation(config, Given(), progress=progress) as (evaluate, prompts):
-            evaluations.append(evaluate(prompts[: _size(config, overrides)], robustness=True))
-        del evaluate, prompts  # else this model would still be in memory while the next one loads
+        with open_evaluation(config, Given(), progress=progress) as evaluator:
+            evaluations.append(evaluator.evaluate(size=_size(config, overrides), robustness=True))
+        del evaluator  # else this model would still be in memory while the next one loads
     common = set.intersection(*(set(evaluation.ids) for evaluation in evaluations))
     if any(len(evaluation.ids) > len(common) for evaluation in evaluations):
         if not common:

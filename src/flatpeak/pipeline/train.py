@@ -205,7 +205,7 @@ def _imitate(config: RunConfig, parts: Parts, recorder: Recorder, saved: Checkpo
         config=config.sft,
         micro_batch_tokens=config.training.micro_batch_tokens,
         max_skipped_updates=config.training.max_skipped_updates,
-        check=lambda: parts.evaluate(parts.check).pass_rate,
+        check=parts.sft_check,
         sampler=parts.sampler,
         recorder=recorder,
     )
@@ -263,7 +263,7 @@ def _recorder(
         run,
         config=config.run,
         evaluation=config.evaluation,
-        evaluator=lambda size, robustness: parts.evaluate(parts.test[:size], robustness=robustness),
+        evaluator=parts.evaluator,
         stop=stop,
         progress=progress,
         notices=notices,

@@ -41,11 +41,11 @@ from flatpeak.training.recorder import Recorder
 from flatpeak.training.reward_model_trainer import (
     EncodedPair,
     EncodedPairs,
+    PairEvaluator,
     PreferenceLearner,
     RewardModelTrainer,
     SavedClassifier,
     encode_pairs,
-    evaluate_pairs,
 )
 from flatpeak.training.state import History
 
@@ -258,8 +258,11 @@ def _recorder(
         run,
         config=config.run,
         evaluation=EvaluationConfig(every=section.evaluate_every, size=section.evaluation_size, metric="accuracy"),
-        evaluator=lambda size, robustness: evaluate_pairs(
-            parts.classifier, parts.test[:size], task=parts.name, batch_tokens=config.training.micro_batch_tokens
+        evaluator=PairEvaluator(
+            classifier=parts.classifier,
+            pairs=parts.test,
+            task=parts.name,
+            batch_tokens=config.training.micro_batch_tokens,
         ),
         stop=stop,
         progress=progress,

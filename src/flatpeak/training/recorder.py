@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatpeak.errors import DIVERGED, DivergedError
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.evaluation.result import Evaluation
+from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.protocols import Progress
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, checkpoint_steps, point, prune, write_checkpoint
 from flatpeak.runs.config import RunSectionConfig
@@ -30,9 +30,6 @@ from flatpeak.training.collect import MissingRewardMonitor, Rollouts
 from flatpeak.training.diagnostics import SkippedUpdates, ZeroAdvantageMonitor
 from flatpeak.training.learner import LogprobGapMonitor
 from flatpeak.training.state import CompletedStep, History, Stage
-
-Evaluator = Callable[[int | None, bool], Evaluation]
-"""Evaluates the policy as it is now on the first so many held-out questions (None: all), and perturbed ones if so."""
 
 
 class Recorder:
@@ -143,7 +140,7 @@ class Recorder:
     def evaluate(self, stage: EvaluationStage, step: int, *, size: int | None, robustness: bool) -> float:
         """Evaluate now, write the answers down, and return the metric that chooses checkpoints."""
         started = time.perf_counter()
-        evaluation = self.evaluator(size, robustness)
+        evaluation = self.evaluator.evaluate(size=size, robustness=robustness)
         seconds = time.perf_counter() - started
         choice = evaluation.first(self._compared_size).mean(self.evaluation.metric)
         figures = evaluation.as_dict()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.functional.bradley_terry import (
     bradley_terry_loss,
@@ -104,6 +105,20 @@ class PairEvaluation(Evaluation):
         confidence_P = torch.sigmoid(difference_P.abs())
         right_P = torch.tensor(self.known("accuracy"), dtype=torch.float64)
         return {**super().metrics(), "calibration_error": float(calibration_error(confidence_P, right_P))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairEvaluator(Evaluator):
+    """Evaluation of a reward model on held-out preference pairs."""
+
+    classifier: Classifier
+    pairs: Sequence[EncodedPair]
+    task: str
+    batch_tokens: int | None
+
+    def evaluate(self, *, size: int | None = None, robustness: bool = False) -> PairEvaluation:
+        """Evaluate on the first `size` pairs (None: all); pairs have no perturbed copies."""
+        return evaluate_pairs(self.classifier, self.pairs[:size], task=self.task, batch_tokens=self.batch_tokens)
 
 
 def evaluate_pairs(

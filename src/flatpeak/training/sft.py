@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
@@ -68,7 +69,7 @@ class SFTTrainer:
         config: SFTConfig,
         micro_batch_tokens: int | None,
         max_skipped_updates: int,
-        check: Callable[[], float],
+        check: Evaluator,
         sampler: Sampler,
         recorder: Recorder,
     ) -> None:
@@ -80,6 +81,7 @@ class SFTTrainer:
         """Of all demonstrations: what `normalization: constant` divides by in every step."""
         self.config = config
         self.check = check
+        """Measures the pass rate that `sft.stop_at` is compared with."""
         self.sampler = sampler
         """What `check` and evaluations draw from."""
         self.recorder = recorder
@@ -141,7 +143,7 @@ class SFTTrainer:
     def good_enough(self, step: int) -> bool:
         """Whether a check is due and passes."""
         goal = self.config.stop_at
-        return goal is not None and self.check_due(step) and self.check() >= goal
+        return goal is not None and self.check_due(step) and self.check.evaluate().pass_rate >= goal
 
     def state(self) -> dict[str, Any]:
         """Whether SFT is over, and counts; the data's order follows from the step."""
