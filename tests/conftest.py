@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from run_parts import Watcher, tiny_model, tiny_recipe
+from support.runs import Watcher, tiny_model, tiny_recipe
 
 # Read when torch loads. Threads that spin while they wait make two of them far slower than one on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -77,7 +77,7 @@ def make_run(recipe: Callable[..., Any], train: Callable[..., Any]) -> Callable[
 
     def make(name: str = "tiny", **sections: Any) -> Any:
         from flatpeak.config.load import merge
-        from resume_parts import EVERYTHING, Run
+        from support.resumes import EVERYTHING, Run
 
         return Run(train, Watcher, recipe(**merge(merge(EVERYTHING, sections), {"run": {"name": name}})))
 
@@ -93,7 +93,7 @@ def outcomes() -> dict[str, Any]:
 @pytest.fixture
 def uninterrupted(outcomes: dict[str, Any], make_run: Callable[..., Any]) -> dict[str, Any]:
     """The outcome of such a run, uninterrupted; made by the first test that asks for it."""
-    from resume_parts import outcome
+    from support.resumes import outcome
 
     if not outcomes:
         run = make_run("uninterrupted")

@@ -19,7 +19,7 @@ from flatpeak.rewards.base import PartScores
 from flatpeak.runs.directory import WRITTEN
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Completion, Example, Group, Prompt, Score
-from recipe_parts import unsaid
+from support.recipes import unsaid
 from support.structure import LAYERS
 
 ROOT = Path(__file__).parents[1]

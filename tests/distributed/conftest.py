@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+
+from support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

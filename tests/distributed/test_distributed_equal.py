@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 import torch
-from gradreg_jobs import chosen, over_mesh, plain
-from parallel_parts import MICRO_BATCHES, Case, distance, run, same_bits
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from support.distributed import MICRO_BATCHES, Case, distance, run, same_bits
+from support.distributed_gradreg import chosen, over_mesh, plain
 
 PERTURBED = {"mlp": "all", "llama": "blocks", "lora": "adapters"}
 WAYS = ("ddp", "ddp_view", "fsdp")

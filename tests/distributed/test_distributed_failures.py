@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradreg_jobs import (
+from torch.distributed.fsdp import FSDPModule
+
+from flatpeak.gradreg.config import GradientRegularizationConfig
+from support.distributed import Case, distance, run, same_bits
+from support.distributed_gradreg import (
     broken,
     gathered,
     known_by_some,
@@ -16,10 +20,6 @@ from gradreg_jobs import (
     squared_norms,
     wrapped_late,
 )
-from parallel_parts import Case, distance, run, same_bits
-from torch.distributed.fsdp import FSDPModule
-
-from flatpeak.gradreg.config import GradientRegularizationConfig
 
 
 def case(task, *, dtype=torch.float64, steps=2, **settings):

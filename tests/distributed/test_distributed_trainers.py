@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_parts import same_bits
-from ranks import Ranks
 from safetensors.torch import load_file
 from torch import Tensor
-from trainer_jobs import CASES, Outcome, Way, cross_entropy, load, refused, run, save_models, start
 
-# Beside trainer_parts in tests/integrations, which trainer_jobs puts on the path.
-from hand_step import Hand, in_blocks, regularized_step  # isort: skip
-from trainer_parts import EPS, RATE, SETTINGS, STRENGTH, distance, weights  # isort: skip
+from support.distributed import same_bits
+from support.distributed_trainers import CASES, Outcome, Way, cross_entropy, load, refused, run, save_models, start
+from support.manual_step import Hand, in_blocks, regularized_step
+from support.ranks import Ranks
+from support.trl import EPS, RATE, SETTINGS, STRENGTH, distance, weights
 
 WAYS: tuple[Way, ...] = ("ddp", "fsdp")
 STEPS = SETTINGS["max_steps"]

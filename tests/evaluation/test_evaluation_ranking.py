@@ -23,7 +23,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.rewards.build import build_reward
 from flatpeak.tasks.config import PromptConfig
 from flatpeak.types import Example, Group, Prompt
-from run_parts import SIZES
+from support.runs import SIZES
 
 WORDS = "Which of these is it? ABCDEFG. Answer: one two three four\n"
 

@@ -161,7 +161,7 @@ def test_a_run_perturbs_before_and_after_training_and_not_between(tmp_path: Path
     from flatpeak.pipeline.train import train
     from flatpeak.runs.metrics import read_metrics
     from flatpeak.runs.summary import read_summary
-    from run_parts import tiny_recipe
+    from support.runs import tiny_recipe
 
     recipe = tiny_recipe(
         tmp_path,
@@ -201,7 +201,7 @@ def test_a_run_perturbs_before_and_after_training_and_not_between(tmp_path: Path
 def test_a_recipe_that_cannot_be_judged_is_refused(tmp_path: Path, sections: dict[str, object], said: str) -> None:
     from flatpeak.config.load import parse_config
     from flatpeak.errors import UserError
-    from run_parts import tiny_recipe
+    from support.runs import tiny_recipe
 
     with pytest.raises(UserError, match=said):
         parse_config(tiny_recipe(tmp_path, **sections))
@@ -210,7 +210,7 @@ def test_a_recipe_that_cannot_be_judged_is_refused(tmp_path: Path, sections: dic
 def test_a_run_without_accuracy_chooses_by_reward(tmp_path: Path) -> None:
     from flatpeak.errors import UserError
     from flatpeak.pipeline.train import train
-    from run_parts import tiny_recipe
+    from support.runs import tiny_recipe
 
     rlhf = {"accuracy": None, "metric": "reward", "samples": 2}
     result = train(tiny_recipe(tmp_path, evaluation=rlhf))

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
-from gradreg_parts import (
+from peft import LoraConfig, get_peft_model
+
+from flatpeak.errors import UserError
+from flatpeak.gradreg.regularizer import GradientRegularizer
+from support.gradreg import (
     chosen,
     exact_penalty,
     gradient,
@@ -15,10 +19,6 @@ from gradreg_parts import (
     settings,
     transformer,
 )
-from peft import LoraConfig, get_peft_model
-
-from flatpeak.errors import UserError
-from flatpeak.gradreg.regularizer import GradientRegularizer
 
 
 def adapted(**changes):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from gradreg_parts import (
+
+from flatpeak.errors import UserError
+from support.gradreg import (
     Quadratic,
     cosine,
     left_in_grad,
@@ -12,8 +14,6 @@ from gradreg_parts import (
     unchanged,
     values,
 )
-
-from flatpeak.errors import UserError
 
 
 def parts_of(model):

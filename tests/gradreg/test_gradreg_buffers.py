@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradreg_parts import (
+from torch import nn
+
+from flatpeak.errors import UserError
+from support.gradreg import (
     exact_penalty,
     gradient,
     joined,
@@ -17,9 +20,6 @@ from gradreg_parts import (
     unchanged,
     values,
 )
-from torch import nn
-
-from flatpeak.errors import UserError
 
 
 class Counting(nn.Module):

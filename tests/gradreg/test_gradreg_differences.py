@@ -5,7 +5,10 @@ import math
 
 import pytest
 import torch
-from gradreg_parts import (
+from torch import nn
+
+from flatpeak.errors import UserError
+from support.gradreg import (
     Quadratic,
     exact_penalty,
     examples,
@@ -21,9 +24,6 @@ from gradreg_parts import (
     relative_error,
     transformer,
 )
-from torch import nn
-
-from flatpeak.errors import UserError
 
 
 def mlp(*, dtype=torch.float64):

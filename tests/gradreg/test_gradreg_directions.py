@@ -4,7 +4,13 @@ import math
 
 import pytest
 import torch
-from gradreg_parts import (
+from torch import nn
+
+from flatpeak.errors import UserError
+from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.directions import ASAM_ETA, default_step
+from flatpeak.gradreg.perturbation import Perturbation
+from support.gradreg import (
     Quadratic,
     exact_penalty,
     found_penalty,
@@ -17,12 +23,6 @@ from gradreg_parts import (
     regularizer,
     relative_error,
 )
-from torch import nn
-
-from flatpeak.errors import UserError
-from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.directions import ASAM_ETA, default_step
-from flatpeak.gradreg.perturbation import Perturbation
 
 
 def displacement(model, **changes):

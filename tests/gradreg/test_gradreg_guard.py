@@ -4,7 +4,11 @@ import math
 
 import pytest
 import torch
-from gradreg_parts import (
+from torch import nn
+
+from flatpeak.errors import UserError
+from flatpeak.gradreg.regularizer import GradientRegularizer
+from support.gradreg import (
     cosine,
     exact_penalty,
     found_penalty,
@@ -21,10 +25,6 @@ from gradreg_parts import (
     unchanged,
     values,
 )
-from torch import nn
-
-from flatpeak.errors import UserError
-from flatpeak.gradreg.regularizer import GradientRegularizer
 
 BF16 = torch.bfloat16
 

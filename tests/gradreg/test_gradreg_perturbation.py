@@ -4,7 +4,11 @@ import copy
 
 import pytest
 import torch
-from gradreg_parts import (
+from torch import nn
+
+from flatpeak.gradreg import perturbation
+from flatpeak.gradreg.perturbation import Perturbation
+from support.gradreg import (
     Quadratic,
     gradient,
     joined,
@@ -18,10 +22,6 @@ from gradreg_parts import (
     unchanged,
     values,
 )
-from torch import nn
-
-from flatpeak.gradreg import perturbation
-from flatpeak.gradreg.perturbation import Perturbation
 
 
 class BrokenError(Exception):

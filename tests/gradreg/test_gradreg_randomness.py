@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gradreg_parts import (
+
+from support.gradreg import (
     exact_penalty,
     found_penalty,
     gradient,

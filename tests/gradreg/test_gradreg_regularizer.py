@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from gradreg_parts import (
+
+from support.gradreg import (
     Quadratic,
     cosine,
     exact_penalty,

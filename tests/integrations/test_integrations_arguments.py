@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_parts import need_trl
 from transformers import HfArgumentParser
+
+from support.trl import need_trl
 
 need_trl()
 from trl import TrlParser  # noqa: E402

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hand_step import Hand
 from torch import Tensor
-from trainer_parts import (
+from transformers import Trainer
+
+from support.manual_step import Hand
+from support.trl import (
     EPS,
     RATE,
     SETTINGS,
@@ -26,7 +28,6 @@ from trainer_parts import (
     trained,
     weights,
 )
-from transformers import Trainer
 
 need_trl()
 

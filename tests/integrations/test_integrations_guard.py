@@ -9,7 +9,9 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from trainer_parts import (
+
+from flatpeak.errors import UserError
+from support.trl import (
     EPS,
     RATE,
     STRENGTH,
@@ -22,8 +24,6 @@ from trainer_parts import (
     trained,
     weights,
 )
-
-from flatpeak.errors import UserError
 
 need_trl()
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from hand_step import Hand, gradient_of, move, norm, tokens
 from torch import Tensor
-from trainer_parts import (
+
+from support.manual_step import Hand, gradient_of, move, norm, tokens
+from support.trl import (
     LIMIT,
     distance,
     logged,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from trainer_parts import (
+
+from support.trl import (
     GRAD_REG,
     distance,
     grpo_trainer,

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from trainer_parts import (
+from transformers import Trainer, TrainingArguments
+
+from support.trl import (
     distance,
     logged,
     need_trl,
@@ -20,7 +22,6 @@ from trainer_parts import (
     trained,
     weights,
 )
-from transformers import Trainer, TrainingArguments
 
 need_trl()
 from flatpeak.errors import UserError  # noqa: E402

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trainer_parts import STRENGTH, distance, logged, plain_trainer, saved_model, trained, weights
 
 from flatpeak.integrations.hf_trainer import GradientRegularizationMixin, GradientRegularizedTrainer
+from support.trl import STRENGTH, distance, logged, plain_trainer, saved_model, trained, weights
 
 
 def test_all_metrics_are_means_since_the_last_log(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import COMMON, GPT2, build
-from policy_parts import Tokenizer, gradients, largest_gap, tokens_and_weights, uneven_batch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -22,6 +20,8 @@ from flatpeak.kernels.matmul import onednn_is_faster
 from flatpeak.policy import linears
 from flatpeak.policy.linears import FastConv1D, FastLinear, make_fast, make_plain, packed_weights
 from flatpeak.policy.model import Policy
+from support.architectures import COMMON, GPT2, build
+from support.policies import Tokenizer, gradients, largest_gap, tokens_and_weights, uneven_batch
 
 WIDE = {
     "llama": {**COMMON, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2},

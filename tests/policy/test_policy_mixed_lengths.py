@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import COMMON, LAYOUTS, build
-from policy_parts import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatpeak.policy import training_attention
 from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
+from support.architectures import COMMON, LAYOUTS, build
+from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights
 
 
 def make_batch(prompts: list[int], responses: list[tuple[int, int]], *, seed: int = 0) -> Batch:

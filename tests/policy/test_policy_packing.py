@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from policy_parts import uneven_batch
 
 from flatpeak.policy.packing import offsets, pack_batch, pack_prompts, segments
 from flatpeak.types import Batch
+from support.policies import uneven_batch
 
 
 def tiny() -> Batch:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layouts import COMMON, build
-from policy_parts import Tokenizer, uneven_batch
 
 from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import check_reference, snapshot
+from support.architectures import COMMON, build
+from support.policies import Tokenizer, uneven_batch
 
 
 def make_policy(**settings: object) -> Policy:

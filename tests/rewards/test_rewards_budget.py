@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-import worker_parts
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.build import build_reward
@@ -19,6 +18,7 @@ from flatpeak.rewards.math.grader import Outcome, Pair, ask_within
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Group
+from support import worker_functions
 
 MAKE = Callable[..., Group]
 BUSY = 5.0
@@ -116,7 +116,7 @@ def test_an_evaluation_has_no_budget(group: MAKE) -> None:
 
 
 def functions(pool: WorkerPool, *, budget: float | None = None, **settings: Any) -> RewardSet:
-    config = FunctionConfig(**{"function": "worker_parts:hostile", "timeout": 0.5, **settings})
+    config = FunctionConfig(**{"function": "support.worker_functions:hostile", "timeout": 0.5, **settings})
     return build_reward({"mine": config}, workers=pool, budget=budget)
 
 
@@ -160,14 +160,14 @@ def test_a_question_that_spends_the_budget_before_another_is_graded_does_not_end
 def test_calls_that_succeed_however_slowly_are_never_given_up(group: MAKE) -> None:
     with WorkerPool(1, timeout=60) as pool:
         reward = build_reward(
-            {"mine": FunctionConfig(function="worker_parts:takes_its_time")}, workers=pool, budget=0.2
+            {"mine": FunctionConfig(function="support.worker_functions:takes_its_time")}, workers=pool, budget=0.2
         )
         assert reward([group(*"abcdef")], budget=reward.step_budget()).total == [[1.0] * 6]
 
 
 def test_a_function_of_all_completions_has_its_own_limit_and_leaves_the_budget_to_others(group: MAKE) -> None:
     with WorkerPool(1, timeout=60) as pool:
-        config = FunctionConfig(function="worker_parts:takes_its_time_for_all", timeout=20)
+        config = FunctionConfig(function="support.worker_functions:takes_its_time_for_all", timeout=20)
         reward = build_reward({"mine": config, "math": math(timeout=0.2)}, workers=pool, budget=0.5)
         budget = reward.step_budget()
         groups = [group(*sums(10, upto="10^9"), gold="1"), group(r"\boxed{18}")]
@@ -180,7 +180,7 @@ def test_a_function_of_all_completions_has_its_own_limit_and_leaves_the_budget_t
 
 def test_a_function_of_all_completions_that_hangs_leaves_the_budget_to_others(group: MAKE) -> None:
     with WorkerPool(1, timeout=60) as pool:
-        whole = FunctionConfig(function="worker_parts:hostile_batch", timeout=1)
+        whole = FunctionConfig(function="support.worker_functions:hostile_batch", timeout=1)
         reward = build_reward({"whole": whole}, workers=pool, budget=0.5)
         assert reward([group("a")], budget=reward.step_budget()).total == [[1.0]]
         budget = reward.step_budget()
@@ -197,11 +197,13 @@ def test_what_is_said_of_failures_is_not_what_befell_another_answer(group: MAKE)
 
 def test_a_score_for_running_out_of_time_needs_a_call_that_can() -> None:
     with pytest.raises(ValidationError, match="on_timeout has no effect with timeout: null"):
-        FunctionConfig(function="worker_parts:where", timeout=None, on_timeout=0)
+        FunctionConfig(function="support.worker_functions:where", timeout=None, on_timeout=0)
     with WorkerPool(1, timeout=60) as pool:
         for name in ("where_batch", "patient", "stays", "nameless"):
             with pytest.raises(UserError, match=r"^reward 'mine': on_timeout=0 has no effect in the trainer's own"):
-                build_reward({"mine": FunctionConfig(function=f"worker_parts:{name}", on_timeout=0)}, workers=pool)
+                build_reward(
+                    {"mine": FunctionConfig(function=f"support.worker_functions:{name}", on_timeout=0)}, workers=pool
+                )
 
 
 def test_a_function_that_only_ever_hangs_still_ends_the_run(group: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +220,12 @@ def test_a_function_that_only_ever_hangs_still_ends_the_run(group: MAKE, monkeyp
 def test_a_run_counts_answers_that_run_out_of_time_as_wrong_and_says_how_many(
     recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
 ) -> None:
-    mine = {"type": "function", "function": "worker_parts:hostile", "timeout": 0.3, "on_timeout": 0}
+    mine = {"type": "function", "function": "support.worker_functions:hostile", "timeout": 0.3, "on_timeout": 0}
     progress = watch()
-    rewards = {"correctness": {"type": "number"}, "mine": mine | {"function": "worker_parts:hangs_where_short"}}
+    rewards = {
+        "correctness": {"type": "number"},
+        "mine": mine | {"function": "support.worker_functions:hangs_where_short"},
+    }
     result = train(recipe(training={"steps": 1}, evaluation={"size": 4}, rewards=rewards), progress=progress)
     assert result.exit_code == 0
     (row,) = [row for stage, _, row in progress.rows if stage == "train"]
@@ -230,4 +235,4 @@ def test_a_run_counts_answers_that_run_out_of_time_as_wrong_and_says_how_many(
     evaluations = [row for stage, _, row in progress.rows if stage == "eval"]
     (name,) = [name for name in evaluations[0] if name.endswith("/timeouts")]
     assert evaluations[0][name] == 1 - evaluations[0][name.replace("timeouts", "mine")]
-    assert worker_parts.hangs_where_short("xx") == 1.0
+    assert worker_functions.hangs_where_short("xx") == 1.0

@@ -5,7 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from rollout_fakes import (
+
+from flatpeak.errors import UserError
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.types import Completion, SamplingParams
+from support.fake_decoders import (
     HistoryDecoder,
     NumberTokenizer,
     ScriptedDecoder,
@@ -13,10 +17,6 @@ from rollout_fakes import (
     byte_level_tokenizer,
     make_prompt,
 )
-
-from flatpeak.errors import UserError
-from flatpeak.rollout.engine import NativeEngine
-from flatpeak.types import Completion, SamplingParams
 
 PROMPTS = [make_prompt(f"p{n}", range(2, 3 + n % 5)) for n in range(7)]
 

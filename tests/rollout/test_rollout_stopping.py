@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from rollout_fakes import NumberTokenizer, byte_fallback_tokenizer, byte_level_tokenizer
 
 from flatpeak.errors import UserError
 from flatpeak.rollout.stopping import StopStrings, is_end_of_sequence
+from support.fake_decoders import NumberTokenizer, byte_fallback_tokenizer, byte_level_tokenizer
 
 
 def first_by_definition(tokenizer, stop: tuple[str, ...], tokens: list[int]) -> int | None:

@@ -11,7 +11,7 @@ from flatpeak.tasks.build import build_task
 from flatpeak.tasks.config import MMLUProConfig, PromptConfig
 from flatpeak.tasks.mmlu import PRO_CATEGORIES as CATEGORIES
 from flatpeak.tasks.prompts import build_prompts
-from run_parts import tiny_model
+from support.runs import tiny_model
 
 CUE = "Answer: Let's think step by step."
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from training_parts import EOS, completion, make_batch, prompt
 
 from flatpeak.training.batch import collate, micro_batches, minibatches, take
 from flatpeak.training.config import MinibatchOf
 from flatpeak.types import Batch, Group
+from support.training import EOS, completion, make_batch, prompt
 
 LIMIT = 6
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from regularized_parts import Repeated
-from training_parts import EOS, FixedSampler, completion, make_trainer, prompt, tiny_policy
 
 from flatpeak.protocols import Reward
 from flatpeak.rewards.build import as_reward
@@ -20,6 +18,8 @@ from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, Tra
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
+from support.regularized_training import Repeated
+from support.training import EOS, FixedSampler, completion, make_trainer, prompt, tiny_policy
 
 ALIVE, DEAD = [0.0, 1.0], [1.0, 1.0]
 

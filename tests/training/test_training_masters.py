@@ -10,19 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
-from regularized_parts import blocks_of, gradient_of, make_learner, off_policy
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from training_parts import (
-    double_policy,
-    largest_difference,
-    make_batch,
-    prompt,
-    tiny_model,
-    tiny_policy,
-    tokenizer,
-    weights,
-)
 from transformers import AutoModelForCausalLM
 
 from flatpeak.errors import UserError
@@ -36,6 +25,17 @@ from flatpeak.training.batch import collate, micro_batches
 from flatpeak.training.config import ObjectiveConfig, OptimizerConfig
 from flatpeak.training.learner import Learner, weighted_sum
 from flatpeak.types import Batch, SamplingParams
+from support.regularized_training import blocks_of, gradient_of, make_learner, off_policy
+from support.training import (
+    double_policy,
+    largest_difference,
+    make_batch,
+    prompt,
+    tiny_model,
+    tiny_policy,
+    tokenizer,
+    weights,
+)
 
 PLAIN = ObjectiveConfig(loss="policy_gradient")
 ADAMW = OptimizerConfig(learning_rate=1e-3, max_grad_norm=None)

@@ -10,9 +10,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from regularized_parts import Gradient, double_qwen2, gradient_of, make_learner, off_policy
 from torch import Tensor, nn
-from training_parts import (
+from transformers import Qwen2Config
+
+from flatpeak.errors import UserError
+from flatpeak.policy import layers as passes
+from flatpeak.policy.layers import TrainingForward, decoder_layers, training_layers
+from flatpeak.policy.model import Policy
+from flatpeak.policy.reference import snapshot
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.training.config import ObjectiveConfig
+from flatpeak.types import Batch, Group, SamplingParams
+from support.regularized_training import Gradient, double_qwen2, gradient_of, make_learner, off_policy
+from support.training import (
     completion,
     largest_difference,
     make_batch,
@@ -25,16 +35,6 @@ from training_parts import (
     tokenizer,
     weights,
 )
-from transformers import Qwen2Config
-
-from flatpeak.errors import UserError
-from flatpeak.policy import layers as passes
-from flatpeak.policy.layers import TrainingForward, decoder_layers, training_layers
-from flatpeak.policy.model import Policy
-from flatpeak.policy.reference import snapshot
-from flatpeak.rollout.engine import NativeEngine
-from flatpeak.training.config import ObjectiveConfig
-from flatpeak.types import Batch, Group, SamplingParams
 
 PLAIN = ObjectiveConfig(loss="policy_gradient")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from regularized_parts import double_qwen2, gradient_of, make_learner, off_policy
 from test_training_masters import coarse_model, coarse_policy
-from training_parts import EOS, SGD, completion, make_trainer, prompt, scored, tiny_policy, tokenizer, weights
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from flatpeak.policy.layers import training_layers
@@ -24,6 +22,8 @@ from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
 from flatpeak.training.learner import GAP_BOUND, LogprobGapMonitor
 from flatpeak.types import Batch, Group, Score
+from support.regularized_training import double_qwen2, gradient_of, make_learner, off_policy
+from support.training import EOS, SGD, completion, make_trainer, prompt, scored, tiny_policy, tokenizer, weights
 
 LIMIT = 12
 FROZEN = SGD.model_copy(update={"learning_rate": 0.0})

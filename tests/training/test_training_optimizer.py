@@ -9,19 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training_parts import (
-    EOS,
-    SGD,
-    completion,
-    gradients,
-    largest_difference,
-    make_batch,
-    make_trainer,
-    prompt,
-    scored,
-    tiny_policy,
-    weights,
-)
 
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner
@@ -34,6 +21,19 @@ from flatpeak.training.optimizer import (
     set_learning_rate,
 )
 from flatpeak.types import Group
+from support.training import (
+    EOS,
+    SGD,
+    completion,
+    gradients,
+    largest_difference,
+    make_batch,
+    make_trainer,
+    prompt,
+    scored,
+    tiny_policy,
+    weights,
+)
 
 RATE = 0.8
 

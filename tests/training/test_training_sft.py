@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from training_parts import LETTERS, prompt, tiny_policy
 
 from flatpeak.errors import UserError
 from flatpeak.training.config import SFTConfig
 from flatpeak.training.curriculum import Stream
 from flatpeak.training.sft import Demonstration, SFTTrainer, demonstration_batch, demonstrations
 from flatpeak.types import Example
+from support.training import LETTERS, prompt, tiny_policy
 
 Recipe = Callable[..., dict[str, Any]]
 

@@ -10,7 +10,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
-from training_parts import (
+
+from flatpeak.policy.model import Policy
+from flatpeak.training.config import AdvantageConfig, KLConfig, Normalization, ObjectiveConfig, TrainingConfig
+from flatpeak.types import Batch, Group, Score
+from support.training import (
     EOS,
     completion,
     double_policy,
@@ -21,10 +25,6 @@ from training_parts import (
     tiny_policy,
     weights,
 )
-
-from flatpeak.policy.model import Policy
-from flatpeak.training.config import AdvantageConfig, KLConfig, Normalization, ObjectiveConfig, TrainingConfig
-from flatpeak.types import Batch, Group, Score
 
 LIMIT = 6
 PROMPTS = {"a": (3, 7, 12), "b": (20, 5, 9, 14, 8), "c": (8,), "d": (11, 4)}

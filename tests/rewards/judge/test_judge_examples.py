@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from judge_parts import FunctionJudge, config, group
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
@@ -13,6 +12,7 @@ from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.judge.build import build_judge_reward, judge_reward
 from flatpeak.rewards.judge.reward import Safety
 from flatpeak.rewards.judge.rubrics import load_rubric
+from support.judges import FunctionJudge, config, group
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -6,13 +6,13 @@ import json
 import time
 
 import pytest
-from judge_parts import group, reward
-from judge_server import Answer, JudgeServer, error, honest, message, refused_url
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.build import judge_reward
 from flatpeak.rewards.judge.protocol import JudgeDownError, JudgeReply
 from flatpeak.rewards.judge.reward import Safety
+from support.judge_server import Answer, JudgeServer, error, honest, message, refused_url
+from support.judges import group, reward
 
 # Per answer what an honest judge says: right, wrong, right among other words, nothing (by rule).
 GROUPS = [group("18", "19", "it is 18 .", "."), group("x + y", "x", gold="x + y", id="row-2", question="Simplify.")]

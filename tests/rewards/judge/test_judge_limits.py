@@ -6,7 +6,6 @@ import random
 import time
 
 import pytest
-from judge_parts import VirtualClock
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.limits import (
@@ -20,6 +19,7 @@ from flatpeak.rewards.judge.limits import (
     read_retry_after,
 )
 from flatpeak.rewards.judge.protocol import JudgeDownError
+from support.judges import VirtualClock
 
 
 def sent_at(limits, clock, tokens):

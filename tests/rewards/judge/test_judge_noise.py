@@ -4,11 +4,11 @@ import json
 from collections import Counter
 
 import pytest
-from judge_parts import FunctionJudge, group
-from judge_server import texts
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.build import judge_noise, judge_reward
+from support.judge_server import texts
+from support.judges import FunctionJudge, group
 
 
 def wavering(marks):

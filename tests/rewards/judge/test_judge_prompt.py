@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from judge_server import BLOCK
 
 from flatpeak.rewards.judge.prompt import blocks, build_request, neutralize, nonce, shown_text, template_hash, worthless
 from flatpeak.rewards.judge.rubrics import RubricForm, load_rubric
 from flatpeak.types import Completion, Example, Prompt
+from support.judge_server import BLOCK
 
 FORM = RubricForm(rubric=load_rubric("correctness"), output="json")
 

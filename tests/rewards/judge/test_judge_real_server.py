@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from judge_model import make_judge_model
-from judge_parts import config, group
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.build import build_judge_reward
 from flatpeak.rewards.judge.config import LocalConfig
+from support.judge_model import make_judge_model
+from support.judges import config, group
 
 START_SECONDS = 240
 VLLM = os.environ.get("FLATPEAK_VLLM_PYTHON")

@@ -5,8 +5,6 @@ import threading
 import time
 
 import pytest
-from judge_parts import FunctionJudge, config, group, reward
-from judge_server import BLOCK, JudgeServer
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.build import as_reward, build_reward
@@ -18,6 +16,8 @@ from flatpeak.rewards.judge.reward import Safety
 from flatpeak.rewards.judge.scoring import Asking, Candidate
 from flatpeak.rewards.reward_set import shadow_metrics
 from flatpeak.types import Example
+from support.judge_server import BLOCK, JudgeServer
+from support.judges import FunctionJudge, config, group, reward
 
 NO_CANARIES = Safety(canaries=False)
 

@@ -6,13 +6,13 @@ import logging
 import traceback
 
 import pytest
-from judge_parts import config, group
-from judge_server import Answer, JudgeServer, error, message
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.build import build_judge_reward
 from flatpeak.rewards.judge.config import JudgeConfig
 from flatpeak.utils.redaction import Secret
+from support.judge_server import Answer, JudgeServer, error, message
+from support.judges import config, group
 
 KEY = "Zq7-made-up-key-4f1c9d2e8b"
 OTHERS = {"OPENAI_API_KEY": "sk-other-aaaaaaaaaaaaaaaaaaaa", "OPENAI_ADMIN_KEY": "sk-admin-bbbbbbbbbbbbbbbbbbbb"}

@@ -6,16 +6,15 @@ import json
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
-from judge_server import JudgeServer, error
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.protocol import JudgeDownError
 from flatpeak.runs.checkpoints import newest_valid
-from run_parts import Watcher
+from support.judge_server import JudgeServer, error
+from support.runs import Watcher
 
 
 def judged(url, **fields):
@@ -132,7 +131,7 @@ def test_a_judge_that_canaries_fool_is_refused_before_a_run_begins(recipe, train
         "judge": {
             "type": "judge",
             "output": "json",
-            "backend": {"type": "custom", "factory": f"{Path(__file__).parent / 'judge_parts.py'}:gullible"},
+            "backend": {"type": "custom", "factory": "support.judges:gullible"},
         },
         "correctness": {"type": "number", "weight": 0.0},
     }

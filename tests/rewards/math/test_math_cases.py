@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from math_cases import BARE, CASES, RULES, Case, grade
+
+from support.math_cases import BARE, CASES, RULES, Case, grade
 
 KINDS = sorted({case.kind for case in (*CASES, *RULES)})
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from math_cases import CASES, grade
 from pydantic import TypeAdapter
 from test_math_grade_command import rows, run
 
@@ -25,6 +24,7 @@ from flatpeak.rewards.math.math_reward import question_only_reward, r1_zero_rewa
 from flatpeak.rewards.math.nodes import OverLimitError
 from flatpeak.runs.manifest import check_resumable
 from flatpeak.types import Completion, Group, Prompt
+from support.math_cases import CASES, grade
 
 RESTATED = [
     (r"\binom84", "70"),

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from math_cases import CASES, grade
+
+from support.math_cases import CASES, grade
 
 LIMIT: Final = 0.5
 """Seconds for one pair."""

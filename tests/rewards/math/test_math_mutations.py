@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Final
 
 import pytest
-from math_cases import grade
 from test_math_data import golds
+
+from support.math_cases import grade
 
 pytestmark = pytest.mark.skipif("FLATPEAK_DATA" not in os.environ, reason="FLATPEAK_DATA names no folder of data sets")
 

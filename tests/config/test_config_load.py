@@ -1,0 +1,419 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatpeak.config import load as recipe
+from flatpeak.config.load import (
+    apply_overrides,
+    apply_settings,
+    load_recipe,
+    merge,
+    parse_config,
+    parse_value,
+    read_recipe,
+    shipped_recipes,
+)
+from flatpeak.config.messages import known_keys
+from flatpeak.errors import UserError
+from support.recipes import unsaid
+
+MODEL = {"model": {"path": "somewhere"}}
+
+
+def put(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A package with recipes of our own."""
+    folder = tmp_path / "package"
+    put(folder / "algorithms" / "dr_grpo.yaml", "objective: {normalization: constant}\nadvantage: {scale: none}\n")
+    put(folder / "demo.yaml", "extends: algorithms/dr_grpo\nrun: {name: demo}\n")
+    monkeypatch.setattr(recipe, "_RECIPES", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("1E5", 1e5),
+        ("-.5", -0.5),
+        ("3", 3),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        (".inf", float("inf")),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("", None),
+        ("no", "no"),
+        ("2026-01-01", "2026-01-01"),
+        ("1:30", "1:30"),
+        ("007", "007"),
+        ("[1, 2e-3, a]", [1, 2e-3, "a"]),
+        ("{type: bpe, vocab_size: 99}", {"type": "bpe", "vocab_size": 99}),
+        ("{a}{op}{b}=", "{a}{op}{b}="),
+        ("{answer}", "{answer}"),
+        ("{q}: {a}", "{q}: {a}"),
+        ("Note: be brief #1", "Note: be brief #1"),
+        ("*", "*"),
+        ("'5'", "5"),
+        ('"a\\nb"', "a\nb"),
+    ],
+)
+def test_a_value_of_the_command_line_means_what_it_looks_like(text, value):
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_numbers_and_words_in_a_file_mean_what_they_look_like(tmp_path):
+    path = put(tmp_path / "r.yaml", "a: 1e-5\nb: [1.5, 2e3, no, 1_000]\nc: 12:30\nd: ~\ne:\n")
+    assert load_recipe(path) == {"a": 1e-5, "b": [1.5, 2000.0, "no", 1000], "c": "12:30", "d": None, "e": None}
+
+
+def test_mappings_merge_and_lists_are_replaced():
+    base = {"a": {"x": 1, "y": {"z": 2}}, "b": [1, 2], "c": 3}
+    assert merge(base, {"a": {"y": {"w": 4}}, "b": [5], "d": None}) == {
+        "a": {"x": 1, "y": {"z": 2, "w": 4}},
+        "b": [5],
+        "c": 3,
+        "d": None,
+    }
+    assert base == {"a": {"x": 1, "y": {"z": 2}}, "b": [1, 2], "c": 3}
+
+
+def test_another_type_replaces_a_section_and_the_same_type_merges_into_it():
+    base = {"task": {"type": "arithmetic", "max_value": 9, "seed": 1}}
+    assert merge(base, {"task": {"type": "gsm8k", "path": "x"}}) == {"task": {"type": "gsm8k", "path": "x"}}
+    assert merge(base, {"task": {"type": "arithmetic", "seed": 2}}) == {
+        "task": {"type": "arithmetic", "max_value": 9, "seed": 2}
+    }
+    assert merge(base, {"task": {"seed": 2}})["task"] == {"type": "arithmetic", "max_value": 9, "seed": 2}
+
+
+def test_a_recipe_extends_others_relative_to_its_own_file(tmp_path):
+    put(tmp_path / "base" / "a.yaml", "x: 1\ny: {p: 1, q: 1}\n")
+    put(tmp_path / "base" / "b.yaml", "extends: a.yaml\ny: {q: 2}\n")
+    put(tmp_path / "other.yml", "y: {q: 3, r: 3}\nz: 3\n")
+    path = put(tmp_path / "run.yaml", "extends: [base/b, other.yml]\ny: {r: 4}\n")
+    assert load_recipe(path) == {"x": 1, "y": {"p": 1, "q": 3, "r": 4}, "z": 3}
+
+
+def test_two_recipes_may_share_a_base(tmp_path):
+    put(tmp_path / "a.yaml", "x: 1\n")
+    put(tmp_path / "b.yaml", "extends: a\ny: 1\n")
+    put(tmp_path / "c.yaml", "extends: a\nx: 2\n")
+    assert load_recipe(put(tmp_path / "d.yaml", "extends: [b, c]\n")) == {"x": 2, "y": 1}
+
+
+def test_a_circle_is_refused_and_shown(tmp_path):
+    put(tmp_path / "a.yaml", "extends: b\n")
+    put(tmp_path / "b.yaml", "extends: c\n")
+    put(tmp_path / "c.yaml", "extends: b\n")
+    with pytest.raises(UserError, match=r"circle: .*b\.yaml -> .*c\.yaml -> .*b\.yaml"):
+        load_recipe(tmp_path / "a.yaml")
+
+
+def test_shipped_recipes_are_found_with_and_without_ending(shipped, tmp_path):
+    expected = {"objective": {"normalization": "constant"}, "advantage": {"scale": "none"}, "run": {"name": "demo"}}
+    assert load_recipe("flatpeak:demo") == load_recipe("flatpeak:demo.yaml") == expected
+    mine = put(tmp_path / "mine.yaml", "extends: flatpeak:algorithms/dr_grpo\nadvantage: {scale: std}\n")
+    assert load_recipe(mine) == {"objective": {"normalization": "constant"}, "advantage": {"scale": "std"}}
+    assert shipped_recipes() == ["flatpeak:algorithms/dr_grpo", "flatpeak:demo"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("flatpeak:dr_grpo", "did you mean flatpeak:algorithms/dr_grpo?"),
+        ("flatpeak:demmo", "did you mean flatpeak:demo?"),
+        ("flatpeal:demo", "did you mean flatpeak:demo?"),
+        ("runs/demo.yaml", "did you mean flatpeak:demo?"),
+        ("nothing/like/it.yaml", "give a YAML file or a shipped recipe"),
+    ],
+)
+def test_a_missing_recipe_is_named_with_the_nearest_shipped_ones(shipped, name, hint):
+    with pytest.raises(UserError) as error:
+        load_recipe(name)
+    assert f"recipe {name} not found" in str(error.value)
+    assert hint in str(error.value)
+
+
+def test_a_missing_base_names_the_recipe_that_asks_for_it(tmp_path):
+    with pytest.raises(UserError, match=r"recipe gone not found \(extended by .*a\.yaml\)"):
+        load_recipe(put(tmp_path / "a.yaml", "extends: gone\n"))
+
+
+@pytest.mark.parametrize("name", ["", " ", "flatpeak:"])
+def test_a_recipe_without_a_name_is_an_error(name):
+    with pytest.raises(UserError, match=r"has no name: give a YAML file or a shipped recipe, such as flatpeak:demo$"):
+        load_recipe(name)
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "flatpeak:.", "flatpeak:..", "flatpeak:/", "flatpeak:tasks"])
+def test_the_name_of_a_directory_is_an_error(name):
+    with pytest.raises(UserError, match=rf"^recipe {name} is a directory, not a recipe: "):
+        load_recipe(name)
+
+
+def test_a_directory_is_no_recipe(tmp_path):
+    with pytest.raises(UserError, match="is a directory, not a recipe"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: [1\nc: 2\n", r"r\.yaml:3: broken YAML"),
+        ("a:\n\tb: 1\n", r"r\.yaml:2: broken YAML"),
+        ("a: 1\nb: {x: 1}\na: 2\n", r"r\.yaml:3: broken YAML: the key 'a' is given twice"),
+        ("- a\n", r"r\.yaml: a recipe is a mapping of sections, this is a list"),
+        ("extends: {a: b}\n", "extends must be the name of a recipe or a list"),
+        ("a: !!python/object/apply:os.system [true]\n", r"r\.yaml:1: broken YAML"),
+    ],
+)
+def test_broken_yaml_is_told_with_its_line(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(put(tmp_path / "r.yaml", text))
+
+
+def test_an_empty_recipe_is_empty(tmp_path):
+    assert load_recipe(put(tmp_path / "r.yaml", "# nothing\n")) == {}
+
+
+def test_overrides_set_merge_and_index():
+    base = {"task": {"type": "rows", "train": [{"path": "a"}, {"path": "b", "id": "n"}]}, "kl": None}
+    overrides = ["task.train.1.path=c", "optimizer.learning_rate=1e-5", "kl.coefficient=0.1", "evaluation.k=[1, 4]"]
+    assert apply_overrides(base, overrides) == {
+        "task": {"type": "rows", "train": [{"path": "a"}, {"path": "c", "id": "n"}]},
+        "kl": {"coefficient": 0.1},
+        "optimizer": {"learning_rate": 1e-5},
+        "evaluation": {"k": [1, 4]},
+    }
+    assert base["task"]["train"][1]["path"] == "b"
+
+
+def test_a_type_given_after_its_settings_does_not_lose_them():
+    base = {"task": {"type": "arithmetic", "max_value": 9}}
+    assert apply_overrides(base, ["task.path=x", "task.type=gsm8k"]) == {"task": {"type": "gsm8k", "path": "x"}}
+    assert apply_overrides(base, ["task.seed=1", "task.type=arithmetic"]) == {
+        "task": {"type": "arithmetic", "max_value": 9, "seed": 1}
+    }
+
+
+def test_the_last_of_two_overrides_wins_and_a_value_may_hold_equal_signs():
+    resolved = apply_overrides({}, ["a.b=1", "a.b=2", "task.question={a}{op}{b}="])
+    assert resolved == {"a": {"b": 2}, "task": {"question": "{a}{op}{b}="}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "write key.path=value"),
+        ("=3", "write key.path=value"),
+        ("a..b=3", "write key.path=value"),
+        ("extends=flatpeak:demo", "extends belongs in a recipe"),
+        ("rows.2.path=x", r"rows\.2: rows is a list with elements 0 to 1"),
+        ("rows.first=x", r"rows\.first: rows is a list with elements 0 to 1"),
+        ("name.x=3", r"name\.x: name is 'demo', which has no keys"),
+        ("a='open", "is not a YAML value"),
+    ],
+)
+def test_an_override_that_cannot_be_applied_says_why(override, message):
+    with pytest.raises(UserError, match=message):
+        apply_overrides({"rows": [{"path": "a"}, 1], "name": "demo"}, [override])
+
+
+def test_settings_have_dotted_keys_or_sections_and_values_as_they_are():
+    base = {"task": {"type": "rows", "train": [{"path": "a"}]}, "rollout": {"stop": ["x"], "group_size": 4}}
+    settings = {"training.steps": 2, "rollout": {"group_size": 8}, "task.train.0.path": "no", "prompt.system": "1e-5"}
+    assert apply_settings(base, settings) == {
+        "task": {"type": "rows", "train": [{"path": "no"}]},
+        "rollout": {"stop": ["x"], "group_size": 8},
+        "training": {"steps": 2},
+        "prompt": {"system": "1e-5"},
+    }
+    assert base["rollout"]["group_size"] == 4
+    assert apply_settings(base, ["rollout.group_size=8"]) == apply_settings(base, "rollout.group_size=8")
+    assert apply_settings(base, {"rollout.stop": None})["rollout"] == {"stop": None, "group_size": 4}
+    assert apply_settings(base, {}) == apply_settings(base, []) == base
+
+
+def test_a_type_among_settings_replaces_its_section_wherever_it_stands():
+    base = {"task": {"type": "arithmetic", "max_value": 9}}
+    wanted = {"task": {"type": "gsm8k", "path": "x"}}
+    assert apply_settings(base, {"task.path": "x", "task.type": "gsm8k"}) == wanted
+    assert apply_settings(base, {"task": {"type": "gsm8k", "path": "x"}}) == wanted
+
+
+def test_settings_drop_what_they_leave_without_effect_and_keep_what_they_say():
+    base = {"objective": {"loss": "clipped_surrogate", "clip_high": 0.3}}
+    assert apply_settings(base, {"objective": {"loss": "policy_gradient"}}) == {
+        "objective": {"loss": "policy_gradient"}
+    }
+    contradicting = apply_settings(base, {"objective.loss": "policy_gradient", "objective.clip_high": 0.4})
+    with pytest.raises(UserError, match=r"objective\.clip_high=0\.4 has no effect"):
+        parse_config(contradicting | MODEL)
+
+
+@pytest.mark.parametrize("key", ["", "a..b", 3, None, ".a"])
+def test_a_key_of_settings_that_is_none_is_shown(key):
+    with pytest.raises(UserError, match=f"setting {key!r}: write key.path=value"):
+        apply_settings({}, {key: 1})
+    with pytest.raises(UserError, match="setting 'extends': extends belongs in a recipe"):
+        apply_settings({}, {"extends": "flatpeak:demo"})
+
+
+def test_a_mapping_extends_recipes_like_a_file(shipped, tmp_path, monkeypatch):
+    put(tmp_path / "base.yaml", "extends: flatpeak:demo\nadvantage: {scale: batch_std}\n")
+    monkeypatch.chdir(tmp_path)
+    given = {"extends": ["base", "flatpeak:algorithms/dr_grpo"], "run": {"seed": 3}, "model": {"path": "somewhere"}}
+    wanted = {
+        "objective": {"normalization": "constant"},
+        "advantage": {"scale": "none"},
+        "run": {"name": "demo", "seed": 3},
+        "model": {"path": "somewhere"},
+    }
+    assert read_recipe(given) == wanted
+    assert read_recipe(given, {"run.seed": 4})["run"] == {"name": "demo", "seed": 4}
+    assert "extends" in given
+    assert read_recipe({"extends": tmp_path / "base.yaml"})["advantage"] == {"scale": "batch_std"}
+    assert read_recipe("base", ["run.seed=5"])["run"] == {"name": "demo", "seed": 5}
+    assert read_recipe({"extends": None, **MODEL}) == read_recipe(MODEL) == MODEL
+    for wrong in (3, {"a": "b"}, [["base"]]):
+        with pytest.raises(UserError, match="the recipe: extends must be the name of a recipe or a list of names"):
+            read_recipe({"extends": wrong})
+    with pytest.raises(UserError, match="recipe flatpeak:dmo not found: did you mean flatpeak:demo"):
+        read_recipe({"extends": "flatpeak:dmo"})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"optimizer": {"lerning_rate": 1}},
+            "unknown key optimizer.lerning_rate: did you mean optimizer.learning_rate?",
+        ),
+        ({"optimiser": {}}, "unknown key optimiser: did you mean optimizer?"),
+        (
+            {"temperature": 1},
+            "unknown key temperature: did you mean rollout.temperature or evaluation.temperature or "
+            "rewards.<name>.temperature?",
+        ),
+        (
+            {"task": {"type": "gsm8k", "pth": 1}},
+            "unknown key task.pth: did you mean task.path?",
+        ),
+        (
+            {"task": {"type": "rows", "train": [{"path": "a"}, {"quesion": "b"}]}},
+            "unknown key task.train.1.quesion: did you mean task.train.1.question?",
+        ),
+        (
+            {"rewards": {"mine": {"type": "number", "wieght": 2}}},
+            "unknown key rewards.mine.wieght: did you mean rewards.mine.weight?",
+        ),
+        (
+            {"curriculum": {"task": {"type": "arithmetic", "max_val": 1}, "steps": 1}},
+            "unknown key curriculum.task.max_val: did you mean curriculum.task.max_value?",
+        ),
+        (
+            {"reference": {"zzz": 1}},
+            "unknown key reference.zzz: the keys of reference are model, keep, reset_every, reset_at_kl, "
+            "reset_optimizer",
+        ),
+        (
+            {"objective": {"loss": "cliped_surrogate"}},
+            "objective.loss=cliped_surrogate: did you mean clipped_surrogate? allowed values are clipped_surrogate, "
+            "unclipped_surrogate, policy_gradient, truncated_policy_gradient",
+        ),
+        (
+            {"task": {"type": "rows", "train": "x.jsonl"}},
+            "task.train=x.jsonl: must be a list, such as [x.jsonl]",
+        ),
+        (
+            {"task": {"type": "gsm"}},
+            "task.type=gsm: did you mean gsm8k? allowed values are arithmetic, gsm8k, math, mmlu, mmlu_pro, choices, "
+            "rows, camel_ai, dr_sci, countdown, reasoning_gym, preferences, custom",
+        ),
+        (
+            {"task": {"max_value": 3}},
+            "task.type is missing: give one of arithmetic, gsm8k, math, mmlu, mmlu_pro, choices, rows, camel_ai, "
+            "dr_sci, countdown, reasoning_gym, preferences, custom",
+        ),
+        ({"run": None}, "run=None: must be a section with keys of its own"),
+        ({"training": {"steps": -1}}, "training.steps=-1: input should be greater than or equal to 0"),
+        (
+            {"sft": {"optimizer": {"learning_rate": "fast"}}},
+            "sft.optimizer.learning_rate=fast: input should be a valid number, unable to parse string as a number",
+        ),
+        (
+            {"curriculum": {"task": {"type": "gsm8k"}}},
+            "curriculum.steps is missing: give it in the recipe or as an override",
+        ),
+        (
+            {"model": {"path": "x", "new": {}}},
+            "give one of model.path (a directory or Hub name) and model.new, not both",
+        ),
+        (
+            {"training": {"stepps": 1}, "kl": {"estimator": "k4"}},
+            "kl.estimator=k4: allowed values are k1, k2, k3; unknown key training.stepps: did you mean training.steps?",
+        ),
+    ],
+)
+def test_a_wrong_recipe_is_one_line_with_the_key_and_what_would_be_right(content, message):
+    with pytest.raises(UserError) as error:
+        parse_config(MODEL | content)
+    assert str(error.value) == message
+
+
+def test_a_bad_element_is_not_also_reported_as_a_list_too_short():
+    with pytest.raises(UserError) as error:
+        parse_config(MODEL | {"task": {"type": "rows", "train": [{"nope": 1}]}})
+    assert str(error.value).startswith("unknown key task.train.0.nope: the keys of task.train.0 are path, hub, ")
+    assert "at least" not in str(error.value)
+
+
+def test_a_right_recipe_becomes_a_config():
+    config = parse_config(MODEL | {"optimizer": {"learning_rate": 1e-5}, "task": {"type": "gsm8k"}})
+    assert config.optimizer.learning_rate == 1e-5
+    assert config.task.type == "gsm8k"
+    assert config.rollout.group_size == 8
+
+
+def test_known_keys_go_through_lists_names_and_unions():
+    keys = set(known_keys())
+    assert {"task.train.0.path", "task.max_value", "rewards.<name>.extraction", "sft.optimizer.betas"} <= keys
+    assert "extends" not in keys
+
+
+@pytest.mark.parametrize("name", recipe.shipped_recipes())
+def test_every_shipped_recipe_parses_to_what_it_says_once_it_has_a_model(name):
+    content = load_recipe(name)
+    config = parse_config(content if "model" in content else content | MODEL)
+    assert unsaid(content, config.model_dump(mode="json")) == []
+
+
+def test_what_does_not_arrive_in_a_config_is_noticed():
+    assert unsaid({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 2, "c": [1, 3], "d": 0}}) == ["a.b", "a.c.1"]
+    assert unsaid({"a": {"b": 1}, "c": []}, {"c": [0]}) == ["a", "c"]
+
+
+def test_a_bad_recipe_fails_before_torch_is_imported(tmp_path):
+    path = put(tmp_path / "r.yaml", "model: {path: x}\noptimizer: {lerning_rate: 1}\n")
+    code = (
+        "import sys\n"
+        "from flatpeak.errors import UserError\n"
+        "from flatpeak.config.load import load_recipe, parse_config\n"
+        "try:\n    parse_config(load_recipe(sys.argv[1]))\n"
+        "except UserError as error:\n    print(error)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == ("unknown key optimizer.lerning_rate: did you mean optimizer.learning_rate?\nFalse\n")

@@ -1,0 +1,157 @@
+"""A checkpoint's top folder is the model alone, which other programs load; runs of earlier layouts go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import flatpeak
+from flatpeak.errors import UserError
+from flatpeak.pipeline.compare import compare_checkpoints, locate_model
+from flatpeak.policy.config import ModelConfig
+from flatpeak.policy.loading import load_policy
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.runs.checkpoints import read_checkpoint
+from flatpeak.types import Example, Prompt, SamplingParams
+from support.resumes import Death, Run, as_before, assert_same, die, outcome, steps_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
+RESETS = {"kl": {"coefficient": 0.1}, "reference": {"reset_every": 1}, "sft": {"steps": 1, "batch_size": 4}}
+VLLM = os.environ.get("FLATPEAK_VLLM_PYTHON")
+"""The interpreter of an environment that has vLLM."""
+VLLM_PROGRAM = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+model = LLM(model=sys.argv[1], dtype="float32", max_model_len=64, enforce_eager=True)
+greedy = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8, detokenize=False)
+found = model.generate([{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])], greedy)
+print(json.dumps([list(one.outputs[0].token_ids) for one in found]))
+"""
+
+
+def odd(completion_ids: list[list[int]]) -> list[float]:
+    """A reward that differs within most groups."""
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+
+def finished(recipe: Recipe, train: Train, **sections: Any) -> Path:
+    """A run of three steps that keeps all its checkpoints."""
+    settings = {"run": {"name": "first", "checkpoint_every": 1, "keep_checkpoints": 9}, "training": {"steps": 3}}
+    return Path(train(recipe(**settings, **sections), reward=odd).path)
+
+
+def test_the_top_folder_of_a_trained_checkpoint_holds_the_models_tensors_alone(recipe: Recipe, train: Train) -> None:
+    run = finished(recipe, train, **RESETS)
+    checkpoints = steps_of(run)
+    assert [path.relative_to(run / "checkpoints").as_posix() for path in checkpoints] == [
+        "sft/step_000001",
+        *(f"step_{step:06d}" for step in range(4)),
+    ]
+    for path in checkpoints:
+        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
+        assert load_file(path / "model.safetensors").keys() <= model.state_dict().keys()
+        assert not info["unexpected_keys"]
+        assert not info["missing_keys"]
+        assert sorted(file.name for file in (path / "trainer").iterdir()) == ["state.json", "state.safetensors"]
+    kept = load_file(checkpoints[-1] / "trainer" / "state.safetensors")
+    assert any(name.startswith("reference.") for name in kept)
+    assert len(kept) > 20
+
+
+@pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("train", 3), ("train", 5)])
+def test_a_killed_run_of_the_former_layout_resumes_to_the_same_bits(
+    make_run: Callable[..., Run], uninterrupted: dict[str, Any], stage: str, step: int
+) -> None:
+    run = make_run()
+    with pytest.raises(Death):
+        run.start(stop={(stage, step): die})
+    as_before(run.path)
+    assert not list(run.path.glob("checkpoints/**/trainer/"))
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), uninterrupted)
+
+
+def test_a_fork_of_the_former_layout_ends_as_its_run_did(recipe: Recipe, train: Train) -> None:
+    run = finished(recipe, train, **RESETS)
+    wanted = outcome(run)
+    as_before(run)
+    forked = flatpeak.fork(run, 2, name="second", reward=odd)
+    assert (forked.path / "checkpoints" / "step_000002" / "trainer.json").is_file()
+    assert (forked.path / "checkpoints" / "step_000003" / "trainer" / "state.json").is_file()
+    assert_same(outcome(forked.path), wanted)
+
+
+def test_a_checkpoint_of_the_former_layout_is_read_verified_and_evaluated(recipe: Recipe, train: Train) -> None:
+    run = finished(recipe, train)
+    last = run / "checkpoints" / "last"
+    saved, scores = read_checkpoint(last), [one.as_dict() for one in compare_checkpoints([str(run)]).evaluations]
+    as_before(run)
+    former = read_checkpoint(last)
+    assert (former.state, former.step) == (saved.state, saved.step)
+    assert former.tensors.keys() == saved.tensors.keys()
+    assert all(torch.equal(former.tensors[name], tensor) for name, tensor in saved.tensors.items())
+    assert [one.as_dict() for one in compare_checkpoints([str(run)]).evaluations] == scores
+    assert load_policy(ModelConfig(path=locate_model(str(last)).path)).native
+    for name in ("trainer.safetensors", "trainer.json"):
+        kept = (last / name).read_bytes()
+        (last / name).unlink()
+        with pytest.raises(UserError, match=f"{name}: missing"):
+            locate_model(str(last))
+        (last / name).write_bytes(kept)
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
+def test_a_checkpoint_that_lost_a_part_of_its_trainer_is_not_evaluated_as_whole(
+    recipe: Recipe, train: Train, name: str
+) -> None:
+    last = finished(recipe, train) / "checkpoints" / "last"
+    (last / "trainer" / name).unlink()
+    with pytest.raises(UserError, match=f"trainer/{name}: missing"):
+        locate_model(str(last))
+
+
+def greedy_tokens(path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    engine = NativeEngine(load_policy(ModelConfig(path=str(path))))
+    asked = [
+        Prompt(id=f"{index}", token_ids=tuple(ids), text="", example=Example(id=f"{index}", question="", gold=""))
+        for index, ids in enumerate(prompts)
+    ]
+    groups = engine.generate(
+        asked, group_size=1, sampling=SamplingParams(temperature=0.0, max_new_tokens=8, min_new_tokens=8), seed=0
+    )
+    return [list(group.completions[0].token_ids) for group in groups]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM is None, reason="FLATPEAK_VLLM_PYTHON names no interpreter with vLLM")
+def test_vllm_loads_a_trained_checkpoint_and_continues_prompts_as_flatpeak_does(recipe: Recipe, train: Train) -> None:
+    # Heads of 32, which vLLM's kernels take, and weights so large that the likeliest tokens vary.
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.5}
+    run = finished(recipe, train, **RESETS, model={"new": {"config": sizes}})
+    last = run / "checkpoints" / "last"
+    assert (last / "trainer" / "state.safetensors").stat().st_size > (last / "model.safetensors").stat().st_size
+    prompts = [[3, 13, 4], [5, 14, 6, 7], [8]]
+    done = subprocess.run(
+        [str(VLLM), "-c", VLLM_PROGRAM, str(last), json.dumps(prompts)],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [len(tokens) for tokens in found] == [8, 8, 8]
+    assert len({token for tokens in found for token in tokens}) > 4
+    assert found == greedy_tokens(last, prompts)

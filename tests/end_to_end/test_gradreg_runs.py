@@ -1,0 +1,298 @@
+"""Whole runs with gradient regularization: what they report, how they stop and go on, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flatpeak.errors import UserError
+from flatpeak.runs.checkpoints import newest_valid
+from flatpeak.training.regularized import second_pass_loss
+from support.resumes import Death, Run, assert_same, die, outcome
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MakeRun = Callable[..., Run]
+
+NAMES = "penalty_ratio cosine g1_norm perturbation_kept perturbation_norm_kept strength skipped time_share"
+GRADREG = {f"gradreg/{name}" for name in NAMES.split()}
+DROPOUT = {"dropout": True, "new": {"config": {"attention_dropout": 0.2}}}
+SPARING = {"strength": "ratio:0.3", "every": 2, "group_fraction": 0.5}
+"""What a resumed run could lose: the tracked strength, the remembered penalty, and which groups are drawn."""
+STEPS = {"steps": 4, "epochs_per_rollout": 1, "minibatches": 3}
+"""Three updates a step: every other step begins where the remembered penalty is due."""
+
+
+def parity(completion: str) -> float:
+    """Different within most groups, whatever a random model says."""
+    return float(sum(map(ord, completion)) % 2)
+
+
+def left_behind(path: Path) -> dict[str, Any]:
+    """All that a run leaves behind, but for times."""
+    found = outcome(path)
+    for row in found["metrics"]:
+        row.pop("gradreg/time_share", None)
+    return found
+
+
+@pytest.fixture
+def in_second_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`in_second_pass(action, at=n)`: does it in the n-th micro-batch of a second pass, while the weights are moved."""
+
+    def arrange(action: Callable[[], None], *, at: int) -> None:
+        calls: list[None] = []
+
+        def watched(*args: Any, **settings: Any) -> Any:
+            calls.append(None)
+            if len(calls) == at:
+                action()
+            return second_pass_loss(*args, **settings)
+
+        monkeypatch.setattr("flatpeak.training.regularized.second_pass_loss", watched)
+
+    return arrange
+
+
+def test_a_run_reports_what_regularization_did(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
+) -> None:
+    progress = watch()
+    config = recipe(training={"steps": 4}, sft={"steps": 1}, gradient_regularization={"strength": "ratio:0.3"})
+    assert train(config, reward=parity, progress=progress).exit_code == 0
+    rows = [row for stage, _, row in progress.rows if stage == "train"]
+    assert len(rows) == 4
+    assert rows[0].pop("gradreg/step_consistency") > 0.99  # of the first update, and of no other so soon
+    for row in rows:
+        assert {name for name in row if name.startswith("gradreg/")} == GRADREG
+        assert all(math.isfinite(row[name]) for name in GRADREG)
+        assert row["gradreg/perturbation_kept"] > 0.99
+        assert row["gradreg/perturbation_norm_kept"] == pytest.approx(1, abs=0.02)
+        assert row["gradreg/skipped"] == 0
+        assert 0 < row["gradreg/time_share"] < 1
+        assert -1 <= row["gradreg/cosine"] <= 1
+        assert row["gradreg/strength"] > 0
+    assert rows[0]["gradreg/penalty_ratio"] == pytest.approx(0.3, rel=1e-6)
+    assert rows[-1]["gradreg/penalty_ratio"] != pytest.approx(0.3, rel=1e-6)
+    assert not any(name.startswith("gradreg/") for stage, _, row in progress.rows if stage != "train" for name in row)
+
+
+def test_strength_0_is_the_run_without_the_section(make_run: MakeRun) -> None:
+    ends = []
+    for name, sections in {"without": {}, "off": {"gradient_regularization": {**SPARING, "strength": 0}}}.items():
+        run = make_run(name, model=DROPOUT, **sections)
+        assert run.start().exit_code == 0
+        ends.append(outcome(run.path))
+    without, off = ends
+    assert not any(name.startswith("gradreg/") for row in without["metrics"] for name in row)
+    assert_same(off, without)
+    on = make_run("on", model=DROPOUT, gradient_regularization=SPARING)
+    assert on.start().exit_code == 0
+    assert not torch.equal(
+        outcome(on.path)["weights"]["model.layers.0.mlp.up_proj.weight"],
+        off["weights"]["model.layers.0.mlp.up_proj.weight"],
+    )
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, Any]:
+    """The outcome of the uninterrupted run, once it was made."""
+    return {}
+
+
+@pytest.fixture
+def make_sparing_run(make_run: MakeRun) -> MakeRun:
+    """A run with dropout whose every other update remembers."""
+    return lambda name="tiny": make_run(name, model=DROPOUT, training=STEPS, gradient_regularization=SPARING)
+
+
+@pytest.fixture
+def whole(kept: dict[str, Any], make_sparing_run: MakeRun) -> dict[str, Any]:
+    if not kept:
+        run = make_sparing_run("whole")
+        assert run.start().exit_code == 0
+        kept.update(left_behind(run.path))
+    return kept
+
+
+def test_the_uninterrupted_run_has_all_that_a_resumed_one_could_lose(whole: dict[str, Any]) -> None:
+    rows = [row for row in whole["metrics"] if row["stage"] == "train"]
+    assert [row["optimizer/updates"] for row in rows] == [3] * 4
+    assert any(name.startswith("gradreg.") for name in whole["optimizer"])
+    assert whole["state"]["learner"]["updates"] == 12
+    assert len({row["gradreg/strength"] for row in rows}) == 4
+    # Dropout: the ratio of a first update, on-policy, is not 1.
+    assert max(row["policy/ratio_max_gap"] for row in rows) > 1e-3
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_stopped_run_resumes_to_the_same_bits(
+    make_sparing_run: MakeRun, whole: dict[str, Any], send: Any, step: int
+) -> None:
+    run = make_sparing_run()
+    assert run.start(stop={("train", step): send(signal.SIGTERM)}).exit_code == 143
+    assert run.start(resume=True).exit_code == 0
+    assert_same(left_behind(run.path), whole)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_run_that_died_resumes_to_the_same_bits(make_sparing_run: MakeRun, whole: dict[str, Any], step: int) -> None:
+    run = make_sparing_run()
+    with pytest.raises(Death):
+        run.start(stop={("train", step): die})
+    assert run.start(resume=True).exit_code == 0
+    assert_same(left_behind(run.path), whole)
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_an_interrupt_in_a_second_pass_lets_the_step_end_and_leaves_a_valid_checkpoint(
+    make_sparing_run: MakeRun, whole: dict[str, Any], send: Any, in_second_pass: Callable[..., None], at: int
+) -> None:
+    in_second_pass(send(signal.SIGINT), at=at)
+    run = make_sparing_run()
+    stopped = run.start()
+    assert stopped.exit_code == 130
+    assert (stopped.summary.status, stopped.summary.signal) == ("stopped", signal.SIGINT)
+    last = stopped.summary.last_step
+    assert 1 <= last < STEPS["steps"]
+    assert newest_valid(run.path / "checkpoints") == run.path / "checkpoints" / f"step_{last:06d}"
+    # Were the moved weights among what was saved, the end would be another.
+    assert run.start(resume=True).exit_code == 0
+    assert_same(left_behind(run.path), whole)
+
+
+@pytest.mark.parametrize("ending", ["interrupt", "error"])
+def test_a_run_that_breaks_in_a_second_pass_leaves_the_weights_of_its_last_step(
+    recipe: Callable[..., Any],
+    train: Callable[..., Any],
+    make_tiny_model: Callable[..., Any],
+    send: Callable[[int], Callable[[], None]],
+    in_second_pass: Callable[..., None],
+    ending: str,
+) -> None:
+    def twice() -> None:
+        send(signal.SIGINT)()
+        send(signal.SIGINT)()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    in_second_pass(twice if ending == "interrupt" else fail, at=3)
+    model, tokenizer = make_tiny_model()
+    regularization = {"strength": 0.5, "check_every": 0}
+    config = recipe(run={"checkpoint_every": 1}, training={"steps": 4}, gradient_regularization=regularization)
+    with pytest.raises(KeyboardInterrupt if ending == "interrupt" else RuntimeError):
+        train(config, model=model, tokenizer=tokenizer, reward=parity)
+    checkpoints = Path(config["run"]["directory"]) / "tiny" / "checkpoints"
+    assert newest_valid(checkpoints) == checkpoints / "step_000002"
+    saved = load_file(checkpoints / "step_000002" / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize(
+    ("poisoned", "skips"),
+    [(3, {"optimizer/skipped": 1.0, "gradreg/skipped": 1.0}), (4, {"optimizer/skipped": 0.0, "gradreg/skipped": 1.0})],
+    ids=["first pass", "second pass"],
+)
+def test_a_gradient_that_is_not_a_number_never_reaches_the_weights(
+    recipe: Callable[..., Any],
+    train: Callable[..., Any],
+    watch: Any,
+    make_tiny_model: Callable[..., Any],
+    poisoned: int,
+    skips: dict[str, float],
+) -> None:
+    model, tokenizer = make_tiny_model()
+    calls: list[None] = []
+
+    def poison(gradient: Tensor) -> Tensor:
+        calls.append(None)
+        return gradient * float("nan") if len(calls) == poisoned else gradient
+
+    parameter = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    parameter.register_hook(poison)
+    before: list[Tensor] = []
+    progress = watch({("train", step): lambda: before.append(parameter.detach().clone()) for step in (1, 2, 3)})
+    config = recipe(training={"steps": 3}, gradient_regularization={"strength": 0.5, "check_every": 0})
+    given = {"model": model, "tokenizer": tokenizer, "reward": parity}
+    assert train(config, progress=progress, **given).exit_code == 0
+    for name, at_step_2 in skips.items():
+        assert progress.values(name) == [0.0, at_step_2, 0.0]
+    assert torch.equal(before[0], before[1]) == bool(skips["optimizer/skipped"])
+    assert not torch.equal(before[1], before[2])
+    assert all(bool(part.isfinite().all()) for part in model.parameters())
+    # Step 2 has nothing to say about a penalty; the others do.
+    assert [math.isfinite(value) for value in progress.values("gradreg/penalty_ratio")] == [True, False, True]
+
+
+NOT_THERE = {"strength": 0.1, "perturbed": ["*.nothing.*"]}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"strength": -1}, r"gradient_regularization\.strength=-1.*at least 0"),
+    ({"strength": "ratio:0"}, r"gradient_regularization\.strength=ratio:0: .*ratio:0\.3"),
+    ({"strength": "half"}, r"gradient_regularization\.strength=half: .*ratio:0\.3"),
+    ({"strength": 0.1, "step": 0}, r"gradient_regularization\.step=0: .*greater than 0"),
+    ({"strength": 0.1, "step": float("inf")}, r"gradient_regularization\.step=inf"),
+    ({"strength": 0.1, "step": 1e-12}, r"rounding keeps too little .*gradient_regularization\.step"),
+    ({"strength": 0.1, "step_scale": "radius"}, r"step_scale=radius .*gradient_regularization\.step"),
+    ({"strength": 0.1, "group_fraction": 0}, r"gradient_regularization\.group_fraction=0"),
+    (NOT_THERE, r"gradient_regularization\.perturbed.*\*\.nothing\.\* matches no trainable parameter"),
+    (
+        {"strength": 0.1, "perturbed": "adapters"},
+        r"gradient_regularization\.perturbed=adapters: .*no trainable adapter",
+    ),
+    ({"strength": 0.1, "perturbed": "block"}, r"gradient_regularization\.perturbed=block: .*blocks.*pattern"),
+    ({"strength": 0.1, "ratio_mode": "reused"}, r"gradient_regularization\.ratio_mode=reused: did you mean reuse"),
+]
+
+
+@pytest.mark.parametrize(("section", "message"), REFUSED, ids=[str(section) for section, _ in REFUSED])
+def test_bad_settings_are_one_line_and_leave_no_run(
+    recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path, section: dict[str, Any], message: str
+) -> None:
+    config = recipe(gradient_regularization=section, sft={"steps": 1})
+    with pytest.raises(UserError, match=message) as caught:
+        train(config, reward=parity)
+    assert "\n" not in str(caught.value)
+    assert "literal[" not in str(caught.value)
+    # SFT included: minutes of it would be lost on a typo.
+    assert {path.name for path in (tmp_path / "runs").rglob("*")} <= {"tiny", ".lock"}
+    assert train(recipe(gradient_regularization={"strength": 0.1}), reward=parity).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("gradient_regularisation.strength=0.1", "unknown key gradient_regularisation"),
+        ("gradient_regularization.stength=0.1", "did you mean gradient_regularization.strength?"),
+        ("gradient_regularization.strength=ratio:0", "strength=ratio:0"),
+    ],
+)
+def test_the_command_says_a_bad_setting_in_one_line_with_exit_code_2(
+    recipe: Callable[..., Any], tmp_path: Path, override: str, message: str
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe()))
+    done = subprocess.run(
+        [sys.executable, "-c", "from flatpeak.cli.main import main; main()", "train", str(file), override],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert {path.name for path in (tmp_path / "runs").rglob("*")} <= {"tiny", ".lock"}

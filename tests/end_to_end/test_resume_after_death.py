@@ -1,0 +1,98 @@
+"""A run that was killed anywhere, without a word, resumes from its last checkpoint and ends the same, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatpeak.runs.metrics import read_metrics
+from flatpeak.training import recorder
+from support.resumes import Death, Run, assert_same, die, outcome
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MakeRun = Callable[..., Run]
+
+KILLED = """
+import json, os, signal, sys
+import torch
+torch.set_num_threads(1)
+import flatpeak
+from conftest import Watcher
+from support.resumes import Judge
+judge = Judge()
+kill = judge.at(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+watcher = Watcher({("train", 1): judge.at(1), ("train", 2): judge.at(2), ("train", 3): kill})
+flatpeak.train(json.loads(sys.argv[1]), reward=judge, progress=watcher)
+"""
+
+
+def test_a_killed_process_leaves_a_run_that_ends_the_same(make_run: MakeRun, uninterrupted: dict[str, Any]) -> None:
+    run = make_run()
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, json.dumps(run.config)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl") if row["stage"] == "train"] == [1, 2, 3]
+    assert (run.path / "checkpoints" / "last").readlink() == Path("step_000002")
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [("eval", 0), ("sft", 1), ("sft", 3), ("eval", 3), ("train", 1), ("train", 3), ("eval", 4), ("train", 5)],
+)
+def test_a_run_that_died_between_checkpoints_ends_the_same(
+    make_run: MakeRun, uninterrupted: dict[str, Any], stage: str, step: int
+) -> None:
+    run = make_run()
+    with pytest.raises(Death):
+        run.start(stop={(stage, step): die})
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), uninterrupted)
+
+
+@pytest.mark.parametrize("link", ["last", "best"])
+def test_a_run_that_died_before_it_pointed_at_its_new_checkpoint_ends_the_same(
+    make_run: MakeRun, uninterrupted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    original = recorder.point
+
+    def point(parent: Path, name: str, target: Path) -> None:
+        if (name, target.name) == (link, "step_000002") and parent.name == "checkpoints":
+            raise Death
+        original(parent, name, target)
+
+    run = make_run()
+    with monkeypatch.context() as patch, pytest.raises(Death):
+        patch.setattr(recorder, "point", point)
+        run.start()
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_passed_over(make_run: MakeRun, uninterrupted: dict[str, Any], send: Any) -> None:
+    run = make_run(run={"keep_checkpoints": 3})
+    run.start(stop={("train", 5): send(signal.SIGTERM)})
+    model = run.path / "checkpoints" / "step_000005" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+    assert run.start(resume=True).exit_code == 0
+    found = outcome(run.path)
+    stage, step, text = found["notices"].pop()
+    assert (stage, step) == ("train", 4)
+    assert text.endswith("an older checkpoint is used")
+    assert_same(found, uninterrupted)

@@ -1,0 +1,101 @@
+"""Architectures that flatpeak's attention does not serve fall back, and are right there; none is silently wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flatpeak.policy import compatibility as support
+from flatpeak.policy.model import Policy
+from support.architectures import COMMON, GPT2, build
+from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
+
+SPECIAL = {key: COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+GPT_NEO = {
+    **SPECIAL,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 4,
+    "max_position_embeddings": 128,
+}
+BLOOM = {**SPECIAL, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+FALCON = {**SPECIAL, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
+GPTJ = {**SPECIAL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}
+GPT_OSS = {
+    **COMMON,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+DYNAMIC = {**COMMON, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+UNSERVED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bloom": ("bloom", BLOOM, "not proven"),
+    "falcon": ("falcon", FALCON, "not proven"),
+    "gpt_neo": ("gpt_neo", GPT_NEO, "not proven"),
+    "gptj": ("gptj", GPTJ, "not proven"),
+    "gpt_oss": ("gpt_oss", GPT_OSS, "not proven"),
+    "dynamic rope": ("llama", DYNAMIC, "longest sequence"),
+}
+
+
+@pytest.mark.parametrize("context", [2, 3, 7, 8])
+@pytest.mark.parametrize("decoder", ["gpt2", "llama"])
+def test_a_model_is_probed_within_its_context(decoder: str, context: int) -> None:
+    settings = GPT2 | {"n_positions": context} if decoder == "gpt2" else COMMON | {"max_position_embeddings": context}
+    assert Policy(build(decoder, settings, scale=3.0), Tokenizer()).notice is None
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_an_unserved_architecture_falls_back_with_a_notice_and_scores_right(name: str) -> None:
+    model_type, settings, reason = UNSERVED[name]
+    policy = Policy(build(model_type, settings, scale=3.0), Tokenizer())
+    assert not policy.native
+    assert reason in str(policy.notice)
+    batch = uneven_batch()
+    weights_T = tokens_and_weights(batch)
+    padded_T, entropy_T = policy.token_logprobs(batch, temperature=0.7)
+    padded = gradients(policy, (weights_T * padded_T).sum())
+    plain_T = plain_logprobs(policy, batch, 0.7)
+    torch.testing.assert_close(padded_T, plain_T, atol=1e-5, rtol=1e-5)
+    assert largest_gap(padded, gradients(policy, (weights_T * plain_T).sum())) < 1e-5
+    assert bool((entropy_T > 0).all())
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "gptj", "gpt_oss"])
+def test_the_probe_refuses_what_the_list_would_let_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, settings, _ = UNSERVED[name]
+    monkeypatch.setattr(support, "PROVEN", support.PROVEN | {model_type})
+    policy = Policy(build(model_type, settings), Tokenizer())
+    assert not policy.native
+    assert policy.notice
+
+
+def test_the_probe_refuses_a_head_that_is_not_the_hidden_state_times_its_weight() -> None:
+
+    model = build("gpt2", GPT2)
+    original = model.forward
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = doubled
+    policy = Policy(model, Tokenizer())
+    assert not policy.native
+    assert "differ from the plain forward pass" in str(policy.notice)
+
+
+def test_a_plain_forward_pass_on_a_held_model_is_refused_rather_than_wrong() -> None:
+    policy = Policy(build("llama", COMMON), Tokenizer())
+    with pytest.raises(RuntimeError, match="plain_attention"):
+        policy.model(input_ids=torch.tensor([[2, 3, 4]]))
+    policy.release()
+    assert policy.model(input_ids=torch.tensor([[2, 3, 4]])).logits.shape == (1, 3, 40)

@@ -1,0 +1,257 @@
+"""One optimizer step of flatpeak against the same step of TRL's own GRPOTrainer, from the same rollouts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from flatpeak.policy.model import Policy
+from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
+from flatpeak.types import Group
+from support.training import (
+    EOS,
+    SGD,
+    completion,
+    largest_difference,
+    make_trainer,
+    prompt,
+    scored,
+    tiny_policy,
+    tokenizer,
+    weights,
+)
+
+TOLERANCE = 1e-6
+MOVED = 1e-2
+"""What a step moves some weight by, at least: a comparison of steps that do nothing would prove nothing."""
+LIMIT = 6
+PROMPTS = {"first": (3, 7, 12, 9, 4), "second": (20, 5), "third": (8, 8, 14), "fourth": (6, 11, 3, 17, 10, 5, 19)}
+COMPLETIONS = {
+    "first": [(4, 9, EOS), (12, EOS), (5, 17, 3, 8, 21, EOS), (7, 7, 13, EOS)],
+    "second": [(10, EOS), (3, 18, 6, EOS), (EOS,), (22, 4, 9, 5, EOS)],
+    "third": [(16, 3, EOS), (11, 19, 14, 6, 4, 8), (20, 15, 9, 12, EOS), (5, EOS)],
+    "fourth": [(9, 13, 10, EOS), (21, 6, EOS), (18, 3, 7, 7, 4, EOS), (14, 5, 11, 20, EOS)],
+}
+"""Uneven lengths; one of them is cut at the limit."""
+REWARDS = {
+    "first": (1.0, 0.0, 0.0, 1.0),
+    # Equal, and a number whose mean is exact: TRL divides the rounding of 8 * 1.2 / 8 by a standard deviation of 0.
+    "second": (0.5, 0.5, 0.5, 0.5),
+    "third": (0.0, 0.0, 0.25, 1.0),
+    "fourth": (-1.0, 2.0, 0.375, 0.375),
+}
+NORMALIZATIONS = {
+    "grpo": "sequence_mean",
+    "dapo": "token_mean",
+    "dr_grpo": "constant",
+    "luspo": "sequence_sum",
+    "cispo": "token_mean",
+}
+SCALES = {"group": "std", "batch": "batch_std", "none": "none"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Settings by TRL's names."""
+
+    loss_type: str = "grpo"
+    scale_rewards: str = "group"
+    temperature: float = 1.0
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    gradient_accumulation_steps: int = 1
+    num_iterations: int = 1
+    importance_sampling_level: str = "token"
+    mask_truncated_completions: bool = False
+    epsilon_high: float = 0.2
+
+    def __str__(self) -> str:
+        others = list(vars(self).items())[2:]
+        changed = [f"{name}={value}" for name, value in others if value != getattr(Case, name)]
+        return " ".join([self.loss_type, self.scale_rewards, *changed])
+
+
+LOSSES = ("grpo", "dapo", "dr_grpo")
+CASES = [
+    *[Case(loss_type=loss, scale_rewards=scale) for loss in LOSSES for scale in SCALES],
+    *[Case(loss_type=loss, beta=0.3, temperature=0.7) for loss in LOSSES],
+    *[Case(loss_type=loss, beta=0.3, use_bias_correction_kl=False) for loss in LOSSES],
+    *[Case(loss_type=loss, beta=0.3, scale_rewards="none", gradient_accumulation_steps=2) for loss in LOSSES],
+    *[Case(loss_type=loss, temperature=1.5, num_iterations=2) for loss in LOSSES],
+    Case(loss_type="grpo", importance_sampling_level="sequence", beta=0.3, num_iterations=2),
+    Case(loss_type="luspo", importance_sampling_level="sequence", scale_rewards="none"),
+    Case(loss_type="cispo", epsilon_high=2.0, num_iterations=2),
+    Case(loss_type="dapo", mask_truncated_completions=True, beta=0.3),
+]
+
+
+@pytest.fixture(scope="module")
+def trl() -> Iterator[Any]:
+    """TRL without telemetry or the Hub. Where tests have to be whole (CI), a missing TRL is a failure."""
+    required = bool(os.environ.get("CI"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CI", "1")
+        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+            patch.setenv(name, "1")
+            patch.setattr(f"huggingface_hub.constants.{name}", True)
+        try:
+            module = importlib.import_module("trl")
+        except ImportError:
+            if required:
+                raise
+            pytest.skip("trl is not installed")
+        yield module
+        importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@cache
+def groups(temperature: float) -> tuple[Group, ...]:
+    """The rollouts, with the log-probabilities of the policy that both sides start from."""
+    made = [
+        Group(
+            prompt=prompt(name, PROMPTS[name]),
+            completions=tuple(completion(ids, limit=LIMIT) for ids in COMPLETIONS[name]),
+        )
+        for name in PROMPTS
+    ]
+    return tuple(scored(tiny_policy(), made, temperature=temperature))
+
+
+@torch.no_grad()
+def perturb(model: Any) -> None:
+    """Move every weight: a reference that is the policy would have no KL."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+
+
+def trl_trainer(trl: Any, case: Case, directory: Path) -> Any:
+    """TRL's trainer of the starting policy, which is given the rollouts instead of sampling them."""
+    start = tiny_policy()
+    start.release()
+    start.model.save_pretrained(directory / "model")
+    rows = [(name, index) for name in PROMPTS for index in range(len(COMPLETIONS[name]))]
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        assert prompts == [name for name, _ in rows]
+        return {
+            "prompt_ids": [list(PROMPTS[name]) for name, _ in rows],
+            "completion_ids": [list(COMPLETIONS[name][index]) for name, index in rows],
+            "logprobs": None,
+            "fixed_reward": [REWARDS[name][index] for name, index in rows],
+        }
+
+    def reward(completions: list[str], fixed_reward: list[float], **columns: Any) -> list[float]:
+        return fixed_reward
+
+    arguments = trl.GRPOConfig(
+        output_dir=str(directory / "trl"),
+        per_device_train_batch_size=len(rows) // case.gradient_accumulation_steps,
+        num_generations=4,
+        max_completion_length=LIMIT,
+        max_steps=case.num_iterations,
+        optim="sgd",
+        learning_rate=SGD.learning_rate,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        use_cpu=True,
+        bf16=False,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **vars(case),
+    )
+    return trl.GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(directory / "model"),
+        reward_funcs=[reward],
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": name} for name in PROMPTS]),
+        processing_class=tokenizer(),
+        rollout_func=rollout,
+    )
+
+
+@pytest.fixture(scope="module")
+def trl_weights(trl: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], dict[str, Tensor]]:
+    """The weights after TRL's step; each case is run once."""
+
+    @cache
+    def run(case: Case) -> dict[str, Tensor]:
+        with torch.random.fork_rng():
+            trainer = trl_trainer(trl, case, tmp_path_factory.mktemp("trl"))
+            if case.beta:
+                perturb(trainer.ref_model)
+            trainer.train()
+        return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+    return run
+
+
+def flatpeak_step(case: Case) -> tuple[Policy, dict[str, float]]:
+    """The policy after flatpeak's step, and what the step reports."""
+    policy = tiny_policy()
+    reference = None
+    if case.beta:
+        reference = tiny_policy()
+        perturb(reference.model)
+    trainer = make_trainer(
+        policy,
+        groups(case.temperature),
+        REWARDS,
+        max_new_tokens=LIMIT,
+        objective=ObjectiveConfig(
+            loss="truncated_policy_gradient" if case.loss_type == "cispo" else "clipped_surrogate",
+            ratio=case.importance_sampling_level,
+            normalization=NORMALIZATIONS[case.loss_type],
+            clip_high=case.epsilon_high,
+            cap=case.epsilon_high,
+            truncated="mask" if case.mask_truncated_completions else "keep",
+        ),
+        kl=KLConfig(coefficient=case.beta, ratio_weighted=case.use_bias_correction_kl),
+        advantage=AdvantageConfig(scale=SCALES[case.scale_rewards], eps=1e-4),
+        training=TrainingConfig(steps=1, epochs_per_rollout=case.num_iterations, micro_batch_tokens=40),
+        reference=reference,
+        temperature=case.temperature,
+    )
+    return policy, trainer.train_step(1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_gives_the_weights_of_trls_grpo_trainer(case: Case, trl_weights: Any) -> None:
+    theirs = trl_weights(case)
+    policy, metrics = flatpeak_step(case)
+    assert largest_difference(weights(tiny_policy()), theirs) > MOVED
+    assert largest_difference(weights(policy), theirs) <= TOLERANCE
+    if case.num_iterations > 1:
+        assert metrics["policy/clip_fraction"] > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong"),
+    [
+        (Case(loss_type="grpo"), {"loss_type": "dapo"}),
+        (Case(loss_type="dapo"), {"loss_type": "dr_grpo"}),
+        (Case(loss_type="dr_grpo"), {"loss_type": "grpo"}),
+        (Case(), {"scale_rewards": "none"}),
+        (Case(), {"temperature": 1.1}),
+        (Case(beta=0.3, use_bias_correction_kl=False), {"use_bias_correction_kl": True}),
+        (Case(temperature=1.5, num_iterations=2), {"epsilon_high": 1.0}),
+    ],
+    ids=str,
+)
+def test_a_step_with_one_setting_wrong_gives_other_weights(case: Case, wrong: dict[str, Any], trl_weights: Any) -> None:
+    policy, _ = flatpeak_step(replace(case, **wrong))
+    assert largest_difference(weights(policy), trl_weights(case)) > 100 * TOLERANCE
