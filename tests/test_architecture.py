@@ -16,6 +16,7 @@ from support.structure import RANK, imports, module_name, part_of, read_structur
 PACKAGE = Path(flatpeak.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 FUNCTIONAL_MAY_IMPORT = {"torch", "numpy"} | set(sys.stdlib_module_names)
+KERNELS_MAY_IMPORT = {"torch", "triton"} | set(sys.stdlib_module_names)
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "protocols.py", "types.py"}
 """All that lies beside the packages."""
 LONGEST_FILE = 400
@@ -98,11 +99,20 @@ def test_a_short_module_with_one_importer_has_a_reason():
     assert short == set(SHORT_FILES)
 
 
-def test_the_mathematics_import_torch_and_the_kernels():
-    for path in FILES:
-        if path.parts[0] == "functional":
-            roots = {module.split(".")[0] for _, module in imports(read(path))} - {"flatpeak"}
-            assert roots <= FUNCTIONAL_MAY_IMPORT, path
+def outside(package: str) -> set[str]:
+    """The dotted names that a package of flatpeak imports from outside of it."""
+    names = {name for path in FILES if path.parts[0] == package for _, name in imports(read(path))}
+    return {name for name in names if not name.startswith(f"flatpeak.{package}.")}
+
+
+def test_the_mathematics_import_torch_and_one_function_of_the_kernels():
+    names = outside("functional")
+    assert {name for name in names if name.startswith("flatpeak")} == {"flatpeak.kernels.matmul.linear"}
+    assert {name.split(".")[0] for name in names} <= FUNCTIONAL_MAY_IMPORT | {"flatpeak"}
+
+
+def test_the_kernels_import_torch_alone():
+    assert {name.split(".")[0] for name in outside("kernels")} <= KERNELS_MAY_IMPORT
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

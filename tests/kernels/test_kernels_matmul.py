@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatpeak.kernels import matmul as products
-from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack, product
+from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack
 
 TOLERANCE = 5e-6
 """Of float32 against float64, relative to the largest entry. Sums have up to 192 terms of size one, each rounded to
@@ -85,8 +85,7 @@ def test_values_are_the_exact_ones_whatever_the_strides(library: str, layout: st
     exact_MN = input_MK.double() @ weight_NK.double().t()
     assert_near(linear(input_MK, weight_NK), exact_MN)
     assert_near(linear(input_MK, weight_NK, bias_N), exact_MN + bias_N.double())
-    assert_near(product(input_MK, weight_NK), exact_MN)
-    assert calls == ([(N, K)] * 3 if library == "onednn" else [])
+    assert calls == ([(N, K)] * 2 if library == "onednn" else [])
 
 
 @pytest.mark.parametrize("shape", [(K,), (1, K), (3, K), (3, 5, K), (2, 3, 2, K)])
@@ -180,23 +179,16 @@ def test_no_rows_give_no_rows_and_zero_gradients(library: str, shape: tuple[int,
     assert input_MK.grad.shape == shape
 
 
-def test_a_product_of_no_rows_is_empty(library: str) -> None:
-    assert product(normal(0, K), normal(N, K)).shape == (0, N)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_types_are_left_to_torch(onednn: None, dtype: torch.dtype, calls: list) -> None:
     input_MK, weight_NK, bias_N = normal(M, K).to(dtype), normal(N, K).to(dtype), normal(N).to(dtype)
     assert torch.equal(linear(input_MK, weight_NK, bias_N), F.linear(input_MK, weight_NK, bias_N))
-    assert torch.equal(product(input_MK, weight_NK), input_MK @ weight_NK.t())
     assert calls == []
 
 
 def test_an_input_of_another_type_than_the_weight_raises_as_in_torch(onednn: None) -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         linear(normal(M, K).double(), normal(N, K))
-    with pytest.raises(RuntimeError, match="dtype"):
-        product(normal(M, K).double(), normal(N, K))
 
 
 def test_weights_of_few_entries_are_left_to_torch(onednn: None, calls: list) -> None:
@@ -204,11 +196,9 @@ def test_weights_of_few_entries_are_left_to_torch(onednn: None, calls: list) -> 
     input_MK = normal(M, 64)
     below_NK, at_NK = normal(smallest - 1, 64), normal(smallest, 64)
     assert torch.equal(linear(input_MK, below_NK), F.linear(input_MK, below_NK))
-    product(input_MK, below_NK)
     assert calls == []
     linear(input_MK, at_NK)
-    product(input_MK, at_NK)
-    assert calls == [(smallest, 64)] * 2
+    assert calls == [(smallest, 64)]
 
 
 def test_a_weight_is_served_by_its_type_device_and_size(onednn: None) -> None:
@@ -223,8 +213,7 @@ def test_under_autocast_all_is_left_to_torch(onednn: None, calls: list) -> None:
     input_MK, weight_NK = normal(M, K), normal(N, K)
     with torch.autocast("cpu", torch.bfloat16):
         output_MN, expected_MN = linear(input_MK, weight_NK), F.linear(input_MK, weight_NK)
-        product_MN = product(input_MK, weight_NK)
-    assert output_MN.dtype == product_MN.dtype == torch.bfloat16
+    assert output_MN.dtype == torch.bfloat16
     assert torch.equal(output_MN, expected_MN)
     assert calls == []
 
@@ -238,11 +227,11 @@ def test_while_torch_compiles_all_is_left_to_torch(onednn: None, calls: list, mo
 def test_a_rows_bits_do_not_depend_on_how_many_rows_stand_beside_it(library: str, one_thread: None) -> None:
     for columns, outputs in ((128, 96), (256, 64), (96, 300)):
         input_MK, weight_NK, bias_N = normal(160, columns), normal(outputs, columns), normal(outputs)
-        linear_MN, product_MN = linear(input_MK, weight_NK, bias_N), product(input_MK, weight_NK)
+        linear_MN, unbiased_MN = linear(input_MK, weight_NK, bias_N), linear(input_MK, weight_NK)
         for rows in (4, 8, 12, 16, 28, 64, 100, 128):
             assert torch.equal(linear(input_MK[:rows], weight_NK, bias_N), linear_MN[:rows])
             assert torch.equal(linear(input_MK[-rows:], weight_NK, bias_N), linear_MN[-rows:])
-            assert torch.equal(product(input_MK[:rows], weight_NK), product_MN[:rows])
+            assert torch.equal(linear(input_MK[:rows], weight_NK), unbiased_MN[:rows])
 
 
 @needs_onednn

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.kernels.matmul import linear, product
+from flatpeak.kernels.matmul import linear
 
 _LOGITS_PER_CHUNK_CPU = 1 << 22
 """16 MiB of float32: what larger caches hold, and few enough passes over the gradient of a large output layer."""
@@ -184,9 +184,9 @@ class _Gradients:
             self.bias_V.add_(grad_CV.sum(0))
         grad_CV = grad_CV.to(hidden_CD.dtype)
         if self.hidden_TD is not None:
-            self.hidden_TD[rows] = product(grad_CV, weight_VD.t())
+            self.hidden_TD[rows] = linear(grad_CV, weight_VD.t())
         if self.weight_VD is not None:
-            self.weight_VD.add_(product(grad_CV.t(), hidden_CD.t()))
+            self.weight_VD.add_(linear(grad_CV.t(), hidden_CD.t()))
 
 
 class _DifferentiatedOnce(torch.autograd.Function):

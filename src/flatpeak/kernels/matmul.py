@@ -19,13 +19,16 @@ SMALLEST = 1 << 13
 """Entries of the weight below which oneDNN's fixed cost per call outweighs its speed."""
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 KERNELS = 192
-"""oneDNN compiles a kernel for every shape, half a MiB each, and keeps 1024 of them unless told otherwise."""
+"""The number of kernels that oneDNN keeps: one per shape, of half a MiB each; its own default is 1024."""
 SETTING = "FLATPEAK_MATMUL"
 """The environment variable that overrides the choice: mkl or onednn."""
 
 
 def linear(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """input W^T + b, [..., N], as torch's own `linear`; differentiable as often as one likes."""
+    """Multiply as torch's own `linear`: input W^T + b, [..., N], differentiable any number of times.
+
+    Input and weight may be transposed views, so that every product of a backward pass can be written as one of these.
+    """
     if torch.compiler.is_compiling():  # inductor takes oneDNN's operator for one of its own, whose weights are packed
         return F.linear(input_MK, weight_NK, bias_N)
     if not (served(weight_NK) and input_MK.dtype == torch.float32 and input_MK.numel()):
@@ -34,13 +37,6 @@ def linear(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) ->
         output: Tensor = _Linear.apply(input_MK, weight_NK, bias_N)
         return output
     return multiply(input_MK, weight_NK, bias_N)
-
-
-def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """left right^T, [M, N], outside autograd. Either may be a transposed view."""
-    if served(right_NK) and left_MK.dtype == torch.float32 and left_MK.numel():
-        return multiply(left_MK, right_NK, None)
-    return left_MK @ right_NK.t()
 
 
 def served(weight: Tensor) -> bool:
