@@ -9,7 +9,7 @@ from huggingface_hub import constants
 
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig
-from flatpeak.policy.loading import load_tokenizer
+from flatpeak.policy.loading import load_policy
 from flatpeak.tasks.build import build_task
 from flatpeak.tasks.config import GSM8KConfig
 from flatpeak.utils.huggingface import hub_or_cache
@@ -77,6 +77,6 @@ def test_data_and_models_that_cannot_be_fetched_are_told_within_seconds_with_the
     with pytest.raises(
         UserError, match=rf"^model\.path=no/such does not load: {nobody} cannot be reached .* directory"
     ):
-        load_tokenizer(ModelConfig(path="no/such"))
+        load_policy(ModelConfig(path="no/such"))
     # The client's own five attempts take half a minute each time; importing it is most of this.
     assert time.monotonic() - begun < 25

@@ -19,7 +19,6 @@ from flatpeak.pipeline.components import SamplerFactory, announce_decoding
 from flatpeak.pipeline.lifecycle import Saved, conduct, read_saved
 from flatpeak.pipeline.progress import as_progress
 from flatpeak.policy.layers import training_layers
-from flatpeak.policy.model import no_progress_bar
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.report.page import write_report
 from flatpeak.rollout.randomness import derive_seed
@@ -35,6 +34,7 @@ from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.state import History, restore_schedule
 from flatpeak.training.trainer import Trainer, TrainerConfig
+from flatpeak.utils.huggingface import no_progress_bar
 
 Recipe = RunConfig | Mapping[str, Any] | str | Path
 """A checked recipe, the mapping of one, or the path or name of one."""

@@ -16,7 +16,7 @@ from flatpeak.errors import UserError, brief
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.pipeline.lifecycle import conduct
 from flatpeak.pipeline.train import Recipe, RunResult, as_config, open_notices, report_on
-from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory, pick_device
+from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory
 from flatpeak.protocols import Progress
 from flatpeak.rewards.classifier import (
     COMPLETION,
@@ -48,6 +48,7 @@ from flatpeak.training.reward_model_trainer import (
     encode_pairs,
 )
 from flatpeak.training.state import History
+from flatpeak.utils.huggingface import pick_device
 
 REFERENCE_PAIRS = 256
 """How many held-out pairs give the mean and the standard deviation that are recorded with the model."""
@@ -181,7 +182,7 @@ def _classifier(
                 cast_weights(model, dtype)
             else:
                 model, tokenizer, record = _load(config, path, dtype=dtype, own=saved is not None)
-        move_to_own_memory(model.to(pick_device(config.model.device)))
+        move_to_own_memory(model.to(pick_device(config.model.device, where="model.device")))
     if model.config.num_labels != 1:
         raise UserError(f"the model has {model.config.num_labels} outputs and a reward model one: set num_labels=1")
     # transformers' own forward needs to know it, and whoever loads the model later may use that.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,12 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from flatpeak.errors import UserError, brief
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
 from flatpeak.policy.model import Policy
-from flatpeak.utils.huggingface import hub_or_cache
+from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, local_or_hub, pick_device
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -63,22 +61,9 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
-def pick_device(name: str) -> torch.device:
-    """auto is cuda where there is one, else cpu."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"model.device={name}: not a torch device; use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"model.device={name}: torch sees no CUDA device; use model.device=cpu or auto")
-    return device
-
-
 def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> Policy:
     """The policy a recipe names. A new tokenizer is built from `texts`, new weights are drawn from `seed`."""
-    device = pick_device(config.device)
+    device = pick_device(config.device, where="model.device")
     dtype: torch.dtype = getattr(torch, config.dtype)
     if config.new is not None:
         model, tokenizer = make_model(config.new, texts=texts, seed=seed)
@@ -86,8 +71,7 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
             cast_weights(model, dtype)
     else:
         check_source(config)
-        tokenizer = load_tokenizer(config)
-        model = _load_model(config, dtype=dtype)
+        model, tokenizer = _load_pretrained(config, dtype=dtype)
     return Policy(model.to(device), tokenizer, dropout=config.dropout)
 
 
@@ -97,9 +81,8 @@ def check_source(config: ModelConfig) -> None:
         return
     if config.path is None:
         raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
-    looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1
     directory = Path(config.path).expanduser()
-    if looks_local and not directory.is_dir():
+    if is_surely_local(config.path) and not directory.is_dir():
         raise UserError(f"model.path={config.path}: no such directory")
     if directory.is_dir():
         _check_files(config.path, directory)
@@ -118,22 +101,6 @@ def _check_files(path: str, directory: Path) -> None:
         )
     if not any(file.is_file() for kind in _TOKENIZER_FILES for file in directory.glob(kind)):
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
-
-
-def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer of an existing model."""
-    assert config.path is not None  # check_source
-    return _from_pretrained(PreTrainedTokenizerFast if _is_plain(config.path) else AutoTokenizer, config.path, config)
-
-
-def _is_plain(path: str) -> bool:
-    """Whether a directory's tokenizer says that it is all in tokenizer.json. For some types of model (qwen2)
-    AutoTokenizer does not believe that, and splits words as that type's own tokenizer would."""
-    told, itself = (Path(path).expanduser() / name for name in ("tokenizer_config.json", "tokenizer.json"))
-    if not (told.is_file() and itself.is_file()):
-        return False
-    named = json.loads(told.read_text(encoding="utf-8")).get("tokenizer_class")
-    return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tuple[Any, Any]:
@@ -181,31 +148,35 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
     model.config.dtype = dtype
 
 
-def _load_model(config: ModelConfig, *, dtype: torch.dtype) -> Any:
-    """An existing model, all of whose weights come from its files."""
-    model, found = _from_pretrained(
-        AutoModelForCausalLM,
-        str(config.path),
-        config,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # else the error names none of them
-    )
-    for name, in_file, by_config in sorted(found["mismatched_keys"]):
+def _load_pretrained(config: ModelConfig, *, dtype: torch.dtype) -> tuple[Any, Any]:
+    """An existing model, all of whose weights come from its files, and its tokenizer."""
+    assert config.path is not None  # check_source
+    path = local_or_hub(config.path)
+    source = {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
+    with load_errors(config.path, where="model.path"):
+        tokenizer = load_tokenizer(path, **source)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            **source,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # else the error names none of them
+        )
+    for name, in_file, by_config in sorted(report["mismatched_keys"]):
         raise UserError(
             f"model.path={config.path} does not load: {name} is {list(in_file)} in its files and {list(by_config)} by "
             "its config.json, which belongs to another model; copy both from one place"
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:
         # transformers draws them at random and only logs that it does.
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise UserError(
-            f"model.path={config.path} lacks weights of {type(model).__name__}: {shown}; name a complete checkpoint of "
+            f"model.path={config.path} lacks weights of {type(model).__name__}: {names}; name a complete checkpoint of "
             "a causal language model"
         )
     move_to_own_memory(model)
-    return model
+    return model, tokenizer
 
 
 def move_to_own_memory(model: torch.nn.Module) -> None:
@@ -233,20 +204,3 @@ def restore_weights(model: Any, directory: Path) -> None:
         dtype = reduce(torch.promote_types, {p.dtype for p in model.parameters() if p.is_floating_point()})
         saved = type(model).from_pretrained(directory, dtype=dtype)
         model.load_state_dict(saved.state_dict())
-
-
-def _from_pretrained(auto: Any, path: str, config: ModelConfig, **kwargs: Any) -> Any:
-    local = Path(path).expanduser()
-    with nullcontext() if local.is_dir() else hub_or_cache() as problem:
-        try:
-            return auto.from_pretrained(
-                str(local) if local.is_dir() else path,
-                revision=config.revision or "main",
-                trust_remote_code=config.trust_remote_code,
-                **kwargs,
-            )
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # damaged files make transformers, safetensors and pickle raise anything
-            reason = f"{problem}; name a directory, or check the network" if problem else brief(error)
-            raise UserError(f"model.path={path} does not load: {reason}") from error

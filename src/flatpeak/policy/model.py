@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.utils import logging as transformers_logging
 
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
@@ -25,6 +24,7 @@ from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, p
 from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedContext, register_attention
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Batch
+from flatpeak.utils.huggingface import no_progress_bar
 
 COARSE_PRODUCTS = frozenset({"tf32", "bf16"})
 """Values of torch's `fp32_precision` that round the factors of a float32 product."""
@@ -293,18 +293,6 @@ def _master(parameter: nn.Parameter) -> Tensor:
         )
     precise = torch.promote_types(parameter.dtype, torch.float32)
     return parameter if parameter.dtype == precise else parameter.detach().to(precise)
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """A context in which transformers draws no bar at loads and saves, across whatever display a run has."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _key_multiple(config: Any) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.errors import UserError, brief
+from flatpeak.errors import UserError
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Message
-from flatpeak.utils.huggingface import hub_or_cache
+from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, no_progress_bar, no_warnings
 
 RECORD = "reward_model.json"
 """Beside the model's own files: how it was trained to read, and what its scores are like."""
@@ -187,7 +186,7 @@ def locate(path: str, *, where: str) -> str:
             return str(candidate)
     if directory.is_dir():
         raise UserError(f"{where}={path}: neither a model's directory nor a run with a checkpoint")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if is_surely_local(path):
         raise UserError(f"{where}={path}: no such directory")
     return path
 
@@ -199,69 +198,20 @@ def load_model(path: str, *, where: str, trained: bool = True, **settings: Any) 
     random where there is none.
     """
     from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging
 
     revision = {"revision": settings.pop("revision", None) or "main"}
-    level = logging.get_verbosity()
-    with nullcontext() if Path(path).is_dir() else hub_or_cache() as problem:
-        try:
-            with _quiet():
-                logging.set_verbosity_error()  # what is missing is told below, or meant
-                tokenizer = _load_tokenizer(path, **revision)
-                model, found = AutoModelForSequenceClassification.from_pretrained(
-                    path, **revision, **settings, output_loading_info=True
-                )
-        except (OSError, ValueError, KeyError) as error:
-            line = f"no such directory, and {problem}" if problem else brief(error)
-            raise UserError(f"{where}={path} does not load as a sequence-classification model: {line}") from error
-        finally:
-            logging.set_verbosity(level)
-    if trained and found["missing_keys"]:
+    # Warnings about missing weights would repeat the error below, or name a head that is meant to be new.
+    with load_errors(path, where=where, kind="a sequence-classification model"), no_progress_bar(), no_warnings():
+        tokenizer = load_tokenizer(path, **revision)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, **revision, **settings, output_loading_info=True
+        )
+    if trained and report["missing_keys"]:
         raise UserError(
-            f"{where}={path} has no {', '.join(sorted(found['missing_keys']))}: it is not a reward model; train one "
+            f"{where}={path} has no {', '.join(sorted(report['missing_keys']))}: it is not a reward model; train one "
             "from it with flatpeak reward-model"
         )
     return model, tokenizer, read_record(Path(path))
-
-
-def _load_tokenizer(path: str, **settings: Any) -> Any:
-    """The tokenizer as its files say. AutoTokenizer mistrusts a tokenizer_config.json that names no class of a model's
-    own where the model is a Qwen2, say, and puts that model's word splitting in the place of the one saved."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    files = [Path(path) / name for name in ("tokenizer_config.json", "tokenizer.json")]
-    if all(file.is_file() for file in files):
-        named = json.loads(files[0].read_text(encoding="utf-8")).get("tokenizer_class")
-        if named in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            return PreTrainedTokenizerFast.from_pretrained(path)
-    return AutoTokenizer.from_pretrained(path, **settings)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers draws a bar at every load and save, across whatever display the run has."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def pick_device(name: str, *, where: str) -> torch.device:
-    """auto is cuda where there is one, else cpu."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"{where}={name}: not a torch device; use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"{where}={name}: torch sees no CUDA device; use cpu or auto")
-    return device
 
 
 class Classifier:
@@ -333,7 +283,7 @@ class Classifier:
 
     def save(self, directory: Path, *, scores: Spread | None) -> None:
         """Write model, tokenizer and record."""
-        with _quiet():
+        with no_progress_bar():
             self.model.save_pretrained(directory)
         self.wording.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
         Record(template=self.wording.template, max_tokens=self.wording.max_tokens, scores=scores).write(directory)

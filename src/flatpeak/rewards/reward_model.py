@@ -18,10 +18,10 @@ from flatpeak.rewards.classifier import (
     load_model,
     locate,
     make_wording,
-    pick_device,
 )
 from flatpeak.rewards.config import SequenceClassifierConfig
 from flatpeak.types import Completion, Group, Message, Prompt, Score
+from flatpeak.utils.huggingface import pick_device
 
 
 class ModelScorer:

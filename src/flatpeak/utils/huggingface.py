@@ -1,20 +1,131 @@
-"""Whether the Hugging Face Hub answers, found out at once: its client would try for half a minute."""
+"""The ground floor of everything that comes from Hugging Face: Hub or cache, quiet loading, tokenizers, devices.
+
+Importing it loads neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from flatpeak.errors import UserError, brief
+
+if TYPE_CHECKING:
+    import torch
 
 PATIENCE: Final = 5.0
-"""Seconds for one attempt to connect."""
+"""Seconds for one attempt to connect: the Hub's own client would try for half a minute."""
+
+
+@contextmanager
+def load_errors(path: str, *, where: str, kind: str = "") -> Iterator[None]:
+    """A context for `from_pretrained(path)` in which every failure is a UserError that names the setting `where`.
+
+    `kind` is the kind of model that the files should hold. The Hub is asked only where `path` is no directory. Running
+    out of memory says nothing about the files and is raised as it is.
+    """
+    with hub_or_directory(path) as problem:
+        try:
+            yield
+        except Exception as error:  # damaged files make transformers, safetensors and pickle raise anything
+            import torch
+
+            if isinstance(error, MemoryError | torch.OutOfMemoryError):
+                raise
+            reason = f"{problem}; name a directory, or check the network" if problem else brief(error)
+            raise UserError(f"{where}={path} does not load{kind and f' as {kind}'}: {reason}") from error
+
+
+def load_tokenizer(path: str, **settings: Any) -> Any:
+    """The tokenizer of a directory or Hub name; `settings` are those of `from_pretrained`.
+
+    A directory whose tokenizer_config.json refers to tokenizer.json alone is read so: for some types of model (qwen2)
+    AutoTokenizer splits words as that type's own tokenizer would, whatever the files say.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    return (PreTrainedTokenizerFast if _is_self_contained(path) else AutoTokenizer).from_pretrained(path, **settings)
+
+
+def _is_self_contained(path: str) -> bool:
+    config, tokenizer = (Path(path) / name for name in ("tokenizer_config.json", "tokenizer.json"))
+    if not (config.is_file() and tokenizer.is_file()):
+        return False
+    named = json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class")
+    return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+def local_or_hub(path: str) -> str:
+    """The argument of `from_pretrained` for a setting: a directory with `~` expanded, or a Hub name as it is."""
+    directory = Path(path).expanduser()
+    return str(directory) if directory.is_dir() else path
+
+
+def is_surely_local(path: str) -> bool:
+    """Whether a name can only be meant as a local path: Hub names have at most one slash, and none begins so."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """A context in which transformers draws no bar at loads and saves, across whatever display a run has."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """A context in which transformers logs errors only."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def pick_device(name: str, *, where: str) -> torch.device:
+    """The device of a setting's value: `auto` is cuda where there is one, else cpu. `where` names the setting."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"{where}={name}: not a torch device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"{where}={name}: torch sees no CUDA device; use {where}=cpu or auto")
+    return device
+
+
+@contextmanager
+def hub_or_directory(path: str) -> Iterator[str | None]:
+    """`hub_or_cache` for a path that may be a directory, for which the Hub is not asked."""
+    if Path(path).expanduser().is_dir():
+        yield None
+    else:
+        with hub_or_cache() as problem:
+            yield problem
 
 
 @contextmanager
 def hub_or_cache() -> Iterator[str | None]:
-    """Within it the Hub is asked; or, where it does not answer one request, only what was fetched before is found.
+    """A context in which the Hub is asked, or, where it does not answer one request, only its local cache.
 
-    Yields None, or why the Hub does not answer, for the error message of what was not found. One request a time.
+    Yields None, or why the Hub does not answer, for the error message of what is not in the cache.
     """
     from huggingface_hub import constants  # here, because a run on local files never needs it
 

@@ -6,14 +6,13 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
-from flatpeak.utils.huggingface import hub_or_cache
+from flatpeak.utils.huggingface import hub_or_directory
 
 
 class LocalJudge:
@@ -36,7 +35,7 @@ class LocalJudge:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        with nullcontext() if Path(path).is_dir() else hub_or_cache() as problem:
+        with hub_or_directory(path) as problem:
             try:
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
                 model: Any = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype)
