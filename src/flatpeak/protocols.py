@@ -41,6 +41,19 @@ class StreamingSampler(Sampler, Protocol):
         ...
 
 
+@runtime_checkable
+class ResumableSampler(Sampler, Protocol):
+    """A sampler with a state that later results depend on; having `state` and `load` is how it says so."""
+
+    def state(self) -> Mapping[str, Any]:
+        """The state of now as JSON, saved in every checkpoint."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put back a saved state, before the first request of a resumed run; empty where the checkpoint has none."""
+        ...
+
+
 class Reward(Protocol):
     """Groups in, scores out."""
 

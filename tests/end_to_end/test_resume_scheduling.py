@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-import flatpeak.pipeline.train
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.training.state import restore_schedule
 from flatpeak.training.trainer import Trainer
 from support.resumes import RL_STEPS, Run, assert_same, outcome
 
@@ -50,7 +48,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
         return clear_and_load
 
     monkeypatch.setattr(Policy, "prefill", spy)
-    monkeypatch.setattr(flatpeak.pipeline.train, "restore_schedule", clearing(restore_schedule))
+    monkeypatch.setattr(NativeEngine, "load", clearing(NativeEngine.load))
     monkeypatch.setattr(Trainer, "load", clearing(Trainer.load))
     return seen
 
@@ -106,7 +104,7 @@ def test_a_checkpoint_holds_the_expected_lengths_and_without_them_the_order_woul
     make_run: MakeRun, prefills: list[Any], send: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forget() -> None:
-        monkeypatch.setattr(flatpeak.pipeline.train, "restore_schedule", lambda sampler, state: None)
+        monkeypatch.setattr(NativeEngine, "load", lambda self, state: None)
 
     whole, _, expected, found = whole_and_cut(make_run, prefills, send, before_resume=forget)
     lengths = stage_state(whole.path)["expected_lengths"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -132,3 +132,26 @@ def test_an_architecture_that_is_not_served_falls_back_or_is_refused_by_request(
     assert isinstance(build_sampler(policy, RunConfig()), PlainSampler)
     with pytest.raises(UserError, match="it is not proven; use"):
         build_sampler(policy, RunConfig.model_validate({"rollout": {"engine": "native"}}))
+
+
+class Counting(Scripted):
+    """Counts its requests, and goes on counting after a resume."""
+
+    requests = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"requests": self.requests}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.requests = state["requests"]
+
+
+def test_checkpoints_keep_the_state_of_a_sampler_that_has_one() -> None:
+    counting = Counting(lambda prompts, size: [])
+    sampler = CheckedSampler(counting, Letters())  # type: ignore[arg-type]
+    sampler.load({"requests": 3})
+    assert counting.requests == 3
+    assert sampler.state() == {"requests": 3}
+    stateless = CheckedSampler(Scripted(lambda prompts, size: []), Letters())  # type: ignore[arg-type]
+    stateless.load({})
+    assert stateless.state() == {}

@@ -13,7 +13,7 @@ from flatpeak.errors import UserError
 from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.pipeline.checks import check_accuracy, check_metric
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Progress, Sampler, Tokenizer
+from flatpeak.protocols import Progress, ResumableSampler, Sampler, Tokenizer
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.reward_set import RewardSet
@@ -145,6 +145,15 @@ class CheckedSampler:
             for completion in group.completions:
                 _check_logprobs(completion, group.prompt.id, greedy=sampling.temperature == 0)
         return [replace(group, completions=tuple(map(self._with_text, group.completions))) for group in groups]
+
+    def state(self) -> Mapping[str, Any]:
+        """The state of the caller's sampler, where it has one."""
+        return self.sampler.state() if isinstance(self.sampler, ResumableSampler) else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put back a saved state, where the caller's sampler has one."""
+        if isinstance(self.sampler, ResumableSampler):
+            self.sampler.load(state)
 
     def _with_text(self, completion: Completion) -> Completion:
         if completion.text or not completion.token_ids:

@@ -19,7 +19,7 @@ from flatpeak.pipeline.components import SamplerFactory, announce_decoding
 from flatpeak.pipeline.lifecycle import Saved, conduct, read_saved
 from flatpeak.pipeline.progress import as_progress
 from flatpeak.policy.layers import training_layers
-from flatpeak.protocols import Progress, Sampler, Task
+from flatpeak.protocols import Progress, ResumableSampler, Sampler, Task
 from flatpeak.report.page import write_report
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
@@ -32,7 +32,7 @@ from flatpeak.training.objective import Objective
 from flatpeak.training.recorder import Recorder
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
-from flatpeak.training.state import History, restore_schedule
+from flatpeak.training.state import SAMPLER_STATE, History
 from flatpeak.training.trainer import Trainer, TrainerConfig
 from flatpeak.utils.huggingface import no_progress_bar
 
@@ -190,8 +190,8 @@ def report_on(run: RunPaths, progress: Progress) -> Path:
 
 def _stages(config: RunConfig, parts: Parts, recorder: Recorder, saved: Saved, *, with_training: bool) -> None:
     """SFT, then RL, each from where it was left. What a stage needed is freed at its end."""
-    if saved.newest is not None:
-        restore_schedule(parts.sampler, saved.newest.state["stage"])
+    if saved.newest is not None and isinstance(parts.sampler, ResumableSampler):
+        parts.sampler.load(saved.newest.state["stage"].get(SAMPLER_STATE, {}))
     if config.sft.steps and saved.train is None and not saved.sft_finished:
         _imitate(config, parts, recorder, saved.sft)
     if with_training and not recorder.stopped:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,17 @@ class NativeEngine:
             finally:
                 if self._workspace is not workspace:
                     workspace.close()
+
+    def state(self) -> dict[str, float]:
+        """The expected lengths, for a checkpoint.
+
+        Where results depend on the batch in their last bits, a resumed run has to schedule as it did before.
+        """
+        return dict(self.expected_lengths)
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Order the work as when this state was saved."""
+        self.expected_lengths = dict(state)
 
     @property
     def notices(self) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Sampler
+from flatpeak.protocols import ResumableSampler, Sampler
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
 from flatpeak.training.curriculum import Stream
@@ -21,7 +21,7 @@ from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.recorder import Recorder
-from flatpeak.training.state import schedule_state
+from flatpeak.training.state import SAMPLER_STATE
 from flatpeak.training.step_metrics import Clock, policy_metrics
 from flatpeak.types import Batch, Prompt
 
@@ -150,7 +150,7 @@ class SFTTrainer:
         return {
             "finished": self.finished,
             "skipped_updates": self.skipped.state(),
-            **schedule_state(self.sampler),
+            SAMPLER_STATE: dict(self.sampler.state()) if isinstance(self.sampler, ResumableSampler) else {},
         }
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from flatpeak.protocols import Sampler
 from flatpeak.training.learner import Learner
 
-EXPECTED_LENGTHS = "expected_lengths"
+SAMPLER_STATE = "expected_lengths"
+"""Key of the sampler's state in a stage's; named after the native engine's, which are the lengths it expects."""
 
 
 class Stage(Protocol):
@@ -27,20 +27,6 @@ class Stage(Protocol):
     def tensors(self) -> dict[str, Tensor]:
         """Everything that it depends on and is in tensors, but the policy's weights."""
         ...
-
-
-def schedule_state(sampler: Sampler) -> dict[str, Any]:
-    """The lengths by which a sampler orders its work, for a checkpoint.
-
-    Where results depend on the batch in their last bits, a resumed run has to schedule as it did before.
-    """
-    return {EXPECTED_LENGTHS: dict(getattr(sampler, EXPECTED_LENGTHS, {}))}
-
-
-def restore_schedule(sampler: Sampler, state: Mapping[str, Any]) -> None:
-    """Let a sampler order its work as when the state of a stage was saved."""
-    if hasattr(sampler, EXPECTED_LENGTHS):
-        setattr(sampler, EXPECTED_LENGTHS, dict(state.get(EXPECTED_LENGTHS, {})))
 
 
 @dataclass(kw_only=True, slots=True)

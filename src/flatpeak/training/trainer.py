@@ -12,7 +12,7 @@ from torch import Tensor
 from flatpeak.functional import group_advantages
 from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Sampler
+from flatpeak.protocols import ResumableSampler, Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.batch import collate, minibatches, take
@@ -25,7 +25,7 @@ from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.recorder import Recorder
 from flatpeak.training.reference_resets import ReferenceResets, split_reference
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
-from flatpeak.training.state import EXPECTED_LENGTHS, schedule_state
+from flatpeak.training.state import SAMPLER_STATE
 from flatpeak.training.step_metrics import Clock, step_metrics
 from flatpeak.types import Batch, Group, Scores
 
@@ -188,7 +188,7 @@ class Trainer:
             "reached": self.reached,
             "resets": self.resets.count,
             "skipped_updates": self.skipped.state(),
-            **schedule_state(self.sampler),
+            SAMPLER_STATE: dict(self.sampler.state()) if isinstance(self.sampler, ResumableSampler) else {},
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class Trainer:
         self.reached = place.pop("reached") and self.recorder.goal_reached(self.config.training.stop_at)
         self.skipped = SkippedUpdates.of(place)
         place.pop("skipped_updates", None)
-        place.pop(EXPECTED_LENGTHS, None)  # the sampler's, which api restores for every stage
+        place.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
         self.reference = self.resets.load(
             place.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
         )
