@@ -36,9 +36,9 @@ check: .venv/installed-dev
 # alone; `make bench BENCH_PARTS="engine memory"` runs parts. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
 bench: .venv/installed-dev $(if $(FLATPEAK_VLLM_PYTHON),,.venv-vllm/installed)
 	for part in $(BENCH_PARTS); do \
-		$(BIN)/python -m benchmarks.$$part --json $(BENCH)/$$part.json $(if $(QUICK),--quick) || exit 1; \
+		$(BIN)/python -m benchmarks.cpu.$$part --json $(BENCH)/$$part.json $(if $(QUICK),--quick) || exit 1; \
 	done
-	$(BIN)/python -m benchmarks.report $(BENCH) $(if $(QUICK),--into $(BENCH)/RESULTS.md)
+	$(BIN)/python -m benchmarks.harness.report $(BENCH) $(if $(QUICK),--into $(BENCH)/RESULTS.md)
 
 # The stamps are made last, so that an installation that failed is tried again. torch goes first and alone: any other
 # order may fetch gigabytes of CUDA builds.

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.figures import Spread, Target, first_reaching, rates, ratio, spread
-from benchmarks.tables import number, shown, speeds, times
-from benchmarks.training_pass import gradient_differences
+from benchmarks.cpu.training_pass import gradient_differences
+from benchmarks.harness.statistics import Spread, Target, first_reaching, rates, ratio, spread
+from benchmarks.harness.tables import number, shown, speeds, times
 from safetensors.torch import save_file
 
 FASTER = Target(must=1.5, aim=2)

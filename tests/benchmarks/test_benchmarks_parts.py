@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.accuracy_worker import WatchedReward
-from benchmarks.part import Run
-from benchmarks.step_worker import TurnReward
-from benchmarks.targets import engine_target, memory_target, step_target, training_pass_target
-
-from benchmarks import engine, part, step
+from benchmarks.cpu import engine, step
+from benchmarks.cpu.accuracy_worker import WatchedReward
+from benchmarks.cpu.step_worker import TurnReward
+from benchmarks.harness import runner as part
+from benchmarks.harness.runner import Run
+from benchmarks.harness.targets import engine_target, memory_target, step_target, training_pass_target
 
 
 class Recorded:
@@ -92,7 +92,7 @@ def test_a_part_measures_the_rows_asked_for_and_writes_them(
     part.main("engine", "", rows=["a", "b", "c"], quick=["b"], rounds=5, measure=measure, left_out=["c"])
     content = json.loads(file.read_text(encoding="utf-8"))
     assert [(row["name"], row["rounds"]) for row in content["rows"]] == [(row, rounds) for row in rows]
-    assert content["facts"]["command"][1:3] == ["-m", "benchmarks.engine"]
+    assert content["facts"]["command"][1:3] == ["-m", "benchmarks.cpu.engine"]
     assert content["facts"]["versions"].keys() >= {"flatpeak", "torch", "transformers", "trl"}
     assert list(file.parent.iterdir()) == [file]
 

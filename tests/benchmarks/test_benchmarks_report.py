@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.tables import PARTS
-
-from benchmarks import report
+from benchmarks.harness import report
+from benchmarks.harness.tables import PARTS
 
 
 def measured(part: str, **changes: Any) -> dict[str, Any]:
@@ -17,7 +16,7 @@ def measured(part: str, **changes: Any) -> dict[str, Any]:
     row = {"name": "1M, skewed", "seconds": 90.0, "goal": 0.9, "limit": 50, "contenders": {ours: figures}}
     facts = {
         "started": "2026-01-02T03:04:05+00:00",
-        "command": ["python", "-m", f"benchmarks.{part}", "--json", "some/folder/out.json", "--row", "1M, skewed"],
+        "command": ["python", "-m", f"benchmarks.cpu.{part}", "--json", "some/folder/out.json", "--row", "1M, skewed"],
         "versions": {"flatpeak": "0.1.0", "torch": "2.13", "safetensors": "1", "trl": None},
         "commit": {"flatpeak": "0123456789abcdef"},
         "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.5},
@@ -28,7 +27,7 @@ def measured(part: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_is_shown_with_its_command_and_what_it_ran_on(part: str) -> None:
     text = report.render(measured(part, told={"vllm": "0.32", "parameters": 7}))
-    assert f'python -m benchmarks.{part} --json out.json --row "1M, skewed"' in text
+    assert f'python -m benchmarks.cpu.{part} --json out.json --row "1M, skewed"' in text
     assert "2026-01-02, commit 0123456789; Some CPU,\n2 cores, 23.5 GiB, one thread for each contender;" in text
     assert "flatpeak 0.1.0, torch 2.13, vllm 0.32." in text
     assert "It took 2 minutes." in text

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.accuracy_worker import second_set
-from benchmarks.demo_seeds import read_figures
-from benchmarks.demo_seeds import table as demo_table
-from benchmarks.steps_to_accuracy import averages, interval, noise, table
+from benchmarks.cpu.accuracy_worker import second_set
+from benchmarks.cpu.demo_seeds import read_figures
+from benchmarks.cpu.demo_seeds import table as demo_table
+from benchmarks.cpu.steps_to_accuracy import averages, interval, noise, table
 
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.tasks.build import build_task

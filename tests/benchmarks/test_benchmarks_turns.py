@@ -7,14 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmarks.rounds import ROOT, Worker, WorkerError, take_turns
-
-from benchmarks import turns
+from benchmarks.harness import worker_process as turns
+from benchmarks.harness.workers import ROOT, Worker, WorkerError, take_turns
 
 WORKER = """
 import json, sys
 from pathlib import Path
-from benchmarks.turns import Link
+from benchmarks.harness.worker_process import Link
 
 link, arguments = Link(), json.loads(sys.argv[1])
 if arguments["ends"] == 0:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.mixed_lengths_worker import prompts, sample, train
-from benchmarks.models import load_model, load_tokenizer, save_model
-from benchmarks.training_pass_worker import PASSES, SHAPES, random_batch
-from benchmarks.workloads import (
+from benchmarks.cpu.mixed_lengths_worker import prompts, sample, train
+from benchmarks.cpu.training_pass_worker import PASSES, SHAPES, random_batch
+from benchmarks.harness.models import load_model, load_tokenizer, save_model
+from benchmarks.harness.workloads import (
     EOS,
     FIRST_WORD,
     LENGTHS,

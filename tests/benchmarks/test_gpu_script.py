@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_decode import LONG, SHORT, Point, grid
-from benchmarks.gpu_models import SHAPES, Peaks, Shape, build_model, build_policy, decode_ceiling, training_flops
-from benchmarks.gpu_training import apart, as_batch, packed_groups, random_prompts, step_sizes
-from benchmarks.gpu_trl import StepClock
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.decode import LONG, SHORT, Point, grid
+from benchmarks.gpu.models import SHAPES, Peaks, Shape, build_model, build_policy, decode_ceiling, training_flops
+from benchmarks.gpu.training import apart, as_batch, packed_groups, random_prompts, step_sizes
+from benchmarks.gpu.trl import StepClock
 
-from benchmarks import gpu
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import SamplingParams
 

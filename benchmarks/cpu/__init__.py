@@ -1,0 +1,1 @@
+"""Benchmarks on CPU cores, each a command of its own."""

@@ -1,0 +1,112 @@
+"""The demo on ten seeds, plain and with gradient regularization, each as a command of its own.
+
+    python -m benchmarks.cpu.demo_seeds --json FILE [--row "plain, seed 0"] [--quick]
+
+Run and task have the same seed. Time and CPU-seconds are those of the whole command, imports included. The table of
+docs/results/demo.md is printed at the end; `python -m benchmarks.cpu.demo_seeds --table FILE...` prints it of
+files that were written before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.runner import Row, Run, main, say
+from benchmarks.harness.workers import ROOT
+
+KINDS = {"plain": (), "regularized": ("gradient_regularization.strength=ratio:0.3",)}
+ROWS = {f"{kind}, seed {seed}": (kind, seed) for kind in KINDS for seed in range(10)}
+QUICK = ("training.steps=4", "evaluation.every=2", "evaluation.size=50", "sft.steps=20", "sft.stop_at=null")
+COMMAND = "from flatpeak.cli.main import main; main()"
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+
+
+def measure(run: Run, name: str) -> Row:
+    """One demo, as a user starts it."""
+    kind, seed = ROWS[name]
+    settings = [f"run.seed={seed}", f"task.seed={seed}", *KINDS[kind], *(QUICK if run.quick else ())]
+    directory = run.scratch / name.replace(", ", "-").replace(" ", "-")
+    busy, cpu, started = os.getloadavg()[0], children_cpu(), time.perf_counter()
+    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(ROOT / "src")) if part)
+    with run.log(name).open("wb") as log:
+        subprocess.run(
+            [sys.executable, "-c", COMMAND, "demo", *settings, f"run.directory={directory}"],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+        )
+    figures = {"wall": time.perf_counter() - started, "cpu": children_cpu() - cpu, "load_before": busy}
+    found = read_figures(directory / "demo" / "summary.json") | figures
+    say("  " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
+    return {"kind": kind, "seed": seed, **found}
+
+
+def children_cpu() -> float:
+    """CPU time of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def read_figures(summary: Path) -> dict[str, float]:
+    """Held-out accuracy after SFT and at the end, the step it ended at, and the time of SFT and GRPO together."""
+    content = json.loads(summary.read_text(encoding="utf-8"))
+    last = {found["stage"]: found for found in content["evaluations"]}
+    return {
+        "after_sft": last["sft"]["metrics"]["accuracy"],
+        "after_grpo": last["train"]["metrics"]["accuracy"],
+        "step": last["train"]["step"],
+        "training_wall": content["wall_seconds"],
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each seed, plain and regularized side by side; the last has the worst of each column."""
+    head = ["Seed"]
+    for kind in KINDS:
+        head += [f"{kind}: after SFT", "after GRPO", "step", "s", "CPU-s"]
+    lines = [head, ["---"] * len(head)]
+    found = {(row["kind"], row["seed"]): row for row in rows}
+    for seed in sorted({row["seed"] for row in rows}):
+        lines.append([str(seed), *(cell for kind in KINDS for cell in _cells(found.get((kind, seed))))])
+    lines.append(["worst", *(cell for kind in KINDS for cell in _worst([r for r in rows if r["kind"] == kind]))])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cells(row: Mapping[str, Any] | None) -> list[str]:
+    if row is None:
+        return [""] * 5
+    accuracies = [f"{row[name]:.3f}" for name in ("after_sft", "after_grpo")]
+    return [*accuracies, f"{row['step']:.0f}", f"{row['wall']:.0f}", f"{row['cpu']:.0f}"]
+
+
+def _worst(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return [""] * 5
+    most = {name: max(row[name] for row in rows) for name in ("step", "wall", "cpu")}
+    sft = f"{min(row['after_sft'] for row in rows):.3f} to {max(row['after_sft'] for row in rows):.3f}"
+    right = f"{min(row['after_grpo'] for row in rows):.3f}"
+    return [sft, right, *(f"{value:.0f}" for value in most.values())]
+
+
+def print_tables(files: Sequence[str]) -> None:
+    """One table of all rows of these files; a later file's row replaces an earlier one's."""
+    rows = [row for file in files for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]]
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--table"]:
+        print_tables(sys.argv[2:])
+    else:
+        quick = ["plain, seed 0", "regularized, seed 0"]
+        print(table(main("demo_seeds", __doc__, rows=list(ROWS), quick=quick, rounds=1, measure=measure)))

@@ -1,0 +1,97 @@
+"""Rollouts alone: flatpeak's engine, vLLM, and both of transformers' ways, drawing the same completions' worth in turn.
+
+    python -m benchmarks.cpu.engine --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
+
+Each contender is a process of its own with one thread, which draws a step's completions when it is its turn. All keep
+to the same weights, prompts, limits and plain sampling at temperature 1. flatpeak and vLLM return the log-probability
+of every token, as training needs; transformers does not, and so is spared that. flatpeak returns text too. vLLM
+compiles the model, or does not ("eager"); what it reserves when it loads (1 GiB of cache) is not in its peak. It runs
+in the Python that FLATPEAK_VLLM_PYTHON names, or in .venv-vllm; without either it is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness.models import save_model
+from benchmarks.harness.runner import Row, Run, main, model_directory, say
+from benchmarks.harness.workers import ROOT, Worker, take_turns
+from benchmarks.harness.workloads import Workload, workload
+
+ROWS = {
+    f"{size}, {lengths}": (size, lengths)
+    for size in ("1M", "7M", "45M")
+    for lengths in ("skewed", "uniform, long prompts", "uniform, short prompts")
+    if size != "45M" or lengths == "skewed"
+}
+TRANSFORMERS = ("transformers generate", "transformers generate_batch")
+VLLM = {"vLLM": False, "vLLM eager": True}
+"""Contender: whether vLLM is kept from compiling the model."""
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""1 GiB of cache is more than any row fills; one process, so that its CPU time is all there is."""
+UNCOUNTED = 2
+"""vLLM's first round compiles kernels, and its second still takes longer than those that follow."""
+
+
+def vllm_python() -> Path | None:
+    """The Python that has vLLM."""
+    named = os.environ.get("FLATPEAK_VLLM_PYTHON")
+    python = Path(named).absolute() if named else ROOT / ".venv-vllm" / "bin" / "python"
+    if named and not python.exists():
+        raise SystemExit(f"FLATPEAK_VLLM_PYTHON={named}: no such file")
+    return python if python.exists() else None
+
+
+def measure(run: Run, name: str) -> Row:
+    """One workload, all contenders."""
+    size, lengths = ROWS[name]
+    work = workload(size, lengths)
+    with model_directory(run, name) as model:
+        save_model(work, model)
+        figures, failures, told = take_turns(
+            contenders(run, work, model), uncounted=UNCOUNTED, rounds=run.rounds, say=say
+        )
+    versions = {key: value for facts in told.values() for key, value in facts.items() if key in ("vllm", "parameters")}
+    return {"workload": asdict(work), "contenders": figures, "failures": failures, "told": versions}
+
+
+def contenders(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
+    """By name, what starts each. Continuous batching, always the slowest, is shown at the smallest size only."""
+    arguments = {"workload": asdict(work), "model": str(model)}
+    starts: dict[str, Callable[[], Worker]] = {}
+    for contender in ("flatpeak", *TRANSFORMERS):
+        if contender != "transformers generate_batch" or work.size == "1M":
+            starts[contender] = partial(
+                Worker,
+                "benchmarks.cpu.engine_worker",
+                {**arguments, "contender": contender},
+                log=run.log(contender, work.size, work.lengths),
+            )
+    python = vllm_python()
+    if python is None:
+        say("  no vLLM: set FLATPEAK_VLLM_PYTHON, or `make .venv-vllm/installed`")
+        return starts
+    for contender, eager in VLLM.items():
+        starts[contender] = partial(
+            Worker,
+            "benchmarks.cpu.vllm_worker",
+            {**arguments, "eager": eager},
+            log=run.log(contender, work.size, work.lengths),
+            python=str(python),
+            environment={**VLLM_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        )
+    return starts
+
+
+if __name__ == "__main__":
+    main("engine", __doc__, rows=list(ROWS), quick=["1M, skewed"], rounds=5, measure=measure, left_out=["45M, skewed"])

@@ -1,0 +1,202 @@
+"""What gradient regularization costs: an update and a whole GRPO step, with and without it, in one process.
+
+    python -m benchmarks.cpu.gradreg [--rounds 7] [--sft-steps 600] [--recipe flatpeak:demo] [--json FILE] [KEY=VALUE]
+
+Every variant updates the same policy (learning rate 0, so that nothing moves) from the same rollouts of the recipe's
+task, cut into the recipe's minibatches. A round times each variant once, in turn: an update is the mean over
+UPDATE_EPOCHS passes through all minibatches, a step is `train_step` with sampling, scoring and all its updates. Figures
+are medians over the rounds, ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.config.run_config import RunConfig
+from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.pipeline.build import Given, Parts, assemble
+from flatpeak.pipeline.progress import Silence
+from flatpeak.runs.manifest import describe_start
+from flatpeak.training.batch import collate
+from flatpeak.training.learner import Learner, seeded
+from flatpeak.training.objective import Objective
+from flatpeak.training.regularized import build_learner
+from flatpeak.training.sft import LIKELIHOOD, demonstration_batch
+from flatpeak.training.trainer import Trainer, TrainerConfig, attach_advantages
+from flatpeak.types import Batch
+
+PLAIN = "no regularization"
+VARIANTS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "regularized, all groups": {"strength": "ratio:0.3"},
+    "regularized, half the groups": {"strength": "ratio:0.3", "group_fraction": 0.5},
+    "regularized, a quarter of the groups": {"strength": "ratio:0.3", "group_fraction": 0.25},
+    "regularized, every 5th update": {"strength": "ratio:0.3", "every": 5},
+    "central difference": {"strength": "ratio:0.3", "difference": "central"},
+}
+
+
+UPDATE_EPOCHS = 5
+"""So that every fifth of the updates is a whole fifth of them."""
+
+
+class NoRecorder:
+    """Where the trainer under test writes its rollouts."""
+
+    def rollouts(self, *_: Any) -> None:
+        """Nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant's figures."""
+
+    name: str
+    update_seconds: list[float]
+    step_seconds: list[float]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="flatpeak:demo")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sft-steps", type=int, default=600)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    config = parse_config(load_recipe(arguments.recipe, ["optimizer.learning_rate=0", *arguments.overrides]))
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    parts = assemble(config, Given(), checkpoint=None, progress=Silence())
+    imitate(parts, config, steps=arguments.sft_steps)
+    trainers = {name: build_trainer(parts, config, fields) for name, fields in VARIANTS.items()}
+    updates = minibatches_of_a_step(trainers[PLAIN])
+    rows = measure(trainers, updates, rounds=arguments.rounds)
+    print(table(rows, updates, parts))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(rows), indent=1) + "\n")
+
+
+def imitate(parts: Parts, config: RunConfig, *, steps: int) -> None:
+    """Supervised steps, so that groups have something to disagree about."""
+    learner = Learner(parts.policy, LIKELIHOOD, config.sft.optimizer, temperature=1.0, micro_batch_tokens=16384)
+    size = config.sft.batch_size
+    for step in range(steps):
+        drawn = [item for _, item in parts.demonstrations.take(step * size, size)]
+        learner.update(
+            demonstration_batch(drawn, config.sft, device=parts.policy.device), rate=config.sft.optimizer.learning_rate
+        )
+
+
+def build_trainer(parts: Parts, config: RunConfig, fields: dict[str, Any]) -> Trainer:
+    """The trainer of a run of this recipe, with these fields of gradient_regularization."""
+    learner = build_learner(
+        parts.policy,
+        Objective(config=config.objective, kl=config.kl),
+        config.optimizer,
+        GradientRegularizationConfig(**fields),
+        temperature=config.rollout.temperature,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        notice=print,
+    )
+    return Trainer(
+        learner,
+        sampler=parts.sampler,
+        phases=parts.phases,
+        reference=None,
+        config=TrainerConfig(
+            seed=config.run.seed, rollout=config.rollout, advantage=config.advantage, training=config.training
+        ),
+        recorder=NoRecorder(),  # type: ignore[arg-type]
+    )
+
+
+def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
+    """One step's completions as its updates see them."""
+    rollouts = trainer.collect(1)
+    shaped = trainer.shape(rollouts.groups, rollouts.scores)
+    batch = collate(rollouts.groups, shaped.valid_PG, device=trainer.learner.policy.device)
+    batch = attach_advantages(batch, trainer.advantages(shaped, batch), shaped)
+    return list(trainer.minibatches(batch, 1))
+
+
+def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, rounds: int) -> list[Row]:
+    """Time updates and whole steps in turn, after a round that is not counted."""
+    rows = [Row(name=name, update_seconds=[], step_seconds=[]) for name in trainers]
+    for counted in range(-1, rounds):
+        for row, trainer in zip(rows, trainers.values(), strict=True):
+            update = seconds(lambda learner=trainer.learner: run_updates(learner, updates))
+            step = seconds(lambda trainer=trainer, number=counted + 2: trainer.train_step(number))
+            if counted >= 0:
+                row.update_seconds.append(update / (UPDATE_EPOCHS * len(updates)))
+                row.step_seconds.append(step)
+    return rows
+
+
+def run_updates(learner: Learner, updates: Sequence[Batch]) -> None:
+    """As a run does them, at learning rate 0."""
+    for _ in range(UPDATE_EPOCHS):
+        for minibatch in updates:
+            with seeded(0):
+                learner.update(*learner.divide(minibatch), rate=0.0)
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def ratios(rows: list[Row], name: str, what: str) -> list[float]:
+    """A variant's time over the plain one's of the same round."""
+    chosen = next(row for row in rows if row.name == name)
+    return [a / b for a, b in zip(getattr(chosen, what), getattr(rows[0], what), strict=True)]
+
+
+def table(rows: list[Row], updates: Sequence[Batch], parts: Parts) -> str:
+    """Markdown."""
+    start = describe_start(None)
+    size = sum(parameter.numel() for parameter in parts.policy.model.parameters())
+    lines = [
+        f"{size:,} parameters; {len(updates)} updates a step, with {mean(len(u.prompts) for u in updates):.0f} "
+        f"informative groups, {mean(len(u.lengths_N) for u in updates):.0f} completions and "
+        f"{mean(len(u.tokens_T) for u in updates):.0f} response tokens each. {start['hardware']['cpu']}, "
+        f"{torch.get_num_threads()} threads, {', '.join(start['hardware']['cuda']) or 'no GPU'}; "
+        f"torch {start['versions']['torch']}, commit {start['commit']['flatpeak']}.",
+        "",
+        "| Variant | Update, s | Update, ratio | Whole step, s | Whole step, ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row.name]
+        for what in ("update_seconds", "step_seconds"):
+            cells.append(f"{median(getattr(row, what)):.3f}")
+            found = ratios(rows, row.name, what)
+            cells.append(f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def as_json(rows: list[Row]) -> dict[str, Any]:
+    """The raw times beside what they were measured on."""
+    return {"start": describe_start(None), "rows": [vars(row) for row in rows]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Whole GRPO steps: flatpeak against TRL, from the same weights, on the same prompts, one update per rollout.
+
+    python -m benchmarks.cpu.step --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
+
+Both run in processes of their own with one thread, through their public entry points and with their logs on, and take
+turns step by step. TRL runs without gradient checkpointing and in float32, on transformers' generate; at 1M also on
+transformers' continuous batching. Compared are response tokens per CPU-second, as the two draw different answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness.models import save_model
+from benchmarks.harness.runner import Row, Run, main, model_directory, say
+from benchmarks.harness.workers import Worker, take_turns
+from benchmarks.harness.workloads import LENGTHS, Workload, continuous_batching, workload
+
+ROWS = {
+    f"{size}, {lengths}": (size, lengths)
+    for size in ("1M", "7M", "45M")
+    for lengths in LENGTHS
+    if lengths != "vocabulary 32k"
+}
+UNCOUNTED = 2
+"""The set-up with the first rollout, which is no step, and then one step to warm up."""
+
+
+def measure(run: Run, name: str) -> Row:
+    """One workload."""
+    size, lengths = ROWS[name]
+    work = workload(size, lengths)
+    contenders = ["flatpeak", "TRL generate"] + ["TRL generate_batch"] * (name == "1M, skewed")
+    return compare(run, work, {contender: {"contender": contender} for contender in contenders})
+
+
+def compare(run: Run, work: Workload, contenders: dict[str, dict[str, object]]) -> Row:
+    """Let these train in turn."""
+    with model_directory(run, "model") as model:
+        save_model(work, model)
+        starts = {
+            name: start(run, work, model, name, {"continuous_batching": continuous_batching(work), **arguments})
+            for name, arguments in contenders.items()
+        }
+        figures, failures, _ = take_turns(starts, uncounted=UNCOUNTED, rounds=run.rounds, say=say)
+    return {"workload": asdict(work), "contenders": figures, "failures": failures}
+
+
+def start(run: Run, work: Workload, model: Path, name: str, arguments: dict[str, object]) -> Callable[[], Worker]:
+    """What starts one contender; its steps are more than its turns, so that none of them is the last."""
+    scratch = run.scratch / f"{name} {work.size} {work.lengths}"
+    scratch.mkdir()
+    told = {"workload": asdict(work), "model": str(model), "scratch": str(scratch), **arguments}
+    steps = {"steps": UNCOUNTED + run.rounds + 2}
+    return partial(Worker, "benchmarks.cpu.step_worker", told | steps, log=run.log(name, work.size, work.lengths))
+
+
+if __name__ == "__main__":
+    main("step", __doc__, rows=list(ROWS), quick=["1M, skewed"], rounds=5, measure=measure)

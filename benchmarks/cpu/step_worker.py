@@ -1,0 +1,162 @@
+"""Trains a workload's model for a few GRPO steps, with flatpeak or with TRL; its reward function waits for its turn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import flatpeak
+from benchmarks.harness.models import load_model, load_tokenizer
+from benchmarks.harness.worker_process import Link, Meter
+from benchmarks.harness.workloads import Workload, as_text, prompt_ids
+from flatpeak.rollout.randomness import derive_seed
+from flatpeak.training.curriculum import Stream
+from flatpeak.types import Example
+
+LEARNING_RATE = 1e-6
+BETAS = (0.9, 0.999)
+SEED = 0
+
+
+class TurnReward:
+    """Scores completions, and is where the trainers take turns: from one call to the next is exactly one step.
+
+    That is the update on one step's completions and the rollout of the next, everything in between included. The tokens
+    counted for it are the mean of the two steps'.
+    """
+
+    __name__ = "turns"
+
+    def __init__(self, link: Link, meter: Meter, *, completions: int) -> None:
+        self.link, self.meter, self.completions = link, meter, completions
+        self.last_tokens = 0
+
+    def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        """Different for nearly every completion, so that nobody can leave out a group."""
+        if len(completion_ids) == self.completions:  # else it is flatpeak's held-out evaluation before the first step
+            tokens = sum(len(ids) for ids in completion_ids)
+            self.link.tell(tokens=(self.last_tokens + tokens) / 2, **self.meter.stop())
+            self.last_tokens = tokens
+            self.link.wait()
+            self.meter.start()
+        return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+
+def main() -> None:
+    """Load, say so, and train in turn."""
+    link, meter = Link(), Meter()
+    arguments = json.loads(sys.argv[1])
+    work = Workload(**arguments["workload"])
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(arguments["model"]), load_tokenizer(arguments["model"])
+    reward = TurnReward(link, meter, completions=work.prompts * work.group)
+    rows = [
+        {"id": f"{step}.{index}", "prompt": as_text(ids)}
+        for step in range(arguments["steps"])
+        for index, ids in enumerate(prompt_ids(work, step))
+    ]
+    train = TRAIN[arguments["contender"]]
+    link.tell()
+    link.wait()
+    train(arguments, work, model, tokenizer, rows, reward)
+
+
+def train_flatpeak(
+    arguments: dict[str, Any],
+    work: Workload,
+    model: Any,
+    tokenizer: Any,
+    rows: list[dict[str, str]],
+    reward: TurnReward,
+) -> None:
+    """The public entry point, with metrics, rollout log and recorder as every run has them."""
+    examples = [Example(id=row["id"], question=row["prompt"], gold="") for row in rows]
+    held_out = Example(id="held-out", question=rows[0]["prompt"], gold="")
+    reward.meter.loaded()
+    reward.meter.start()
+    flatpeak.train(
+        {
+            "run": {"directory": str(Path(arguments["scratch"]) / "flatpeak"), "threads": 1, "seed": SEED},
+            "rollout": {
+                "prompts_per_step": work.prompts,
+                "group_size": work.group,
+                "max_new_tokens": work.limits.cap,
+            },
+            "optimizer": {"learning_rate": LEARNING_RATE, "betas": list(BETAS)},
+            "training": {"steps": arguments["steps"]},
+            "evaluation": {"every": 0},
+        },
+        model=model,
+        tokenizer=tokenizer,
+        task=SimpleNamespace(name="random", train=examples, test=[held_out]),
+        reward=reward,
+    )
+
+
+def train_trl(
+    arguments: dict[str, Any],
+    work: Workload,
+    model: Any,
+    tokenizer: Any,
+    rows: list[dict[str, str]],
+    reward: TurnReward,
+) -> None:
+    """The same loss, batch, optimizer and data order; TRL's own metrics, logged at every step as flatpeak's are."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    completions = work.prompts * work.group
+    micro = arguments.get("micro_batch") or completions
+    config = GRPOConfig(
+        output_dir=str(Path(arguments["scratch"]) / "trl"),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=completions // micro,
+        num_generations=work.group,
+        max_completion_length=work.limits.cap,
+        max_steps=arguments["steps"],
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        scale_rewards="group",
+        temperature=1.0,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_transformers_continuous_batching=arguments["contender"] == "TRL generate_batch",
+        transformers_continuous_batching_config=arguments.get("continuous_batching"),
+        seed=SEED,
+    )
+    ordered = Stream(items=rows, seed=derive_seed(SEED, "prompts", "main")).take(0, len(rows))
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=[reward],
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for _, row in ordered]),
+        processing_class=tokenizer,
+    )
+    reward.meter.loaded()
+    reward.meter.start()
+    trainer.train()
+
+
+TRAIN = {"flatpeak": train_flatpeak, "TRL generate": train_trl, "TRL generate_batch": train_trl}
+
+if __name__ == "__main__":
+    main()

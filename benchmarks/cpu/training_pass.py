@@ -1,0 +1,69 @@
+"""The training pass alone: forward and backward of one batch, padded, packed, and packed with shared prompts.
+
+    python -m benchmarks.cpu.training_pass --json FILE [--row "1M, prompt 256 and short answers"] [--rounds 5] [--quick]
+
+All three give the log-probability of every response token and the same gradient, which is asserted before anything is
+timed. Padded is transformers' own forward pass with its own attention, over rows of prompt and answer padded to the
+longest, all logits kept. Packed is flatpeak's pass with a copy of its prompt for each completion; shared is flatpeak's
+pass as it trains, each prompt once. A process for each, with one thread, the three in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from benchmarks.cpu.training_pass_worker import PASSES, PROMPTS, SHAPES
+from benchmarks.harness.models import save_model
+from benchmarks.harness.runner import Row, Run, main, model_directory, say
+from benchmarks.harness.workers import Worker, take_turns
+from benchmarks.harness.workloads import workload
+
+ROWS = {f"{size}, {shape}": (size, shape) for size in ("1M", "7M") for shape in SHAPES}
+TOLERANCE = 1e-6
+"""Of the largest entry of a gradient, all three multiplied by one library: that packing changes nothing is what is
+asserted, and two libraries round differently."""
+UNCOUNTED = 1
+
+
+def measure(run: Run, name: str) -> Row:
+    """One size and shape, all three ways."""
+    size, shape = ROWS[name]
+    work = workload(size, "uniform, long prompts", prompts=PROMPTS)
+    with model_directory(run, name) as model:
+        save_model(work, model)
+        gradients = {contender: model / f"{contender}.safetensors" for contender in PASSES}
+        told = {"workload": asdict(work), "model": str(model), "shape": shape}
+        starts = {
+            contender: partial(
+                Worker,
+                "benchmarks.cpu.training_pass_worker",
+                {**told, "contender": contender, "gradient": str(gradients[contender])},
+                log=run.log(contender, name),
+            )
+            for contender in PASSES
+        }
+        figures, failures, facts = take_turns(starts, uncounted=UNCOUNTED, rounds=run.rounds, say=say)
+        differences = gradient_differences(gradients)
+    say("  gradients differ by: " + ", ".join(f"{key} {value:.1e}" for key, value in differences.items()))
+    assert max(differences.values()) <= TOLERANCE, differences
+    return {"contenders": figures, "failures": failures, "gradient_differences": differences, "told": facts["shared"]}
+
+
+def gradient_differences(files: Mapping[str, Path]) -> dict[str, float]:
+    """Each way's largest difference from the padded gradient, as a fraction of that one's largest entry."""
+    gradients = {contender: load_file(file) for contender, file in files.items()}
+    padded = gradients.pop("padded")
+    largest = max(float(entry.abs().max()) for entry in padded.values())
+    return {
+        contender: max(float((found[name] - entry).abs().max()) for name, entry in padded.items()) / largest
+        for contender, found in gradients.items()
+    }
+
+
+if __name__ == "__main__":
+    main("training_pass", __doc__, rows=list(ROWS), quick=list(ROWS)[:2], rounds=5, measure=measure)

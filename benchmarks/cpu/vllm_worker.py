@@ -1,0 +1,52 @@
+"""Draws a step's completions with vLLM when told to; runs in the Python that has vLLM, which has nothing of ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import vllm
+from vllm import LLM, SamplingParams
+
+from benchmarks.harness.worker_process import Link, Meter
+from benchmarks.harness.workloads import Workload, prompt_ids, useful_tokens
+
+
+def main() -> None:
+    """Load, say so, and work in turn."""
+    link, meter = Link(), Meter()
+    arguments = json.loads(sys.argv[1])
+    work = Workload(**arguments["workload"])
+    torch.set_num_threads(1)
+    engine = LLM(
+        model=arguments["model"],
+        dtype="float32",
+        max_model_len=work.limits.longest_prompt + work.limits.cap,
+        max_num_seqs=work.prompts * work.group,
+        enable_prefix_caching=True,
+        enforce_eager=arguments["eager"],
+        disable_log_stats=True,
+        seed=0,
+    )
+    meter.loaded()
+    link.tell(vllm=vllm.__version__, torch=torch.__version__, threads=torch.get_num_threads())
+    while True:
+        step = link.wait()["round"]
+        # Weights move between the steps of a training: what is cached of them is of no use in the next.
+        engine.reset_prefix_cache()
+        asked = [{"prompt_token_ids": ids} for ids in prompt_ids(work, step)]
+        # The sampled token's log-probability; no text, which vLLM would otherwise decode token by token. A seed of each
+        # request's own is not to be had on a CPU; the engine's stays.
+        sampling = SamplingParams(
+            n=work.group, temperature=1.0, max_tokens=work.limits.cap, logprobs=0, detokenize=False
+        )
+        meter.start()
+        found = engine.generate(asked, sampling, use_tqdm=False)
+        figures = meter.stop()
+        completions = [list(output.token_ids) for request in found for output in request.outputs]
+        link.tell(tokens=sum(useful_tokens(sequence) for sequence in completions), **figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks on one GPU: `python -m benchmarks.gpu`."""

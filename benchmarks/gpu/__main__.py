@@ -1,0 +1,106 @@
+"""flatpeak on one GPU: decoding, training, whole steps, gradient regularization, and the same step by TRL.
+
+    python -m benchmarks.gpu --json FILE [--part decode ...] [--minutes 8] [--device cuda] [--tiny]
+
+Models have Qwen2.5's shapes and random weights in bfloat16. Each part writes its rows as it goes and stops before its
+minutes are over; what there was no time or memory for is listed with the reason. `roofline` measures what the other
+parts' percentages refer to, so it always runs first. `--device cpu --tiny` runs every part in seconds: that shows that
+the script works, and nothing else.
+
+    roofline  read and copy bandwidth, matrix products
+    decode    tokens per second and milliseconds per token of the rollout engine, against the ceiling
+    train     an update on 16k and 32k packed tokens, with recomputed activations and shared prompts or without
+    step      whole GRPO steps: rollout, update, and how far the sampler's log-probs are from the trainer's
+    gr        an update with gradient regularization against a plain one
+    trl       the same step by TRL, where it is installed
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.decode import measure_decode
+from benchmarks.gpu.models import Peaks
+from benchmarks.gpu.training import measure_gr, measure_step, measure_train
+from benchmarks.gpu.trl import measure_trl
+from benchmarks.harness.runner import Row, say, write_json
+from flatpeak.runs.manifest import describe_start
+
+
+def roofline(bench: Bench) -> None:
+    """Bandwidth over arrays far larger than any cache, and a large square product."""
+    numbers = 2**22 if bench.tiny else 2**31
+    side = 256 if bench.tiny else 8192
+
+    def bandwidth() -> Row:
+        source = torch.ones(numbers, dtype=bench.dtype, device=bench.device)
+        target = torch.empty_like(source)
+        size = source.numel() * source.element_size()
+        read = bench.typical(lambda: torch.amax(source), times=10)
+        copy = bench.typical(lambda: target.copy_(source), times=10)
+        return {"read_gb_per_second": size / read / 1e9, "copy_gb_per_second": 2 * size / copy / 1e9}
+
+    def product() -> Row:
+        left = torch.randn(side, side, device=bench.device).to(bench.dtype)
+        taken = bench.typical(lambda: left @ left, times=20, warm_ups=3)
+        return {"side": side, "tflops": 2 * side**3 / taken / 1e12}
+
+    bench.row("bandwidth", bandwidth)
+    bench.row("matrix product", product)
+    memory, products = bench.rows
+    best = max(memory["read_gb_per_second"], memory["copy_gb_per_second"]) * 1e9
+    bench.peaks = Peaks(bytes_per_second=best, flops_per_second=products["tflops"] * 1e12, dtype=bench.dtype)
+
+
+MEASURE: dict[str, Callable[[Bench], None]] = {
+    "roofline": roofline,
+    "decode": measure_decode,
+    "train": measure_train,
+    "step": measure_step,
+    "gr": measure_gr,
+    "trl": measure_trl,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts, and write the file after every row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="the file to write")
+    parser.add_argument("--part", action="append", choices=list(MEASURE), help="only this part; may be repeated")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for each part (%(default)s)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to see that everything works")
+    given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no GPU here: --device cpu --tiny shows that the script works")
+    content: dict[str, Any] = {
+        "facts": describe_start([Path(sys.executable).name, "-m", "benchmarks.gpu", *(arguments or sys.argv[1:])]),
+        "dtype": given.dtype,
+        "tiny": given.tiny,
+        "parts": {},
+    }
+    bench = Bench(
+        device=given.device,
+        dtype=getattr(torch, given.dtype),
+        tiny=given.tiny,
+        seconds=60 * given.minutes,
+        save=lambda: write_json(given.json, content),
+    )
+    for part, measure in MEASURE.items():
+        if part == "roofline" or not given.part or part in given.part:
+            say(part)
+            bench.begin()
+            content["parts"][part] = bench.rows
+            measure(bench)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""How the parts of the GPU benchmark measure: rows, time that is left, medians, memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.models import Peaks
+from benchmarks.harness.runner import Row, say
+
+
+class OutOfTimeError(Exception):
+    """The part's minutes are nearly over."""
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """What a part measures with."""
+
+    device: str
+    dtype: torch.dtype
+    tiny: bool
+    seconds: float
+    """What a part may take."""
+    save: Callable[[], None]
+    peaks: Peaks | None = None
+    rows: list[Row] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+    longest: float = 0.0
+    """Seconds of the longest row of the part so far."""
+
+    def begin(self) -> None:
+        """A new part."""
+        self.free()
+        self.rows, self.longest, self.began = [], 0.0, time.perf_counter()
+
+    def row(self, name: str, measure: Callable[[], Row], *, like_the_others: bool = True) -> None:
+        """Measure and keep one row, if there is time; `like_the_others`: for one as long as the part's longest."""
+        started = time.perf_counter()
+        say(f"  {name}")
+        try:
+            self.check(self.longest if like_the_others else 0.0)
+            found = measure()
+        except OutOfTimeError as error:
+            found = {"skipped": str(error)}
+        except torch.OutOfMemoryError as error:
+            found = {"skipped": f"out of memory: {str(error).partition('. ')[0]}"}
+        self.free()
+        taken = time.perf_counter() - started
+        self.longest = max(self.longest, taken)
+        self.rows.append({"name": name, "row_seconds": round(taken, 2), **found})
+        self.save()
+
+    def check(self, needs: float) -> None:
+        """OutOfTimeError where the part has not got so many seconds left."""
+        if time.perf_counter() - self.began + needs > self.seconds:
+            raise OutOfTimeError(f"not enough of the part's {self.seconds:.0f} s was left")
+
+    def timed(self, run: Callable[[], Any]) -> float:
+        """Seconds, until the device is done."""
+        self.wait()
+        started = time.perf_counter()
+        run()
+        self.wait()
+        return time.perf_counter() - started
+
+    def typical(self, run: Callable[[], Any], *, times: int, warm_ups: int = 1) -> float:
+        """Median seconds, for as many of `times` as there is time for."""
+        warm = [self.timed(run) for _ in range(warm_ups)]
+        taken: list[float] = []
+        for _ in range(times):
+            if taken or warm:
+                self.check(max(taken or warm[-1:]))
+            taken.append(self.timed(run))
+        return median(taken)
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give memory back, and count the peak from here."""
+        if self.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def memory(self) -> Row:
+        """GB since `free`; None on a CPU."""
+        if self.device != "cuda":
+            return {"peak_gb": None, "reserved_gb": None}
+        return {
+            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+            "reserved_gb": round(torch.cuda.memory_reserved() / 1e9, 2),
+        }

@@ -1,0 +1,241 @@
+"""The parts `train`, `step` and `gr` of the GPU benchmark: flatpeak's own rollouts and updates."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.models import SHAPES, build_policy, training_flops
+from benchmarks.harness.runner import Row
+from benchmarks.harness.workloads import FIRST_WORD
+from flatpeak.functional.advantages import group_advantages
+from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.policy.layers import training_layers
+from flatpeak.policy.model import Policy
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.training.batch import collate, minibatches
+from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.learner import Learner, score
+from flatpeak.training.objective import Objective
+from flatpeak.training.regularized import build_learner
+from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams
+
+RATE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a GRPO step."""
+
+    size: str
+    prompts: int
+    group: int
+    prompt: int
+    """Mean tokens of a prompt."""
+    cap: int
+    mean: float
+    """Mean tokens of a completion, were there no cap."""
+    pack: int
+    """Tokens of a micro-batch."""
+    steps: int
+
+
+def step_sizes(bench: Bench) -> Sizes:
+    """256 completions of at most 1,024 tokens."""
+    if bench.tiny:
+        return Sizes(size="tiny", prompts=2, group=4, prompt=12, cap=24, mean=10, pack=64, steps=2)
+    return Sizes(size="1.5B", prompts=16, group=16, prompt=256, cap=1024, mean=400, pack=32_768, steps=3)
+
+
+def random_prompts(sizes: Sizes, *, step: int) -> list[Prompt]:
+    """Other words in every step; lengths within a quarter of the mean."""
+    draw = random.Random(f"{sizes} {step}")
+    quarter = sizes.prompt // 4
+    found = []
+    for index in range(sizes.prompts):
+        length = draw.randint(sizes.prompt - quarter, sizes.prompt + quarter)
+        ids = tuple(draw.randrange(FIRST_WORD, SHAPES[sizes.size].vocabulary) for _ in range(length))
+        name = f"{step}.{index}"
+        found.append(Prompt(id=name, token_ids=ids, text="", example=Example(id=name, question="", gold="")))
+    return found
+
+
+def packed_groups(tokens: int, *, prompt: int, group: int, vocabulary: int) -> list[Group]:
+    """Random groups of `tokens` tokens together; completions about as long as prompts, lognormal."""
+    draw = random.Random(tokens)
+    count = max(1, round(tokens / (prompt * (1 + group))))
+    raw = [[draw.lognormvariate(0, 0.6) for _ in range(group)] for _ in range(count)]
+    unit = (tokens - count * prompt) / sum(map(sum, raw))
+
+    def words(length: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(FIRST_WORD, vocabulary) for _ in range(length))
+
+    groups = []
+    for index, row in enumerate(raw):
+        example = Example(id=str(index), question="", gold="")
+        lengths = [max(1, int(unit * one)) for one in row]
+        completions = tuple(
+            Completion(token_ids=words(length), logprobs=(-5.0,) * length, finish_reason="stop") for length in lengths
+        )
+        asked = Prompt(id=str(index), token_ids=words(prompt), text="", example=example)
+        groups.append(Group(prompt=asked, completions=completions))
+    return groups
+
+
+def apart(groups: Sequence[Group]) -> list[Group]:
+    """Every completion with a prompt of its own: nothing is shared."""
+    return [Group(prompt=group.prompt, completions=(one,)) for group in groups for one in group.completions]
+
+
+def as_batch(groups: Sequence[Group], device: torch.device, *, seed: int = 0) -> Batch:
+    """One minibatch of all completions, with advantages of random sign so that all of them take part."""
+    valid_PG = torch.ones(len(groups), len(groups[0].completions), dtype=torch.bool)
+    batch = collate(groups, valid_PG, device=device)
+    rewards_PG = torch.rand(valid_PG.shape, generator=torch.Generator().manual_seed(seed))
+    advantages_PG = group_advantages(rewards_PG) if valid_PG.shape[1] > 1 else rewards_PG - 0.5
+    batch = replace(batch, advantages_N=advantages_PG.flatten().to(device))
+    (one,) = minibatches(batch, 1, normalization="token_mean", max_tokens=1, seed=0, all_tokens=True)
+    return one
+
+
+def learner(policy: Policy, *, pack: int, **regularization: Any) -> Learner:
+    """AdamW, the clipped surrogate, and a micro-batch of `pack` tokens."""
+    return build_learner(
+        policy,
+        Objective(config=ObjectiveConfig(), kl=KLConfig()),
+        OptimizerConfig(learning_rate=RATE),
+        GradientRegularizationConfig(**regularization),
+        temperature=1.0,
+        micro_batch_tokens=pack,
+        notice=lambda text: None,
+    )
+
+
+def measure_train(bench: Bench) -> None:
+    """One micro-batch per update, so that the figures are those of a full pack."""
+    size = "tiny" if bench.tiny else "1.5B"
+    held: list[Policy] = []
+    for tokens in (128, 256) if bench.tiny else (16_384, 32_768):
+        for shared in (True, False):
+            for recompute in (False, True):
+
+                def measure(tokens: int = tokens, shared: bool = shared, recompute: bool = recompute) -> Row:
+                    if not held:
+                        held.append(
+                            build_policy(size, device=bench.device, dtype=bench.dtype, mean_length=None, longest=8192)
+                        )
+                    return train_row(bench, held[0], size, tokens, shared=shared, recompute=recompute)
+
+                bench.row(f"{size}, {tokens} tokens, shared={shared}, recompute={recompute}", measure)
+
+
+def train_row(bench: Bench, policy: Policy, size: str, tokens: int, *, shared: bool, recompute: bool) -> Row:
+    """`tokens` counts every prompt once; without sharing, the same completions are packed with a prompt each."""
+    assert bench.peaks is not None
+    shape = SHAPES[size]
+    prompt, group = (16, 4) if bench.tiny else (512, 8)
+    groups = packed_groups(tokens, prompt=prompt, group=group, vocabulary=shape.vocabulary)
+    batch = as_batch(groups if shared else apart(groups), torch.device(bench.device))
+    trained = learner(policy, pack=10**9)
+    layers = training_layers(policy.causal, recompute=True, compiled=False) if recompute else nullcontext()
+    with layers:
+        taken = bench.typical(lambda: trained.update(batch, rate=RATE), times=3)
+    lengths = [[len(completion.token_ids) for completion in one.completions] for one in groups]
+    flops = training_flops(shape, prompts=[prompt] * len(groups), responses=lengths, shared=shared)
+    responses = len(batch.tokens_T)
+    packed = responses + sum(map(len, batch.prompts))
+    return {
+        "packed_tokens": packed,
+        "response_tokens": responses,
+        "update_seconds": taken,
+        "packed_tokens_per_second": packed / taken,
+        "response_tokens_per_second": responses / taken,
+        "mfu": flops / taken / bench.peaks.flops_per_second,
+        **bench.memory(),
+    }
+
+
+def measure_step(bench: Bench) -> None:
+    """Rollout, advantages and one update, a few times after one that is not counted."""
+    sizes = step_sizes(bench)
+    state: dict[str, Any] = {}
+
+    def load() -> Row:
+        state["policy"] = build_policy(
+            sizes.size,
+            device=bench.device,
+            dtype=bench.dtype,
+            mean_length=sizes.mean,
+            longest=2 * sizes.prompt + sizes.cap,
+        )
+        state["learner"] = learner(state["policy"], pack=sizes.pack)
+        state["engine"] = NativeEngine(state["policy"], max_rows=sizes.prompts * sizes.group)
+        return {"lengths": f"geometric of mean {sizes.mean}, capped at {sizes.cap}, by a bias on the stop logit"}
+
+    bench.row("load", load)
+    for step in range(sizes.steps + 1):
+        bench.row(
+            f"step {step}" if step else "warm-up step",
+            lambda step=step: one_step(bench, sizes, state["engine"], state["learner"], step),
+        )
+
+
+def one_step(bench: Bench, sizes: Sizes, engine: NativeEngine, trained: Learner, step: int) -> Row:
+    """A step's seconds by phase, and the sampler's log-probs against the trainer's, taken before the update."""
+    policy, drawn = trained.policy, []
+    sampling = SamplingParams(max_new_tokens=sizes.cap)
+    prompts = random_prompts(sizes, step=step)
+    rollout = bench.timed(
+        lambda: drawn.extend(engine.generate(prompts, group_size=sizes.group, sampling=sampling, seed=step))
+    )
+    batches: list[Batch] = []
+    collating = bench.timed(lambda: batches.append(as_batch(drawn, policy.device, seed=step)))
+    batch = batches[0]
+    scored: list[torch.Tensor] = []
+    scoring = bench.timed(lambda: scored.append(score(policy, batch, temperature=1.0, micro_batch_tokens=sizes.pack)))
+    update = bench.timed(lambda: trained.update(batch, rate=RATE))
+    gap_T = scored[0] - batch.old_logprobs_T
+    tokens, whole = len(batch.tokens_T), rollout + collating + update
+    return {
+        "completions": len(batch.lengths_N),
+        "response_tokens": tokens,
+        "length_mean": tokens / len(batch.lengths_N),
+        "rollout_seconds": rollout,
+        "collate_seconds": collating,
+        "update_seconds": update,
+        "step_seconds": whole,  # flatpeak uses the sampler's log-probs: scoring is measured, and is no part of a step
+        "score_seconds": scoring,
+        "rollout_tokens_per_second": tokens / rollout,
+        "response_tokens_per_second": tokens / whole,
+        "logprob_gap_mean": float(gap_T.abs().mean()),
+        "logprob_gap_max": float(gap_T.abs().max()),
+        "logprob_kl": float((gap_T.exp() - gap_T - 1).mean()),
+        **bench.memory(),
+    }
+
+
+def measure_gr(bench: Bench) -> None:
+    """The same update plainly and with the penalty; the ratio is what regularization costs."""
+    for size in ("tiny",) if bench.tiny else ("0.5B", "1.5B"):
+
+        def measure(size: str = size) -> Row:
+            policy = build_policy(size, device=bench.device, dtype=bench.dtype, mean_length=None, longest=8192)
+            tokens, prompt, group = (256, 16, 4) if bench.tiny else (32_768, 512, 8)
+            groups = packed_groups(tokens, prompt=prompt, group=group, vocabulary=SHAPES[size].vocabulary)
+            batch = as_batch(groups, torch.device(bench.device))
+            found: Row = {}
+            for name, fields in {"plain": {}, "regularized": {"strength": "ratio:0.3"}}.items():
+                trained = learner(policy, pack=tokens // 2, **fields)
+                found[f"{name}_seconds"] = bench.typical(lambda t=trained: t.update(batch, rate=RATE), times=3)
+                found[f"{name}_peak_gb"] = bench.memory()["peak_gb"]
+                del trained
+                bench.free()
+            return {**found, "ratio": found["regularized_seconds"] / found["plain_seconds"]}
+
+        bench.row(size, measure)

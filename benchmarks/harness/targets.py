@@ -1,0 +1,46 @@
+"""What is asked of flatpeak beside others, whatever it reaches; shown beside every ratio."""
+
+from __future__ import annotations
+
+from benchmarks.harness.statistics import Target
+
+
+def engine_target(row: str, contender: str) -> Target | None:
+    """Tokens per CPU-second of rollouts."""
+    size, lengths = row.split(", ", 1)
+    if contender.startswith("vLLM"):
+        wanted = {"1M": Target(must=1.0, aim=1.5), "7M": Target(must=0.8, aim=1.2)}
+        return wanted.get(size) if lengths == "skewed" else None
+    if contender == "transformers generate":
+        return Target(must=3, aim=5) if lengths == "skewed" else Target(must=1.2, aim=1.5)
+    return None
+
+
+def step_target(row: str, contender: str) -> Target | None:
+    """Response tokens per CPU-second of whole steps."""
+    size, lengths = row.split(", ", 1)
+    if lengths == "skewed":
+        return Target(must=3, aim=5) if size == "1M" else Target(must=2.5, aim=4)
+    return Target(must=1.5, aim=2.5) if lengths == "uniform, long prompts" else Target(must=1.0, aim=1.5)
+
+
+def training_pass_target(row: str, contender: str) -> Target | None:
+    """The shared pass beside the padded one."""
+    if contender != "padded":
+        return None
+    return Target(must=4, aim=5.5) if "256" in row else Target(must=2, aim=2.7)
+
+
+def mixed_lengths_target(row: str, contender: str) -> Target | None:
+    """Together, at most one and a half times the parts' time."""
+    return Target(must=0.67, aim=1.0)
+
+
+def memory_target(row: str, contender: str) -> Target | None:
+    """Peak memory of a step."""
+    return Target(must=0.6, aim=0.4, lower=True)
+
+
+def time_target(row: str, contender: str) -> Target | None:
+    """CPU time until the goal."""
+    return Target(must=0.5, aim=0.3, lower=True)

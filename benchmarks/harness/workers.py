@@ -1,0 +1,133 @@
+"""The parent's side: starts workers, lets one of them work at a time, in turn, and collects what they tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[2]
+Round = dict[str, float]
+"""Figures of one turn: tokens, cpu, wall, peak_mib, ..."""
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONUNBUFFERED": "1",
+}
+"""One thread for everybody, and nobody asks a network for anything."""
+
+
+class WorkerError(RuntimeError):
+    """A worker ended before its time; the message is the end of what it printed."""
+
+
+class Worker:
+    """A process that answers one line for each line it is sent."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Mapping[str, Any],
+        *,
+        log: Path,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.facts: dict[str, Any] = {}
+        self._log = log
+        path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(ROOT)) if part)
+        with log.open("wb") as output:
+            self._process: subprocess.Popen[str] = subprocess.Popen(
+                [python, "-m", module, json.dumps(dict(arguments))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                cwd=log.parent,
+                env={**os.environ, **QUIET, "PYTHONPATH": path, **(environment or {})},
+            )
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe(self._process.stdin).close()  # a worker that waits for its turn ends here
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def receive(self) -> dict[str, Any]:
+        """The worker's next line."""
+        line = self._pipe(self._process.stdout).readline()
+        if not line:
+            self._process.wait()
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise WorkerError(f"exit status {self._process.returncode}\n{tail}")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def ready(self) -> Worker:
+        """Wait until the worker has loaded everything; its first line is kept as `facts`."""
+        self.facts = self.receive()
+        return self
+
+    def turn(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Let it work until its next line."""
+        stdin = self._pipe(self._process.stdin)
+        stdin.write(json.dumps(dict(command)) + "\n")
+        stdin.flush()
+        return self.receive()
+
+    @staticmethod
+    def _pipe(pipe: IO[str] | None) -> IO[str]:
+        assert pipe is not None
+        return pipe
+
+
+def take_turns(
+    starts: Mapping[str, Callable[[], Worker]], *, uncounted: int, rounds: int, say: Callable[[str], None]
+) -> tuple[dict[str, list[Round]], dict[str, str], dict[str, dict[str, Any]]]:
+    """Figures of each contender's turns, why those that failed did, and what each said when it was ready.
+
+    Everybody has loaded before anybody works; then all take their turns in the same order, round after round.
+    """
+    figures: dict[str, list[Round]] = {name: [] for name in starts}
+    failures: dict[str, str] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        workers = {}
+        for name, start in starts.items():
+            worker = stack.enter_context(start())
+            try:
+                facts[name] = worker.ready().facts
+                workers[name] = worker
+            except WorkerError as error:
+                failures[name] = str(error)
+                say(f"  {name} failed to start: {str(error)[-400:]}")
+        for number in range(uncounted + rounds):
+            for name in [name for name in workers if name not in failures]:
+                try:
+                    told = workers[name].turn({"round": number})
+                except WorkerError as error:
+                    failures[name] = str(error)
+                    say(f"  {name} failed: {str(error)[-400:]}")
+                    continue
+                say(f"  {number} {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in told.items()))
+                if number >= uncounted:
+                    figures[name].append(told)
+    return {name: found for name, found in figures.items() if found}, failures, facts
