@@ -13,8 +13,8 @@ from flatpeak.rewards.judge.limits import (
     Budget,
     BudgetSpentError,
     CircuitBreaker,
-    HeldError,
-    RateLimits,
+    PauseTooLongError,
+    RateLimiter,
     RetryPolicy,
     read_retry_after,
 )
@@ -26,7 +26,7 @@ def sent_at(limits, clock, tokens):
     async def send():
         times = []
         for each in tokens:
-            limits.settle(await limits.take(each), each)
+            limits.settle(await limits.acquire(each), each)
             times.append(clock.now())
         return times
 
@@ -35,7 +35,7 @@ def sent_at(limits, clock, tokens):
 
 def test_no_minute_has_more_requests_than_allowed():
     clock = VirtualClock()
-    limits = RateLimits(requests_per_minute=3, tokens_per_minute=None, clock=clock)
+    limits = RateLimiter(requests_per_minute=3, tokens_per_minute=None, clock=clock)
     times = sent_at(limits, clock, [1] * 10)
     assert [round(moment - times[0]) for moment in times] == [0, 0, 0, 60, 60, 60, 120, 120, 120, 180]
     for first, fourth in zip(times, times[3:], strict=False):
@@ -44,25 +44,25 @@ def test_no_minute_has_more_requests_than_allowed():
 
 def test_no_minute_has_more_tokens_than_allowed():
     clock = VirtualClock()
-    limits = RateLimits(requests_per_minute=None, tokens_per_minute=100, clock=clock)
+    limits = RateLimiter(requests_per_minute=None, tokens_per_minute=100, clock=clock)
     times = sent_at(limits, clock, [60, 40, 1, 99, 100])
     assert [round(moment - times[0]) for moment in times] == [0, 0, 60, 60, 120]
 
 
 def test_a_request_larger_than_the_limit_goes_alone():
     clock = VirtualClock()
-    limits = RateLimits(requests_per_minute=None, tokens_per_minute=100, clock=clock)
+    limits = RateLimiter(requests_per_minute=None, tokens_per_minute=100, clock=clock)
     times = sent_at(limits, clock, [10, 500, 10])
     assert [round(moment - times[0]) for moment in times] == [0, 60, 120]
 
 
 def test_what_a_request_really_used_counts_once_it_is_known():
     clock = VirtualClock()
-    limits = RateLimits(requests_per_minute=None, tokens_per_minute=100, clock=clock)
+    limits = RateLimiter(requests_per_minute=None, tokens_per_minute=100, clock=clock)
 
     async def send():
-        limits.settle(await limits.take(90), 20)
-        await limits.take(80)
+        limits.settle(await limits.acquire(90), 20)
+        await limits.acquire(80)
         return clock.now()
 
     assert asyncio.run(send()) == 1000.0
@@ -98,10 +98,10 @@ def calls(limits, requests, *, at_once):
 
     async def call(slots, reserved, used, seconds):
         async with slots:
-            receipt = await limits.take(reserved)
+            reservation = await limits.acquire(reserved)
             sent = limits._clock.now()
             await asyncio.sleep(seconds)
-            limits.settle(receipt, used)
+            limits.settle(reservation, used)
             done.append((sent, limits._clock.now(), used))
 
     async def run():
@@ -114,7 +114,7 @@ def calls(limits, requests, *, at_once):
 
 
 def test_short_replies_wait_for_nobody_although_each_reserves_a_long_one():
-    limits = RateLimits(requests_per_minute=None, tokens_per_minute=20_000, clock=LoopClock())
+    limits = RateLimiter(requests_per_minute=None, tokens_per_minute=20_000, clock=LoopClock())
     done = calls(limits, [(1_100, 15, 0.5)] * 200, at_once=16)
     assert max(answered for _, answered, _ in done) - 1000.0 == pytest.approx(0.5 * 200 / 16, abs=0.5)
 
@@ -122,7 +122,7 @@ def test_short_replies_wait_for_nobody_although_each_reserves_a_long_one():
 @pytest.mark.parametrize("seed", range(5))
 def test_whenever_a_server_counts_no_minute_has_more_tokens_than_allowed(seed):
     generator = random.Random(seed)
-    limits = RateLimits(requests_per_minute=None, tokens_per_minute=5_000, clock=LoopClock())
+    limits = RateLimiter(requests_per_minute=None, tokens_per_minute=5_000, clock=LoopClock())
     requests = [(1_100, generator.choice([15, 15, 200, 1_100]), generator.choice([0.1, 2.0, 90.0])) for _ in range(120)]
     done = calls(limits, requests, at_once=16)
     for counted in (lambda call: call[0], lambda call: call[1], lambda call: generator.uniform(*call[:2])):
@@ -132,21 +132,21 @@ def test_whenever_a_server_counts_no_minute_has_more_tokens_than_allowed(seed):
 
 
 def test_a_pause_beyond_the_deadline_is_refused_at_once_also_to_those_who_wait():
-    limits = RateLimits(requests_per_minute=1, tokens_per_minute=None, clock=LoopClock())
+    limits = RateLimiter(requests_per_minute=1, tokens_per_minute=None, clock=LoopClock())
 
     async def run():
-        limits.settle(await limits.take(1), 1)
-        waiting = asyncio.ensure_future(limits.take(1, left=50.0))
+        limits.settle(await limits.acquire(1), 1)
+        waiting = asyncio.ensure_future(limits.acquire(1, left=50.0))
         await asyncio.sleep(1.0)
-        limits.hold(100.0)
-        with pytest.raises(HeldError, match="pause of 100 s"):
+        limits.pause(100.0)
+        with pytest.raises(PauseTooLongError, match="pause of 100 s"):
             await waiting
         assert limits._clock.now() == 1001.0
-        limits.release(200.0)  # a pause that ends in time is kept
-        with pytest.raises(HeldError):
-            await limits.take(1, left=50.0)
-        limits.release(50.0)
-        await limits.take(1, left=500.0)
+        limits.end_long_pause(200.0)  # a pause that ends in time is kept
+        with pytest.raises(PauseTooLongError):
+            await limits.acquire(1, left=50.0)
+        limits.end_long_pause(50.0)
+        await limits.acquire(1, left=500.0)
         return limits._clock.now()
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
@@ -155,9 +155,9 @@ def test_a_pause_beyond_the_deadline_is_refused_at_once_also_to_those_who_wait()
 
 def test_nothing_is_sent_while_the_server_asked_for_a_pause():
     clock = VirtualClock()
-    limits = RateLimits(requests_per_minute=None, tokens_per_minute=None, clock=clock)
-    limits.hold(7.0)
-    limits.hold(2.0)
+    limits = RateLimiter(requests_per_minute=None, tokens_per_minute=None, clock=clock)
+    limits.pause(7.0)
+    limits.pause(2.0)
     assert sent_at(limits, clock, [1, 1]) == [1007.0, 1007.0]
 
 
@@ -205,20 +205,20 @@ def test_the_breaker_opens_after_failures_in_a_row_and_probes_once_a_pause():
     async def run():
         for _ in range(2):
             await circuit.admit()
-            circuit.failed("500")
-        circuit.succeeded()
+            circuit.record_failure("500")
+        circuit.record_success()
         for _ in range(3):
             assert not circuit.open
             await circuit.admit()
-            circuit.failed("500")
+            circuit.record_failure("500")
         assert circuit.open
         for _ in range(3):
             started = clock.now()
             await circuit.admit()
             assert clock.now() - started == pytest.approx(10.0)
-            circuit.failed("500")
+            circuit.record_failure("500")
         await circuit.admit()
-        circuit.succeeded()
+        circuit.record_success()
         assert not circuit.open
         started = clock.now()
         await circuit.admit()
@@ -237,16 +237,16 @@ def test_only_one_call_is_a_probe_and_the_others_wait_for_its_end():
         admitted.append(name)
 
     async def run():
-        circuit.failed("500")
+        circuit.record_failure("500")
         calls = [asyncio.ensure_future(call(name)) for name in "abc"]
         for _ in range(30):
             await asyncio.sleep(0)
         assert len(admitted) == 1
-        circuit.abandoned()  # a probe that is cancelled lets another one through
+        circuit.record_cancellation()  # a probe that is cancelled lets another one through
         for _ in range(30):
             await asyncio.sleep(0)
         assert len(admitted) == 2
-        circuit.succeeded()
+        circuit.record_success()
         await asyncio.gather(*calls)
 
     # Time must not run out while they wait.
@@ -262,7 +262,7 @@ def test_the_breaker_gives_up_at_its_limit_with_an_error_that_says_what_to_do():
     async def run():
         while True:
             await circuit.admit()
-            circuit.failed("503: overloaded")
+            circuit.record_failure("503: overloaded")
 
     with pytest.raises(
         JudgeDownError, match=r"the judge at http://x has not answered for 1\d\d s .*503: overloaded.*resume"

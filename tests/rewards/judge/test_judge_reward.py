@@ -13,7 +13,7 @@ from flatpeak.rewards.judge.canaries import canaries
 from flatpeak.rewards.judge.panel import ReplyCache
 from flatpeak.rewards.judge.protocol import JudgeInterruptedError, JudgeReply
 from flatpeak.rewards.judge.reward import Safety
-from flatpeak.rewards.judge.scoring import Asking, Candidate
+from flatpeak.rewards.judge.scoring import Candidate, RequestSettings
 from flatpeak.rewards.reward_set import shadow_metrics
 from flatpeak.types import Example
 from support.judge_server import BLOCK, JudgeServer
@@ -158,7 +158,13 @@ def test_verdicts_are_kept_on_disk_and_not_asked_for_again(tmp_path):
 
 def test_another_judge_rubric_or_setting_does_not_get_those_replies(tmp_path):
     for number, settings in enumerate(
-        ({}, {"rubric": "three_levels"}, {"output": "tag"}, {"asking": Asking(max_tokens=99)}, {"mode": "pairwise"})
+        (
+            {},
+            {"rubric": "three_levels"},
+            {"output": "tag"},
+            {"request_settings": RequestSettings(max_tokens=99)},
+            {"mode": "pairwise"},
+        )
     ):
         judge = FunctionJudge(lambda content: "nothing")
         part = judge_reward(judge, cache=tmp_path / "cache.sqlite", safety=NO_CANARIES, repair=False, **settings)
@@ -410,9 +416,9 @@ def test_a_verifier_with_weight_zero_stands_beside_the_judge():
 
 
 def test_a_late_custom_judge_is_given_up_at_the_deadline(monkeypatch):
-    import flatpeak.rewards.judge.panel as examiner
+    import flatpeak.rewards.judge.panel as panel
 
-    monkeypatch.setattr(examiner, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(panel, "_GRACE_SECONDS", 0.1)
 
     class Slow(FunctionJudge):
         async def ask(self, requests):
@@ -421,7 +427,7 @@ def test_a_late_custom_judge_is_given_up_at_the_deadline(monkeypatch):
             await asyncio.sleep(30)
             return await super().ask(requests)
 
-    part = judge_reward(Slow(strict), asking=Asking(deadline=0.2), safety=NO_CANARIES)
+    part = judge_reward(Slow(strict), request_settings=RequestSettings(deadline=0.2), safety=NO_CANARIES)
     part._examples = ()
     started = time.monotonic()
     found = part.score([group("18")])

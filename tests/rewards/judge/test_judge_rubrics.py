@@ -6,15 +6,23 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.protocol import NoVerdictError
-from flatpeak.rewards.judge.rubrics import Criterion, Gate, PairForm, Rubric, RubricForm, built_in_rubrics, load_rubric
+from flatpeak.rewards.judge.rubrics import (
+    Criterion,
+    Gate,
+    PairwiseFormat,
+    Rubric,
+    RubricFormat,
+    built_in_rubrics,
+    load_rubric,
+)
 
 
 def test_the_built_in_rubrics_load_and_their_best_reply_is_worth_one():
     assert built_in_rubrics() == ["correctness", "helpfulness", "three_levels", "weighted", "weighted_gated"]
     for name, output in itertools.product(built_in_rubrics(), ("json_schema", "json", "tag")):
-        form = RubricForm(rubric=load_rubric(name), output=output)
+        form = RubricFormat(rubric=load_rubric(name), output=output)
         assert form.rubric.name == name
-        assert form.read(form.best) == 1.0
+        assert form.parse(form.best_reply) == 1.0
 
 
 def test_the_weighted_rubric_is_half_accuracy_a_third_concision_and_the_rest_format():
@@ -91,7 +99,7 @@ def test_the_schema_asks_for_the_rationale_first_and_bounds_every_mark():
     rubric = Rubric(
         name="r", criteria={"a": Criterion(question="", range=(0, 10)), "b": Criterion(question="", levels=(0, 1))}
     )
-    assert RubricForm(rubric=rubric, output="json_schema").schema == {
+    assert RubricFormat(rubric=rubric, output="json_schema").schema == {
         "type": "object",
         "properties": {
             "rationale": {"type": "string"},
@@ -101,33 +109,35 @@ def test_the_schema_asks_for_the_rationale_first_and_bounds_every_mark():
         "required": ["rationale", "a", "b"],
         "additionalProperties": False,
     }
-    assert RubricForm(rubric=rubric, output="json").schema is None
-    assert "<verdict>a=mark; b=mark</verdict>" in RubricForm(rubric=rubric, output="tag").instructions
+    assert RubricFormat(rubric=rubric, output="json").schema is None
+    assert "<verdict>a=mark; b=mark</verdict>" in RubricFormat(rubric=rubric, output="tag").instructions
 
 
 @pytest.mark.parametrize("mark", ["10.1", "-0.1", "1e9", "11"])
 def test_a_mark_out_of_its_range_is_no_mark_and_is_never_clipped(mark):
     rubric = Rubric(name="r", criteria={"a": Criterion(question="", range=(0, 10))})
     with pytest.raises(NoVerdictError):
-        RubricForm(rubric=rubric, output="json").read(f'{{"a": {mark}}}')
+        RubricFormat(rubric=rubric, output="json").parse(f'{{"a": {mark}}}')
     with pytest.raises(NoVerdictError):
-        RubricForm(rubric=rubric, output="tag").read(f"<verdict>a={mark}</verdict>")
+        RubricFormat(rubric=rubric, output="tag").parse(f"<verdict>a={mark}</verdict>")
 
 
 def test_a_mark_between_the_levels_is_no_mark():
-    form = RubricForm(rubric=load_rubric("three_levels"), output="json")
-    assert form.read('{"quality": 0.5}') == 0.5
+    form = RubricFormat(rubric=load_rubric("three_levels"), output="json")
+    assert form.parse('{"quality": 0.5}') == 0.5
     with pytest.raises(NoVerdictError, match=r"0\.7, but has to be one of 0, 0\.5, 1"):
-        form.read('{"quality": 0.7}')
+        form.parse('{"quality": 0.7}')
 
 
 def test_a_comparison_is_read_from_the_first_answers_side():
-    form = PairForm(rubric=load_rubric("correctness"), output="json_schema")
-    assert [form.read(f'{{"better": "{choice}"}}') for choice in ("A", "tie", "B", "b")] == [1.0, 0.5, 0.0, 0.0]
+    form = PairwiseFormat(rubric=load_rubric("correctness"), output="json_schema")
+    assert [form.parse(f'{{"better": "{choice}"}}') for choice in ("A", "tie", "B", "b")] == [1.0, 0.5, 0.0, 0.0]
     for bad in ('{"better": "C"}', '{"better": 1}', '{"winner": "A"}'):
         with pytest.raises(NoVerdictError):
-            form.read(bad)
-    assert PairForm(rubric=load_rubric("correctness"), output="tag").read("so <verdict>better=B</verdict>") == 0.0
+            form.parse(bad)
+    assert (
+        PairwiseFormat(rubric=load_rubric("correctness"), output="tag").parse("so <verdict>better=B</verdict>") == 0.0
+    )
 
 
 def test_a_gate_above_the_scale_is_refused():

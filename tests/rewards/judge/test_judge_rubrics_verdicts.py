@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from flatpeak.rewards.judge.protocol import NoVerdictError, read_fields
-from flatpeak.rewards.judge.rubrics import Criterion, Rubric, RubricForm
+from flatpeak.rewards.judge.protocol import NoVerdictError, parse_fields
+from flatpeak.rewards.judge.rubrics import Criterion, Rubric, RubricFormat
 
 RUBRIC = Rubric(name="r", criteria={"mark": Criterion(question="", range=(0, 10))})
 
 
 def read(text, output="json"):
-    return RubricForm(rubric=RUBRIC, output=output).read(text)
+    return RubricFormat(rubric=RUBRIC, output=output).parse(text)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_tag_without_a_valid_mark_is_no_verdict(reply):
 
 
 def test_a_tag_names_each_of_several_marks():
-    assert read_fields("<verdict>a=1; b: 2.5, c=tie\n</verdict>", "tag") == {"a": 1.0, "b": 2.5, "c": "tie"}
+    assert parse_fields("<verdict>a=1; b: 2.5, c=tie\n</verdict>", "tag") == {"a": 1.0, "b": 2.5, "c": "tie"}
 
 
 @pytest.mark.parametrize(

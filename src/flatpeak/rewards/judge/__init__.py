@@ -1,4 +1,4 @@
-"""A language model that grades: asked safely, read strictly, and never trusted where it did not answer."""
+"""LLM judges as rewards: prompts, clients, rubrics, and the reading of verdicts."""
 
 from typing import TYPE_CHECKING
 

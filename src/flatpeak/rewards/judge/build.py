@@ -1,4 +1,4 @@
-"""From configuration to a judge, and from any judge to a reward."""
+"""Judge rewards built from a recipe or from any judge object, and the measurement of a judge's noise."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Literal, cast
 from flatpeak.errors import UserError
 from flatpeak.rewards.functions import load_function
 from flatpeak.rewards.judge.config import CustomJudgeConfig, EndpointConfig, JudgeConfig, LocalConfig
-from flatpeak.rewards.judge.panel import Examiner, ReplyCache
-from flatpeak.rewards.judge.protocol import Judge, RealClock
+from flatpeak.rewards.judge.panel import JudgePanel, ReplyCache
+from flatpeak.rewards.judge.protocol import Judge, SystemClock
 from flatpeak.rewards.judge.reward import JudgeReward, Safety
-from flatpeak.rewards.judge.rubrics import Form, PairForm, Rubric, RubricForm, load_rubric
-from flatpeak.rewards.judge.scoring import Asking, Grader, PairGrader, RubricGrader
+from flatpeak.rewards.judge.rubrics import PairwiseFormat, Rubric, RubricFormat, VerdictFormat, load_rubric
+from flatpeak.rewards.judge.scoring import JudgeScorer, PairwiseScorer, RequestSettings, RubricScorer
 
 if TYPE_CHECKING:
     from flatpeak.rewards.judge.prompt import Show
     from flatpeak.rewards.judge.protocol import Output
-    from flatpeak.rewards.judge.reward import JudgeReward
     from flatpeak.types import Group
 
 
 def build_judge_reward(name: str, config: JudgeConfig) -> JudgeReward:
-    """The reward of a recipe; UserError where the rubric, the key or the judge is not there."""
+    """The judge reward of a recipe; UserError where the rubric, the key or the judge is missing."""
     try:
         rubric, judge = load_rubric(config.rubric), _judge(name, config)
         cache = ReplyCache(config.cache.expanduser()) if config.cache is not None else None
@@ -39,7 +38,7 @@ def build_judge_reward(name: str, config: JudgeConfig) -> JudgeReward:
         opponents=config.opponents,
         show=config.show,
         output=config.output,
-        asking=Asking(
+        request_settings=RequestSettings(
             max_tokens=config.max_tokens,
             temperature=config.temperature,
             deadline=config.deadline,
@@ -67,7 +66,7 @@ def judge_reward(
     opponents: int = 0,
     show: Show = "final_answer",
     output: Output = "json",
-    asking: Asking | None = None,
+    request_settings: RequestSettings | None = None,
     repair: bool = True,
     cache: ReplyCache | Path | None = None,
     safety: Safety | None = None,
@@ -76,15 +75,15 @@ def judge_reward(
     """A reward from any judge: an object with `identity` and `async ask(requests)`."""
     rubric = load_rubric(rubric) if isinstance(rubric, str) else rubric
     cache = ReplyCache(cache) if isinstance(cache, Path) else cache
-    form: Form = RubricForm(rubric=rubric, output=output)
+    verdict_format: VerdictFormat = RubricFormat(rubric=rubric, output=output)
     if mode == "pairwise":
-        form = PairForm(rubric=rubric, output=output)
-    examiner = Examiner(judge, form, cache=cache, repair=repair)
-    asking = asking or Asking()
-    grader: Grader = RubricGrader(examiner, asking)
+        verdict_format = PairwiseFormat(rubric=rubric, output=output)
+    panel = JudgePanel(judge, verdict_format, cache=cache, repair=repair)
+    request_settings = request_settings or RequestSettings()
+    scorer: JudgeScorer = RubricScorer(panel, request_settings)
     if mode == "pairwise":
-        grader = PairGrader(examiner, asking, opponents=opponents)
-    return JudgeReward(grader, name=name, show=show, safety=safety, cache=cache, shadow=shadow)
+        scorer = PairwiseScorer(panel, request_settings, opponents=opponents)
+    return JudgeReward(scorer, name=name, show=show, safety=safety, cache=cache, shadow=shadow)
 
 
 def _judge(name: str, config: JudgeConfig) -> Judge:
@@ -108,12 +107,12 @@ def _judge(name: str, config: JudgeConfig) -> Judge:
 
 
 def endpoint_judge(name: str, config: JudgeConfig, backend: EndpointConfig) -> Judge:
-    """The client of an endpoint, with everything that keeps it within its limits."""
+    """The client of an endpoint, with its rate limits, retries, circuit breaker and budget."""
     from flatpeak.rewards.judge.client import Endpoint, EndpointJudge
-    from flatpeak.rewards.judge.limits import Budget, CircuitBreaker, RateLimits, RetryPolicy
+    from flatpeak.rewards.judge.limits import Budget, CircuitBreaker, RateLimiter, RetryPolicy
     from flatpeak.utils.redaction import Secret
 
-    clock = RealClock()
+    clock = SystemClock()
     return EndpointJudge(
         Endpoint(
             base_url=backend.base_url,
@@ -127,10 +126,10 @@ def endpoint_judge(name: str, config: JudgeConfig, backend: EndpointConfig) -> J
         concurrency=config.concurrency,
         timeout=config.timeout,
         retry=RetryPolicy(retries=config.retries, first=config.retry_delay),
-        limits=RateLimits(
+        limits=RateLimiter(
             requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute, clock=clock
         ),
-        breaker=CircuitBreaker(
+        circuit=CircuitBreaker(
             failures=config.breaker.failures,
             pause=config.breaker.pause,
             give_up=config.breaker.give_up,
@@ -144,12 +143,12 @@ def endpoint_judge(name: str, config: JudgeConfig, backend: EndpointConfig) -> J
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeNoise:
-    """What repeated marking found."""
+    """The spread of repeated marks, within answers and between them."""
 
     within: float
     """Standard deviation of one answer's marks, with n - 1, as the root of its mean square over answers."""
     between: float
-    """Standard deviation of the answers' mean marks, with n - 1: what there is to tell apart. 0 for one answer."""
+    """Standard deviation of the answers' mean marks, with n - 1: the differences to be measured. 0 for one answer."""
     answers: int
     """Answers with at least two marks; the others are left out."""
     missing: int
@@ -157,7 +156,7 @@ class JudgeNoise:
 
 
 def judge_noise(judge: JudgeReward, groups: Sequence[Group], *, repeats: int = 5) -> JudgeNoise:
-    """Have every completion marked `repeats` times without the cache: that many calls for each, two for pairs.
+    """Mark every completion `repeats` times without the cache: that many calls for each, twice as many for pairs.
 
     Advantages are differences of marks within a group, so what `within` adds to them is noise. Answers that score 0 by
     rule are left out. UserError where no answer has two marks.
@@ -166,17 +165,17 @@ def judge_noise(judge: JudgeReward, groups: Sequence[Group], *, repeats: int = 5
         raise UserError(f"repeats={repeats}: a spread needs at least 2 marks of each answer")
     marks: list[list[float]] = []
     missing = 0
-    rounds = [judge.verdicts(groups, fresh=True) for _ in range(repeats)]
-    for place, group in enumerate(rounds[0]):
+    repeated = [judge.verdicts(groups, fresh=True) for _ in range(repeats)]
+    for group_index, group in enumerate(repeated[0]):
         for index, first in enumerate(group):
             if first.score is not None and first.reason is not None:
                 continue  # by rule
-            found = [verdicts[place][index].score for verdicts in rounds]
-            missing += found.count(None)
-            marks.append([mark for mark in found if mark is not None])
+            scores = [verdicts[group_index][index].score for verdicts in repeated]
+            missing += scores.count(None)
+            marks.append([score for score in scores if score is not None])
     marked = [row for row in marks if len(row) >= 2]
     if not marked:
-        raise UserError("no answer was marked twice: give answers that are not nothing by rule, or mend the judge")
+        raise UserError("no answer was marked twice: give answers that do not score 0 by rule, or repair the judge")
     means = [statistics.fmean(row) for row in marked]
     return JudgeNoise(
         within=statistics.fmean([statistics.variance(row) for row in marked]) ** 0.5,

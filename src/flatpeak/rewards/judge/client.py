@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint: limits, deadlines, retries, breaker and budget in this one layer."""
+"""A judge behind an OpenAI-compatible endpoint, with deadlines, retries, rate limits, circuit breaker and budget."""
 
 from __future__ import annotations
 
@@ -16,83 +16,17 @@ from flatpeak.rewards.judge.limits import (
     Budget,
     BudgetSpentError,
     CircuitBreaker,
-    HeldError,
-    RateLimits,
+    PauseTooLongError,
+    RateLimiter,
     RetryPolicy,
     read_retry_after,
 )
-from flatpeak.rewards.judge.protocol import Clock, JudgeReply, JudgeRequest, RealClock
+from flatpeak.rewards.judge.protocol import Clock, JudgeReply, JudgeRequest, SystemClock
 from flatpeak.utils.redaction import Secret
 
 _MESSAGE_TOKENS: Final = 8
 _BYTES_PER_TOKEN: Final = 3
 _MOST_TOKENS: Final = 10**7
-
-
-def expected_tokens(request: JudgeRequest) -> int:
-    """Of the prompt: an estimate, on the high side for English and about right for most other languages."""
-    content = sum(len(message["content"].encode()) for message in request.messages)
-    return content // _BYTES_PER_TOKEN + _MESSAGE_TOKENS * len(request.messages)
-
-
-def plain(text: str) -> str:
-    """The text as it can be written to a file: JSON can spell half a character, and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _tokens(value: Any) -> int | None:
-    """A count of tokens; None where it cannot be one."""
-    counted = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
-    return value if counted else None
-
-
-def error_text(error: Any) -> str:
-    """The endpoint's own words: in OpenAI's layout, in FastAPI's (`detail`), or the body as it is."""
-    body = error.body
-    if isinstance(body, Mapping):
-        found = next((body[name] for name in ("message", "detail", "error") if body.get(name)), body)
-        return str(found)
-    return str(body or error.response.text)
-
-
-def error_in(answer: Any) -> tuple[int | None, str] | None:
-    """The status and the words of an error that came as a success (HTTP 200), as OpenRouter sends them; else None."""
-    choices = getattr(answer, "choices", None)
-    first = choices[0] if isinstance(choices, list) and choices else None
-    error = getattr(first, "error", None) or (getattr(answer, "error", None) if first is None else None)
-    if not error and getattr(first, "finish_reason", None) != "error":
-        return None
-    fields = error if isinstance(error, Mapping) else {}
-    code = fields.get("code")
-    text = str(fields.get("message") or error or "it says only that something went wrong")
-    return code if isinstance(code, int) and not isinstance(code, bool) else None, text
-
-
-def as_reply(answer: Any, *, latency: float) -> JudgeReply:
-    """Whatever came back, read with care: servers that are nearly compatible leave fields out."""
-    try:
-        choice = answer.choices[0]
-        content, finish = choice.message.content, choice.finish_reason
-        refusal = getattr(choice.message, "refusal", None)
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return JudgeReply(text="", reason="the endpoint's reply holds no message", latency=latency)
-    usage = getattr(answer, "usage", None)
-    used = [_tokens(getattr(usage, name, None)) for name in ("prompt_tokens", "completion_tokens")]
-    # Half a count would make a call look cheaper than it was.
-    prompt_tokens, completion_tokens = (0, 0) if None in used else (used[0] or 0, used[1] or 0)
-    reason = f"the judge refused: {' '.join(str(refusal).split())[:100]}" if refusal else None
-    if not isinstance(content, str) or finish == "content_filter":
-        content, reason = None if reason else "", reason or f"no text (finish_reason {finish})"
-    return JudgeReply(
-        text=content,
-        reason=reason,
-        cut=finish == "length",
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        latency=latency,
-    )
-
-
 _FATAL: Final = {
     401: "the endpoint refused the key (401): check the variable that backend.api_key_env names",
     403: "the endpoint forbids this (403): check what the key is allowed to do",
@@ -102,7 +36,7 @@ _FATAL: Final = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Where to ask, and what it costs."""
+    """The address, model, key and prices of an endpoint."""
 
     base_url: str
     model: str
@@ -110,31 +44,33 @@ class Endpoint:
     token_limit_name: str = "max_tokens"
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     price_input: float = 0.0
-    """Per million tokens."""
+    """Price per million tokens."""
     price_output: float = 0.0
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Of one call."""
+        """The cost of one call."""
         return (prompt_tokens * self.price_input + completion_tokens * self.price_output) / 1e6
 
 
-class _FailureError(Exception):
-    """An attempt without a usable reply."""
+class _AttemptError(Exception):
+    """A failed attempt to get a reply."""
 
-    def __init__(self, *, text: str, retried: bool, retry_after: float | None = None, answered: bool = False) -> None:
+    def __init__(
+        self, *, text: str, retried: bool, retry_after: float | None = None, from_endpoint: bool = False
+    ) -> None:
         super().__init__(text)
         self.text = text
         self.retried = retried
         self.retry_after = retry_after
-        self.answered = answered
-        """Whether the endpoint said so itself, and so has used no tokens."""
+        self.from_endpoint = from_endpoint
+        """Whether the endpoint reported the error, and so has used no tokens."""
 
 
 class EndpointJudge:
-    """`ask` answers every request, with a reply or the reason why there is none, in the requests' order.
+    """A judge that calls an endpoint; every request gets a reply, or one without text and with a reason.
 
-    One attempt takes at most `timeout` seconds. Only RETRIED_STATUSES, broken connections and timeouts are tried again;
-    a refused key and an unknown model are UserErrors at once. To be used on one event loop.
+    One attempt takes at most `timeout` seconds. Only RETRIED_STATUSES, broken connections and timeouts are retried; a
+    refused key and an unknown model are UserErrors at once. To be used on one event loop.
     """
 
     batch_size = 1
@@ -146,8 +82,8 @@ class EndpointJudge:
         concurrency: int = 16,
         timeout: float = 60.0,
         retry: RetryPolicy,
-        limits: RateLimits,
-        breaker: CircuitBreaker,
+        limits: RateLimiter,
+        circuit: CircuitBreaker,
         budget: Budget,
         clock: Clock | None = None,
     ) -> None:
@@ -159,25 +95,25 @@ class EndpointJudge:
             api_key=endpoint.key.reveal(), base_url=endpoint.base_url, max_retries=0, timeout=timeout
         )
         self._endpoint = endpoint
-        self._slots = asyncio.Semaphore(concurrency)
+        self._concurrency = asyncio.Semaphore(concurrency)
         self._timeout = timeout
         self._retry = retry
         self._limits = limits
-        self._breaker = breaker
+        self._circuit = circuit
         self._budget = budget
-        self._clock = clock or RealClock()
-        # Of its own: waiting must not change what anything else draws.
+        self._clock = clock or SystemClock()
+        # A generator of its own: retries must not change any other random numbers.
         self._jitter = random.Random()
-        # Of the tokens that the endpoint counts in a prompt to those that were expected; what is reserved must suffice.
+        # Highest ratio of the endpoint's count of prompt tokens to the estimate, so that reservations suffice.
         self._prompt_ratio = 1.0
         self._notices: list[str] = []
-        self._told_budget = False
+        self._budget_notified = False
         self._active = 0
         self._fatal: UserError | None = None
 
     @property
     def identity(self) -> str:
-        """Model, address and settings that change replies; no key."""
+        """Model, address and settings that change replies, without the key."""
         extra = f" {sorted(self._endpoint.extra_body.items())}" if self._endpoint.extra_body else ""
         return f"{self._endpoint.model} at {self._endpoint.base_url.rstrip('/')}{extra}"
 
@@ -185,28 +121,28 @@ class EndpointJudge:
         return f"EndpointJudge({self.identity})"
 
     def scrub(self, text: str) -> str:
-        """The text without the key."""
+        """The text with the key redacted."""
         return self._endpoint.key.scrub(text)
 
     def take_notices(self) -> list[str]:
-        """What the user should know, each once."""
+        """Messages for the user since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
     def spent(self) -> tuple[int, float]:
-        """Calls made and their cost so far, as the budget counts them."""
+        """(calls, cost) that count against the budget until now."""
         return self._budget.calls, self._budget.cost
 
     def add_spent(self, calls: int, cost: float) -> None:
-        """Let the budget count what an earlier process of the run has spent."""
+        """Count the calls and cost of earlier processes of the run against the budget."""
         self._budget.add(calls=calls, cost=cost)
 
     async def ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
-        """All at once, as far as concurrency and limits allow."""
+        """Replies to all requests in their order, asked in parallel as far as concurrency and limits allow."""
         deadlines = [request.deadline for request in requests if request.deadline is not None]
         if deadlines and not self._active:
-            self._limits.release(min(deadlines) - RealClock().now())
-        tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
+            self._limits.end_long_pause(min(deadlines) - SystemClock().now())
+        tasks = [asyncio.ensure_future(self._reply(request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -214,129 +150,130 @@ class EndpointJudge:
                 task.cancel()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the client's open connections."""
         await self._client.close()
 
-    async def _answer(self, request: JudgeRequest) -> JudgeReply:
+    async def _reply(self, request: JudgeRequest) -> JudgeReply:
         errors: list[str] = []
         sent = [0]
-        left = None if request.deadline is None else request.deadline - RealClock().now()
+        left = None if request.deadline is None else request.deadline - SystemClock().now()
         self._active += 1
         try:
             async with asyncio.timeout(left):
-                return await self._until_answered(request, errors, sent)
+                return await self._ask_with_retries(request, errors, sent)
         except BudgetSpentError:
-            self._tell_budget()
+            self._notify_budget_spent()
             reason = "the budget is spent"
         except TimeoutError:
             reason = "no reply before the deadline"
-        except _FailureError as failure:
+        except _AttemptError as failure:
             reason = failure.text
         except UserError as error:
-            self._fatal = error  # those who wait for a slot need not hear it from the endpoint again
+            self._fatal = error  # for the requests that still wait: the endpoint would refuse them too
             raise
         finally:
             self._active -= 1
             self._fatal = self._fatal if self._active else None
         return JudgeReply(text=None, reason=reason, attempts=sent[0], errors=tuple(errors))
 
-    async def _until_answered(self, request: JudgeRequest, errors: list[str], sent: list[int]) -> JudgeReply:
+    async def _ask_with_retries(self, request: JudgeRequest, errors: list[str], sent: list[int]) -> JudgeReply:
         for attempt in range(self._retry.retries + 1):
             try:
                 reply = await self._attempt(request, sent)
                 return replace(reply, attempts=sent[0], errors=tuple(errors))
-            except _FailureError as failure:
+            except _AttemptError as failure:
                 errors.append(failure.text)
                 if not failure.retried or attempt == self._retry.retries:
                     raise
                 await self._back_off(attempt, failure, request)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _back_off(self, attempt: int, failure: _FailureError, request: JudgeRequest) -> None:
+    async def _back_off(self, attempt: int, failure: _AttemptError, request: JudgeRequest) -> None:
         if failure.retry_after is not None:
-            # Whoever else would ask now would hear the same.
-            self._limits.hold(min(failure.retry_after, LONGEST_PAUSE))
+            # Other requests would get the same reply now.
+            self._limits.pause(min(failure.retry_after, LONGEST_PAUSE))
         delay = self._retry.delay(attempt, retry_after=failure.retry_after, generator=self._jitter)
-        if request.deadline is not None and RealClock().now() + delay > request.deadline:
-            raise _FailureError(text=f"{failure.text}; no time left to wait {delay:.0f} s", retried=False)
+        if request.deadline is not None and SystemClock().now() + delay > request.deadline:
+            raise _AttemptError(text=f"{failure.text}; no time left to wait {delay:.0f} s", retried=False)
         await self._clock.sleep(delay)
 
     async def _attempt(self, request: JudgeRequest, sent: list[int]) -> JudgeReply:
-        """One request, with everything it has to wait for first."""
-        expected = expected_tokens(request)
+        """One request, after its wait for a slot, the circuit breaker, the budget and the rate limits."""
+        expected = estimate_prompt_tokens(request)
         most = self._endpoint.cost(expected, request.max_tokens)
-        async with self._slots:
+        async with self._concurrency:
             if self._fatal is not None:
                 raise UserError(str(self._fatal))
-            await self._breaker.admit()
+            await self._circuit.admit()
             try:
                 await self._budget.reserve(most)
             except BaseException:
-                self._breaker.abandoned()
+                self._circuit.record_cancellation()
                 raise
             cost, before = 0.0, sent[0]
             try:
-                reply = await self._within_limits(request, expected, sent)
+                reply = await self._send_within_limits(request, expected, sent)
                 used = reply.prompt_tokens + reply.completion_tokens
-                # An endpoint that does not count tokens is taken to have used what was expected.
+                # An endpoint that does not count tokens is charged the estimate.
                 cost = self._endpoint.cost(reply.prompt_tokens, reply.completion_tokens) if used else most
                 return replace(reply, cost=cost)
-            except _FailureError as failure:
+            except _AttemptError as failure:
                 alive = not failure.retried or failure.text.startswith("429")
-                self._breaker.succeeded() if alive else self._breaker.failed(failure.text)
+                self._circuit.record_success() if alive else self._circuit.record_failure(failure.text)
                 raise
-            except HeldError as error:
-                self._breaker.abandoned()
-                raise _FailureError(text=str(error), retried=False) from None
+            except PauseTooLongError as error:
+                self._circuit.record_cancellation()
+                raise _AttemptError(text=str(error), retried=False) from None
             except BaseException:
-                self._breaker.abandoned()
+                self._circuit.record_cancellation()
                 raise
             finally:
                 self._budget.settle(most, cost, sent=sent[0] > before)
 
-    async def _within_limits(self, request: JudgeRequest, expected: int, sent: list[int]) -> JudgeReply:
-        """The reply to a request of about so many tokens; what it leaves of its reservation others may use."""
-        left = None if request.deadline is None else request.deadline - RealClock().now()
+    async def _send_within_limits(self, request: JudgeRequest, expected: int, sent: list[int]) -> JudgeReply:
+        """The reply to a request of about `expected` tokens; the unused rest of its reservation is given back."""
+        left = None if request.deadline is None else request.deadline - SystemClock().now()
         most = math.ceil(expected * self._prompt_ratio) + request.max_tokens
-        receipt = await self._limits.take(most, left=left)
-        counted = receipt.tokens  # where nobody counts, or nobody answers
+        reservation = await self._limits.acquire(most, left=left)
+        counted = reservation.tokens  # without a count, or a reply
         sent[0] += 1
         try:
             reply = await self._send(request)
             counted = reply.prompt_tokens + reply.completion_tokens or counted
             self._prompt_ratio = max(self._prompt_ratio, reply.prompt_tokens / max(1, expected))
             return reply
-        except _FailureError as failure:
-            counted = 0.0 if failure.answered else counted
+        except _AttemptError as failure:
+            counted = 0.0 if failure.from_endpoint else counted
             raise
         finally:
-            self._limits.settle(receipt, counted)
+            self._limits.settle(reservation, counted)
 
     async def _send(self, request: JudgeRequest) -> JudgeReply:
-        """The endpoint's reply; _FailureError, or UserError where every other call would fail too."""
+        """The endpoint's reply; _AttemptError, or UserError for errors that every call would have."""
         import openai
 
         started = self._clock.now()
         try:
             async with asyncio.timeout(self._timeout):
-                answer = await self._client.chat.completions.create(**self._arguments(request))
+                response = await self._client.chat.completions.create(**self._arguments(request))
         except (TimeoutError, openai.APITimeoutError):
-            raise _FailureError(text=f"no reply within {self._timeout:g} s", retried=True) from None
+            raise _AttemptError(text=f"no reply within {self._timeout:g} s", retried=True) from None
         except openai.APIStatusError as error:
             raise self._status_failure(error) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__
             text = f"connection failed: {type(cause).__name__ if cause else ''} {cause or error}"
-            raise _FailureError(text=self.scrub(" ".join(text.split()))[:200], retried=True) from None
+            raise _AttemptError(text=self.scrub(" ".join(text.split()))[:200], retried=True) from None
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             text = f"{type(error).__name__}: {error}"
-            self._breaker.succeeded()
+            self._circuit.record_success()
             return JudgeReply(text="", reason=f"unreadable reply ({self.scrub(' '.join(text.split()))[:120]})")
-        found = error_in(answer)
-        if found is not None:
-            raise self._failure(found[0], found[1])
-        self._breaker.succeeded()
-        return as_reply(answer, latency=self._clock.now() - started)
+        embedded = embedded_error(response)
+        if embedded is not None:
+            status, message = embedded
+            raise self._failure(status, message)
+        self._circuit.record_success()
+        return parse_reply(response, latency=self._clock.now() - started)
 
     def _arguments(self, request: JudgeRequest) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -354,29 +291,92 @@ class EndpointJudge:
         return arguments
 
     def _status_failure(self, error: Any) -> Exception:
-        """What an HTTP status means. The endpoint's own words may quote the key, so they are scrubbed."""
+        """The exception for an HTTP status, without the key, which the endpoint's message may quote."""
         if int(error.status_code) == 429 and getattr(error, "code", None) == "insufficient_quota":
             return UserError(
                 f"judge {self.identity}: the account's quota is used up (429): raise it, then resume the run"
             )
         retry_after = read_retry_after(error.response.headers.get("retry-after"))
-        return self._failure(int(error.status_code), error_text(error), retry_after=retry_after)
+        return self._failure(int(error.status_code), error_message(error), retry_after=retry_after)
 
     def _failure(self, status: int | None, text: str, *, retry_after: float | None = None) -> Exception:
-        """What an endpoint's error means; one without a status is taken to pass."""
-        said = " ".join(self.scrub(text).split())[:200]
+        """The exception for an endpoint's error; one without a status is retried."""
+        message = " ".join(self.scrub(text).split())[:200]
         if status in _FATAL:
-            # Not even scrubbed words here: an endpoint that refuses a key likes to show part of it.
+            # Without the endpoint's message, even scrubbed: with a refused key it often quotes part of it.
             return UserError(f"judge {self.identity}: {_FATAL[status]}")
         retried = status is None or status in RETRIED_STATUSES
-        return _FailureError(
-            text=f"{status or 'error'}: {said}", retried=retried, retry_after=retry_after, answered=True
+        return _AttemptError(
+            text=f"{status or 'error'}: {message}", retried=retried, retry_after=retry_after, from_endpoint=True
         )
 
-    def _tell_budget(self) -> None:
-        if not self._told_budget:
-            self._told_budget = True
+    def _notify_budget_spent(self) -> None:
+        if not self._budget_notified:
+            self._budget_notified = True
             self._notices.append(
                 f"the judge's budget is spent ({self._budget.calls} calls, cost {self._budget.cost:.4g}): nothing more "
                 "is asked, and what it would have graded has no score; raise budget.max_calls or budget.max_cost"
             )
+
+
+def estimate_prompt_tokens(request: JudgeRequest) -> int:
+    """An estimate of the prompt's tokens, too high for English and about right for most other languages."""
+    content = sum(len(message["content"].encode()) for message in request.messages)
+    return content // _BYTES_PER_TOKEN + _MESSAGE_TOKENS * len(request.messages)
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates replaced: JSON can spell them, and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _token_count(value: Any) -> int | None:
+    """A count of tokens; None for any other value."""
+    counted = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
+    return value if counted else None
+
+
+def error_message(error: Any) -> str:
+    """The endpoint's message, in OpenAI's form, in FastAPI's (`detail`), or the body as it is."""
+    body = error.body
+    if isinstance(body, Mapping):
+        return str(next((body[name] for name in ("message", "detail", "error") if body.get(name)), body))
+    return str(body or error.response.text)
+
+
+def embedded_error(response: Any) -> tuple[int | None, str] | None:
+    """(status, message) of an error inside a response with HTTP status 200, as OpenRouter sends it; else None."""
+    choices = getattr(response, "choices", None)
+    first = choices[0] if isinstance(choices, list) and choices else None
+    error = getattr(first, "error", None) or (getattr(response, "error", None) if first is None else None)
+    if not error and getattr(first, "finish_reason", None) != "error":
+        return None
+    fields = error if isinstance(error, Mapping) else {}
+    code = fields.get("code")
+    text = str(fields.get("message") or error or "it says only that something went wrong")
+    return code if isinstance(code, int) and not isinstance(code, bool) else None, text
+
+
+def parse_reply(response: Any, *, latency: float) -> JudgeReply:
+    """The reply in a response, whose fields may be absent: some servers are only nearly compatible."""
+    try:
+        choice = response.choices[0]
+        content, finish = choice.message.content, choice.finish_reason
+        refusal = getattr(choice.message, "refusal", None)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return JudgeReply(text="", reason="the endpoint's reply holds no message", latency=latency)
+    usage = getattr(response, "usage", None)
+    used = [_token_count(getattr(usage, name, None)) for name in ("prompt_tokens", "completion_tokens")]
+    # Half a count would make a call look cheaper than it was.
+    prompt_tokens, completion_tokens = (0, 0) if None in used else (used[0] or 0, used[1] or 0)
+    reason = f"the judge refused: {' '.join(str(refusal).split())[:100]}" if refusal else None
+    if not isinstance(content, str) or finish == "content_filter":
+        content, reason = None if reason else "", reason or f"no text (finish_reason {finish})"
+    return JudgeReply(
+        text=content,
+        reason=reason,
+        cut=finish == "length",
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        latency=latency,
+    )

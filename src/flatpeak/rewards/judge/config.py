@@ -27,11 +27,11 @@ class EndpointConfig(StrictConfig):
     api_key_env: str | None = None
     """The NAME of the environment variable that holds the key, never the key itself. None: the server wants none."""
     token_limit_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """What the endpoint calls the limit on a reply's tokens; OpenAI's reasoning models want the second."""
+    """The endpoint's name for the limit on a reply's tokens; OpenAI's reasoning models want the second."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More fields for every request, such as {chat_template_kwargs: {enable_thinking: false}}."""
     price_input: Price = 0.0
-    """Per million tokens; the currency is yours."""
+    """Price per million tokens; the currency is yours."""
     price_output: Price = 0.0
 
     @field_validator("base_url")
@@ -78,7 +78,7 @@ class LocalConfig(StrictConfig):
 
 
 class CustomJudgeConfig(StrictConfig):
-    """A judge of yours: `factory` (module:name or file.py:name) is called with `arguments` and returns it."""
+    """A judge of your own: `factory` (module:name or file.py:name) is called with `arguments` and returns it."""
 
     type: Literal["custom"] = "custom"
     factory: str
@@ -86,7 +86,7 @@ class CustomJudgeConfig(StrictConfig):
 
 
 class BudgetConfig(StrictConfig):
-    """Caps for a run, resumed or not; what would be asked beyond them has no score."""
+    """Caps for a run, resumed or not; completions beyond them have no score."""
 
     max_calls: Annotated[int, Field(ge=1)] | None = None
     """Requests sent, retries and repairs among them."""
@@ -94,27 +94,27 @@ class BudgetConfig(StrictConfig):
     """In the currency of the prices; failed attempts count as free."""
 
 
-class BreakerConfig(StrictConfig):
-    """What happens while the endpoint is down."""
+class OutageConfig(StrictConfig):
+    """Handling of an endpoint that is down."""
 
     failures: Annotated[int, Field(ge=1)] = 20
-    """So many failed calls in a row, and calls pause."""
+    """Consecutive failed calls after which calls pause."""
     pause: Seconds = 30.0
     """Seconds between probes."""
     give_up: Seconds = 900.0
-    """Seconds without an answer after which the run stops."""
+    """Seconds without a reply after which the run stops."""
 
 
 class CanaryConfig(StrictConfig):
-    """Worthless answers, tried before training."""
+    """Worthless answers that are graded before training, as a test of the judge."""
 
     enabled: bool = True
     examples: Annotated[int, Field(ge=1)] = 4
-    """Questions that every canary is tried on; 17 calls each."""
+    """Questions for which every canary is graded; 17 calls each."""
     threshold: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """A canary that scores more is a false positive."""
     max_false_positive_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Of those the judge marked; above it, training is refused."""
+    """Highest share of false positives among the canaries with a verdict; above it, training is refused."""
 
 
 class JudgeConfig(StrictConfig):
@@ -130,15 +130,15 @@ class JudgeConfig(StrictConfig):
     opponents: Annotated[int, Field(ge=0)] = 0
     """pairwise: 0 is the reference answer; n the next n completions of the group on either side."""
     show: Literal["final_answer", "whole"] = "final_answer"
-    """What the judge sees. Thinking that it sees is rewarded for how it sounds."""
+    """The text that the judge sees. Thinking that it sees is rewarded for how it sounds."""
     output: Literal["json_schema", "json", "tag"] = "json_schema"
     """A schema that the endpoint enforces, JSON as asked for in words, or one <verdict> tag."""
     temperature: Annotated[float, Field(ge=0)] | None = 0.0
-    """null leaves it to the endpoint: some models refuse to be told."""
+    """null sends none: some models refuse any."""
     max_tokens: Annotated[int, Field(ge=16)] = 1024
-    """Of the reply, rationale and verdict (and thinking, where the judge thinks)."""
+    """Limit on the reply: rationale and verdict (and thinking, where the judge thinks)."""
     max_characters: Annotated[int, Field(ge=100)] = 16_000
-    """Of the question, the reference and each answer; longer ones lose their middle, and the judge is told so."""
+    """Limit on the question, the reference and each answer; longer ones lose their middle, with a note to the judge."""
     repair: bool = True
     """Ask once more where a reply has no verdict."""
     concurrency: Annotated[int, Field(ge=1)] = 16
@@ -146,22 +146,22 @@ class JudgeConfig(StrictConfig):
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Prompt and reply together. A call reserves `max_tokens` for its reply, and gives back what it did not use."""
     timeout: Seconds = 60.0
-    """For one attempt."""
+    """Limit for one attempt."""
     deadline: Seconds | None = 1800.0
-    """For everything that one step asks; what has no reply by then is missing."""
+    """Limit for all requests of one step; scores without a reply by then are missing."""
     retries: Annotated[int, Field(ge=0)] = 5
     """On 408, 409, 429, 500, 502, 503, 504, 529, broken connections and timeouts; nothing else is tried again."""
     retry_delay: Seconds = 1.0
     """Longest wait before the first retry; it doubles, up to a minute."""
-    breaker: BreakerConfig = BreakerConfig()
+    breaker: OutageConfig = OutageConfig()
     budget: BudgetConfig = BudgetConfig()
     cache: Path | None = None
-    """A SQLite file for verdicts, shared by runs if you like; None keeps nothing."""
+    """A SQLite file for verdicts, which runs may share; None: no cache."""
     canaries: CanaryConfig = CanaryConfig()
     min_valid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Below this share of verdicts among the last 200 questions (and at least 20) the run stops."""
     shadow: str | None = None
-    """Another part of `rewards` that knows the truth, with weight 0: the gap to it is logged."""
+    """Name of a verifier among `rewards`, with weight 0: the gap to its scores is logged."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> JudgeConfig:

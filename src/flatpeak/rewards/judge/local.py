@@ -1,4 +1,4 @@
-"""A local transformers model as a judge: batched, greedy, on the machine that trains."""
+"""A local transformers model as a judge, decoded greedily in batches on the machine that trains."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flatpeak.utils.huggingface import hub_or_directory
 
 
 class LocalJudge:
-    """Replies of a chat model, decoded greedily in batches of `batch_size`, the longest prompts first.
+    """A chat model as a judge, decoded greedily in batches of `batch_size`, the longest prompts first.
 
-    A prompt that leaves no room for the reply in the model's context has no reply; nothing is cut off silently. Sums in
-    a batch are rounded by its shape, so a reply may differ in rare cases with what it is batched with.
+    A prompt that leaves no room for the reply in the model's context has no reply; nothing is truncated silently. The
+    rounding of sums depends on the shape of a batch, so in rare cases a reply may depend on the others in its batch.
     """
 
     def __init__(
@@ -46,35 +46,36 @@ class LocalJudge:
             raise UserError(f"backend.path={path}: its tokenizer has no chat template: use an instruction-tuned model")
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.to(self._device).eval().requires_grad_(False)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self.batch_size = batch_size
         self.identity = f"{path} ({_fingerprint(path, revision)}, {self._model.dtype})"
 
     @cached_property
     def reserved_tokens(self) -> tuple[str, ...]:
-        """The tokenizer's control tokens."""
+        """The control tokens of the tokenizer."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return tuple({*self._tokenizer.all_special_tokens, *(str(t.content) for t in added.values() if t.special)})
 
     async def ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
-        """One batch at a time, in a thread, so that other judges go on."""
-        async with self._turn:
+        """Replies to all requests, one batch at a time, in a thread so that other judges go on."""
+        async with self._lock:
             return await asyncio.to_thread(self._generate, list(requests))
 
     async def close(self) -> None:
-        """Forget the weights."""
+        """Release the model's weights."""
         self._model = None
 
     def _generate(self, requests: list[JudgeRequest]) -> list[JudgeReply]:
         started = time.perf_counter()
         prompts = [self._encode(request) for request in requests]
         replies: dict[int, JudgeReply] = {}
-        room = getattr(self._model.config, "max_position_embeddings", None)
+        context_length = getattr(self._model.config, "max_position_embeddings", None)
         ready: list[int] = []
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            if room is not None and len(prompt) + request.max_tokens > room:
+            if context_length is not None and len(prompt) + request.max_tokens > context_length:
                 reason = (
-                    f"prompt of {len(prompt)} tokens and a reply of {request.max_tokens} exceed the context of {room}"
+                    f"prompt of {len(prompt)} tokens and a reply of {request.max_tokens} exceed the context of "
+                    f"{context_length}"
                 )
                 replies[index] = JudgeReply(text=None, reason=reason, attempts=0)
             else:
@@ -96,7 +97,7 @@ class LocalJudge:
     def _decode(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         import torch
 
-        longest, pad = max(map(len, prompts)), self._pad
+        longest, pad = max(map(len, prompts)), self._pad_token_id
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self._device)
         with torch.inference_mode():
@@ -113,30 +114,30 @@ class LocalJudge:
         return [list(row) for row in out[:, longest:].tolist()]
 
     @property
-    def _pad(self) -> int:
+    def _pad_token_id(self) -> int:
         pad = self._tokenizer.pad_token_id
-        return int(pad) if pad is not None else min(self._ends, default=0)
+        return int(pad) if pad is not None else min(self._end_token_ids, default=0)
 
     @property
-    def _ends(self) -> set[int]:
+    def _end_token_ids(self) -> set[int]:
         configured = self._model.generation_config.eos_token_id
         listed = configured if isinstance(configured, list) else [configured]
         return {int(token) for token in (*listed, self._tokenizer.eos_token_id) if token is not None}
 
     def _reply(self, tokens: list[int], request: JudgeRequest, prompt_tokens: int, started: float) -> JudgeReply:
-        end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
-        kept = tokens[: request.max_tokens] if end is None else tokens[: min(end, request.max_tokens)]
+        end = next((index for index, token in enumerate(tokens) if token in self._end_token_ids), None)
+        reply_tokens = tokens[: request.max_tokens] if end is None else tokens[: min(end, request.max_tokens)]
         return JudgeReply(
-            text=self._tokenizer.decode(kept, skip_special_tokens=True),
+            text=self._tokenizer.decode(reply_tokens, skip_special_tokens=True),
             cut=end is None or end >= request.max_tokens,
             prompt_tokens=prompt_tokens,
-            completion_tokens=len(kept),
+            completion_tokens=len(reply_tokens),
             latency=time.perf_counter() - started,
         )
 
 
 def _fingerprint(path: str, revision: str | None) -> str:
-    """Of a directory: names, sizes and times of its files, so that other weights do not get its cached replies."""
+    """A hash of a directory's file names, sizes and times, so that other weights do not share cached replies."""
     directory = Path(path)
     if not directory.is_dir():
         return revision or "main"

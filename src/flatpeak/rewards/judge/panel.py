@@ -1,4 +1,4 @@
-"""Requests to verdicts: each different one asked once, read strictly, repaired once, kept, and written down."""
+"""From requests to verdicts: the panel asks a judge and reads its replies, with a cache, transcripts and counts."""
 
 from __future__ import annotations
 
@@ -14,41 +14,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.client import plain
-from flatpeak.rewards.judge.prompt import repair_messages, template_hash
-from flatpeak.rewards.judge.protocol import Judge, JudgeReply, JudgeRequest, NoVerdictError, RealClock
+from flatpeak.rewards.judge.client import encodable
+from flatpeak.rewards.judge.prompt import repair_request, template_hash
+from flatpeak.rewards.judge.protocol import Judge, JudgeReply, JudgeRequest, NoVerdictError, SystemClock
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.judge.rubrics import Form
+    from flatpeak.rewards.judge.rubrics import VerdictFormat
 
 WINDOW: Final = 200
-"""How many of the latest verdicts the valid fraction that may stop a run is taken over."""
+"""Number of the latest verdicts in the valid fraction that may stop a run."""
+_GRACE_SECONDS = 5.0
+"""Added to a deadline before a custom judge is given up: the endpoint's own client ends in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """A score, or the reason for its absence."""
+
+    score: float | None
+    """From 0 to 1; None is missing."""
+    reason: str | None = None
+    """The reason for a missing score, or the rule by which it is 0 without a call."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
-    """Counts since `take` was called last."""
+class VerdictCounts:
+    """Counts of questions, calls and verdicts since the last `take`."""
 
     asked: int = 0
-    """Different questions, those answered from the cache among them."""
+    """Different questions, those answered from the cache included."""
     valid: int = 0
     cached: int = 0
     calls: int = 0
-    """Requests sent, retries and repairs among them."""
+    """Requests sent, retries and repairs included."""
     retries: int = 0
     repairs: int = 0
     cost: float = 0.0
     replies: int = 0
     latency: float = 0.0
-    """Seconds, of all replies together."""
+    """Total seconds of all replies."""
     skipped: int = 0
     """Completions that scored 0 by rule."""
     recent: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Of the latest questions: None for a verdict, else why there was none. It outlives `take`."""
+    """For each of the latest questions None, or the reason why it has no verdict; `take` does not reset it."""
 
     def take(self) -> dict[str, float]:
-        """The figures by name, those without a value left out; the counts begin again."""
-        figures = {
+        """The metrics by name, those without a value left out; resets the counts."""
+        metrics = {
             "calls": float(self.calls),
             "retries": float(self.retries),
             "repairs": float(self.repairs),
@@ -56,20 +68,20 @@ class Tally:
             "skipped": float(self.skipped),
         }
         if self.asked:
-            figures["valid_fraction"] = self.valid / self.asked
-            figures["cache_hit_fraction"] = self.cached / self.asked
+            metrics["valid_fraction"] = self.valid / self.asked
+            metrics["cache_hit_fraction"] = self.cached / self.asked
         if self.replies:
-            figures["latency_seconds"] = self.latency / self.replies
+            metrics["latency_seconds"] = self.latency / self.replies
         self.asked = self.valid = self.cached = self.calls = self.retries = self.repairs = self.skipped = 0
         self.replies = 0
         self.cost = self.latency = 0.0
-        return figures
+        return metrics
 
 
 class Transcripts:
-    """Appends to a file in the run directory, with secrets hidden; nowhere before it is given one.
+    """A JSON Lines file of all calls in the run directory, without secrets; none before `attach`.
 
-    Where the disk is full it says so once in `error`, and grading goes on.
+    After a failed write, `error` says why, and grading goes on without transcripts.
     """
 
     def __init__(self, *, scrub: Callable[[str], str]) -> None:
@@ -83,12 +95,12 @@ class Transcripts:
         self.path, self.error = path, None
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a line."""
+        """Append one row to the file."""
         if self.path is None or self.error is not None:
             return
         line = json.dumps(_scrubbed(row, self._scrub), ensure_ascii=False) + "\n"
         try:
-            # Opened for each line: a file that is moved or removed in the meantime costs nothing.
+            # Opened for each line, so that the file may be moved or removed in the meantime.
             with self.path.open("ab") as file:
                 file.write(line.encode("utf-8", "replace"))
         except OSError as error:
@@ -106,12 +118,11 @@ def _scrubbed(value: Any, scrub: Callable[[str], str]) -> Any:
 class ReplyCache:
     """A SQLite file of replies that held a verdict. Several processes may share one.
 
-    A cache is worth less than a run: where it cannot be read or written any more, it says so once in `error` and is
-    empty from then on.
+    A run does not fail with its cache: after a failed read or write, `error` says why, and the cache stays empty.
     """
 
     def __init__(self, path: Path) -> None:
-        """UserError if the file is something else or cannot be made."""
+        """UserError if the file is no SQLite file or cannot be made."""
         self.path = path
         self.error: str | None = None
         self._lock = threading.Lock()
@@ -127,16 +138,16 @@ class ReplyCache:
             ) from error
 
     def get(self, key: str) -> str | None:
-        """The reply kept under a key."""
+        """The reply stored under a key."""
         row = self._run("SELECT reply FROM replies WHERE key = ?", (key,))
         return str(row[0]) if row else None
 
     def put(self, key: str, reply: str) -> None:
-        """Keep a reply; the first one stays."""
+        """Store a reply, unless the key has one."""
         self._run("INSERT OR IGNORE INTO replies VALUES (?, ?, ?)", (key, reply, time.time()))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the SQLite file."""
         with self._lock:
             self._file.close()
 
@@ -152,93 +163,85 @@ class ReplyCache:
             return None
 
 
-_GRACE_SECONDS = 5.0
+class JudgePanel:
+    """Asks a judge and reads its replies as verdicts.
 
+    Equal requests are asked once, a reply without a verdict is repaired once, and every call is counted and written to
+    the transcripts.
+    """
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """A score, or why there is none."""
-
-    score: float | None
-    """From 0 to 1; None is missing."""
-    reason: str | None = None
-    """Why it is missing, or by which rule it is 0 without a call."""
-
-
-class Examiner:
-    """Puts requests to a judge and reads its replies by a form."""
-
-    def __init__(self, judge: Judge, form: Form, *, cache: ReplyCache | None = None, repair: bool = True) -> None:
+    def __init__(
+        self, judge: Judge, verdict_format: VerdictFormat, *, cache: ReplyCache | None = None, repair: bool = True
+    ) -> None:
         self.judge = judge
-        self.form = form
-        self.tally = Tally()
+        self.verdict_format = verdict_format
+        self.counts = VerdictCounts()
         self.transcripts = Transcripts(scrub=self.scrub)
-        self.template = template_hash(form)
+        self.template = template_hash(verdict_format)
         self._cache = cache
         self._repair = repair
 
     def scrub(self, text: str) -> str:
         """The text without the judge's secrets."""
-        hide: Callable[[str], str] | None = getattr(self.judge, "scrub", None)
-        return text if hide is None else hide(text)
+        scrub: Callable[[str], str] | None = getattr(self.judge, "scrub", None)
+        return text if scrub is None else scrub(text)
 
-    async def examine(self, requests: Sequence[JudgeRequest], *, fresh: bool = False) -> list[Verdict]:
+    async def verdicts(self, requests: Sequence[JudgeRequest], *, fresh: bool = False) -> list[Verdict]:
         """A verdict for each request, in order. Equal requests are asked once; `fresh` ignores what the cache holds.
 
-        A UserError of the judge's ends the whole batch, and what is still being asked is cancelled.
+        A UserError of the judge ends the whole batch, and pending requests are cancelled.
         """
         keys = [request.key(self.judge.identity) for request in requests]
-        found: dict[str, Verdict] = {}
-        waiting: dict[str, JudgeRequest] = {}
+        verdicts: dict[str, Verdict] = {}
+        pending: dict[str, JudgeRequest] = {}
         for key, request in zip(keys, requests, strict=True):
-            if key not in found and key not in waiting:
-                kept = None if fresh else self._kept(key)
-                if kept is None:
-                    waiting[key] = request
+            if key not in verdicts and key not in pending:
+                cached = None if fresh else self._cached_verdict(key)
+                if cached is None:
+                    pending[key] = request
                 else:
-                    found[key] = kept
-        self._count(found.values(), cached=True)
-        size = getattr(self.judge, "batch_size", None) or max(1, len(waiting))
-        entries = list(waiting.items())
+                    verdicts[key] = cached
+        self._count(verdicts.values(), cached=True)
+        size = getattr(self.judge, "batch_size", None) or max(1, len(pending))
+        entries = list(pending.items())
         batches = [entries[start : start + size] for start in range(0, len(entries), size)]
-        for verdicts in await _together([self._examine(batch, fresh=fresh) for batch in batches]):
-            found |= verdicts
-        return [found[key] for key in keys]
+        for judged in await _gather([self._judge_batch(batch, fresh=fresh) for batch in batches]):
+            verdicts |= judged
+        return [verdicts[key] for key in keys]
 
-    async def _examine(self, batch: Sequence[tuple[str, JudgeRequest]], *, fresh: bool) -> dict[str, Verdict]:
+    async def _judge_batch(self, batch: Sequence[tuple[str, JudgeRequest]], *, fresh: bool) -> dict[str, Verdict]:
         requests = dict(batch)
         replies = await self._ask(list(requests.values()))
         first = {key: self._read(reply) for key, reply in zip(requests, replies, strict=True)}
         verdicts = {key: verdict for key, (verdict, _) in first.items()}
         self._record(requests, replies, verdicts, fresh=fresh, repair=False)
-        broken = {key: why for key, (_, why) in first.items() if why is not None} if self._repair else {}
-        if broken:
-            texts = dict(zip(requests, replies, strict=True))
+        unreadable = {key: why for key, (_, why) in first.items() if why is not None} if self._repair else {}
+        if unreadable:
+            reply_of = dict(zip(requests, replies, strict=True))
             again = {
-                key: replace(
-                    requests[key],
-                    messages=repair_messages(requests[key], texts[key].text or "", why=why, form=self.form),
+                key: repair_request(
+                    requests[key], reply_of[key].text or "", why=why, verdict_format=self.verdict_format
                 )
-                for key, why in broken.items()
+                for key, why in unreadable.items()
             }
             repaired = await self._ask(list(again.values()))
             second = {key: self._read(reply)[0] for key, reply in zip(again, repaired, strict=True)}
-            self.tally.repairs += len(again)
+            self.counts.repairs += len(again)
             self._record(again, repaired, second, fresh=fresh, repair=True)
             verdicts |= second
         self._count(verdicts.values(), cached=False)
         return verdicts
 
     async def _ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
-        """The judge's replies. Whatever is wrong with a judge that a user wrote is a missing reply."""
+        """The judge's replies; any exception but UserError, such as one in a user's judge, makes them missing."""
         deadlines = [request.deadline for request in requests if request.deadline is not None]
-        left = min(deadlines) - RealClock().now() + _GRACE_SECONDS if deadlines else None
+        left = min(deadlines) - SystemClock().now() + _GRACE_SECONDS if deadlines else None
         try:
             async with asyncio.timeout(left):
                 replies = list(await self.judge.ask(requests))
             if len(replies) != len(requests):
                 raise ValueError(f"the judge returned {len(replies)} replies for {len(requests)} requests")
-            replies = [_checked(reply) for reply in replies]
+            replies = [_validated(reply) for reply in replies]
         except UserError:
             raise
         except Exception as error:
@@ -248,17 +251,17 @@ class Examiner:
         return replies
 
     def _read(self, reply: JudgeReply) -> tuple[Verdict, str | None]:
-        """The verdict, and where the judge did answer but not as asked, what was wrong with it."""
+        """(verdict, what is wrong with a reply that holds none); None for a good reply, and where there is no reply."""
         if reply.text is None:
             return Verdict(score=None, reason=reply.reason or "no reply"), None
         try:
             if reply.cut:
                 raise NoVerdictError("it was cut off at the token limit")
-            return Verdict(score=self.form.read(reply.text)), None
+            return Verdict(score=self.verdict_format.parse(reply.text)), None
         except NoVerdictError as error:
             return Verdict(score=None, reason=f"no verdict: {reply.reason or error}"), str(error)
 
-    def _kept(self, key: str) -> Verdict | None:
+    def _cached_verdict(self, key: str) -> Verdict | None:
         text = None if self._cache is None else self._cache.get(key)
         if text is None:
             return None
@@ -268,10 +271,10 @@ class Examiner:
     def _count(self, verdicts: Any, *, cached: bool) -> None:
         for verdict in verdicts:
             valid = verdict.score is not None
-            self.tally.asked += 1
-            self.tally.valid += valid
-            self.tally.cached += cached
-            self.tally.recent.append(None if valid else verdict.reason or "no reply")
+            self.counts.asked += 1
+            self.counts.valid += valid
+            self.counts.cached += cached
+            self.counts.recent.append(None if valid else verdict.reason or "no reply")
 
     def _record(
         self,
@@ -284,14 +287,14 @@ class Examiner:
     ) -> None:
         for (key, request), reply in zip(requests.items(), replies, strict=True):
             verdict = verdicts[key]
-            self.tally.calls += reply.attempts
-            self.tally.retries += max(0, reply.attempts - 1)
-            self.tally.cost += reply.cost
+            self.counts.calls += reply.attempts
+            self.counts.retries += max(0, reply.attempts - 1)
+            self.counts.cost += reply.cost
             if reply.text is not None:
-                self.tally.replies += 1
-                self.tally.latency += reply.latency
+                self.counts.replies += 1
+                self.counts.latency += reply.latency
             if self._cache is not None and verdict.score is not None and not fresh:
-                # Under the key of the question, not of its repair: that is what is asked again.
+                # Under the key of the question, not of its repair: the question is what a later step asks again.
                 self._cache.put(key, self.scrub(reply.text or ""))
             self.transcripts.write(
                 {
@@ -313,15 +316,15 @@ class Examiner:
             )
 
 
-def _checked(reply: Any) -> JudgeReply:
-    """A reply whose text can be read and written down; TypeError where it is something else."""
+def _validated(reply: Any) -> JudgeReply:
+    """The reply with text that can be written to a file; TypeError for anything but a JudgeReply."""
     if not isinstance(reply, JudgeReply) or not isinstance(reply.text, str | None):
         raise TypeError(f"the judge returned {type(reply).__name__} where a JudgeReply with a text belongs")
-    return reply if reply.text is None else replace(reply, text=plain(reply.text))
+    return reply if reply.text is None else replace(reply, text=encodable(reply.text))
 
 
-async def _together(coroutines: Sequence[Any]) -> list[Any]:
-    """All results; where one raises, the others are cancelled before the error goes on."""
+async def _gather(coroutines: Sequence[Any]) -> list[Any]:
+    """All results; where one raises, the others are cancelled before the error is passed on."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

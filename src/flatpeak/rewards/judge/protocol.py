@@ -1,4 +1,4 @@
-"""What a judge is: anything that answers requests, each with a text or with why there is none."""
+"""The interface of a judge: requests and replies, errors, and the reading of the verdict's fields in a reply."""
 
 from __future__ import annotations
 
@@ -16,111 +16,6 @@ from flatpeak.errors import RunError, StoppedError
 from flatpeak.types import Message
 from flatpeak.utils.answers import after_thinking
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeRequest:
-    """One question to a judge."""
-
-    messages: tuple[Message, ...]
-    """Chat messages with `role` and `content`."""
-    max_tokens: int
-    """The reply is cut after so many tokens; it holds the rationale and the verdict."""
-    temperature: float | None = 0.0
-    """None leaves it to the endpoint."""
-    schema: Mapping[str, Any] | None = None
-    """The JSON schema of the reply, for backends that can enforce one."""
-    deadline: float | None = None
-    """`time.monotonic()` seconds after which nobody waits for the reply."""
-
-    def key(self, identity: str) -> str:
-        """A hash, 64 hexadecimal digits, of all that decides the reply of the judge of that identity."""
-        content = {
-            "judge": identity,
-            "messages": [dict(message) for message in self.messages],
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "schema": self.schema,
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeReply:
-    """A reply, or why there is none."""
-
-    text: str | None
-    """None where the judge did not answer; empty where it answered nothing that can be read."""
-    reason: str | None = None
-    """Why there is no text."""
-    cut: bool = False
-    """Whether the text ends because `max_tokens` was reached."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float = 0.0
-    """In the currency of the configured prices; 0 without prices."""
-    latency: float = 0.0
-    """Seconds of the last attempt, from sending to having the whole reply."""
-    attempts: int = 1
-    """Requests that were sent."""
-    errors: tuple[str, ...] = ()
-    """What went wrong at each attempt that failed."""
-
-
-class Judge(Protocol):
-    """A backend. It may also have
-
-    - `batch_size`: how many requests it wants at a time (1: each alone, as many side by side as there are),
-    - `reserved_tokens`: texts that it would read as control tokens and that no candidate may contain,
-    - `async close()`, `scrub(text)` (hides its secrets), and `take_notices() -> list[str]`,
-    - `spent() -> (calls, cost)` and `add_spent(calls, cost)`: what counts against a budget, kept with the run.
-    """
-
-    @property
-    def identity(self) -> str:
-        """Names the judge in cache keys: equal identities give equal replies to equal requests."""
-        ...
-
-    async def ask(self, requests: Sequence[JudgeRequest]) -> Sequence[JudgeReply]:
-        """One reply for each request, in order. A UserError stops the run; anything else raised is no reply."""
-        ...
-
-
-class JudgeDownError(RunError):
-    """The endpoint has not answered for so long that waiting on is pointless. The last checkpoint stays valid."""
-
-
-class JudgeInterruptedError(StoppedError):
-    """A signal asked the run to stop while a judge was being waited for; nothing of the batch was scored."""
-
-
-class JudgeError(Exception):
-    """Why a completion has no score; as text, one line without secrets."""
-
-
-class Clock(Protocol):
-    """Time, so that tests need not wait."""
-
-    def now(self) -> float:
-        """Seconds that only grow."""
-        ...
-
-    async def sleep(self, seconds: float) -> None:
-        """Return that much later."""
-        ...
-
-
-class RealClock:
-    """The machine's time."""
-
-    def now(self) -> float:
-        """`time.monotonic()`."""
-        return time.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        """`asyncio.sleep`."""
-        await asyncio.sleep(seconds)
-
-
 Output = Literal["json_schema", "json", "tag"]
 
 _MAX_CHARACTERS: Final = 20_000
@@ -133,17 +28,122 @@ _BLANKS: Final = re.compile(r"\s+")
 _NUMBER: Final = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,12})?")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeRequest:
+    """One question to a judge."""
+
+    messages: tuple[Message, ...]
+    """Chat messages with `role` and `content`."""
+    max_tokens: int
+    """Limit on the reply's tokens, rationale and verdict together."""
+    temperature: float | None = 0.0
+    """None leaves it to the endpoint."""
+    schema: Mapping[str, Any] | None = None
+    """The JSON schema of the reply, for backends that can enforce one."""
+    deadline: float | None = None
+    """`time.monotonic()` seconds after which the reply is of no use."""
+
+    def key(self, identity: str) -> str:
+        """A hash, 64 hexadecimal digits, of everything that decides the reply of the judge of that identity."""
+        content = {
+            "judge": identity,
+            "messages": [dict(message) for message in self.messages],
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "schema": self.schema,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeReply:
+    """A judge's reply, or the reason for its absence."""
+
+    text: str | None
+    """None where the judge did not reply; empty where its reply cannot be read."""
+    reason: str | None = None
+    """The reason for the absence of a text."""
+    cut: bool = False
+    """Whether the text ends because `max_tokens` was reached."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    """In the currency of the configured prices; 0 without prices."""
+    latency: float = 0.0
+    """Seconds of the last attempt, from sending to the end of the reply."""
+    attempts: int = 1
+    """Number of requests sent."""
+    errors: tuple[str, ...] = ()
+    """The error of each attempt that failed."""
+
+
+class Judge(Protocol):
+    """The backend of a judge. It may also have
+
+    - `batch_size`: how many requests it wants at a time (1: each alone, as many side by side as there are),
+    - `reserved_tokens`: texts that its tokenizer reads as control tokens, which no candidate may contain,
+    - `async close()`, `scrub(text)` (hides its secrets), and `take_notices() -> list[str]`,
+    - `spent() -> (calls, cost)` and `add_spent(calls, cost)`: the part of a budget that is spent, logged with the run.
+    """
+
+    @property
+    def identity(self) -> str:
+        """The judge's name in cache keys: equal identities give equal replies to equal requests."""
+        ...
+
+    async def ask(self, requests: Sequence[JudgeRequest]) -> Sequence[JudgeReply]:
+        """One reply for each request, in order. A UserError stops the run; any other exception is a missing reply."""
+        ...
+
+
+class JudgeDownError(RunError):
+    """The endpoint has not replied for too long to go on waiting. The last checkpoint stays valid."""
+
+
+class JudgeInterruptedError(StoppedError):
+    """A signal to stop arrived while the run waited for a judge; nothing of the batch is scored."""
+
+
+class JudgeError(Exception):
+    """The reason for a missing score, in one line without secrets."""
+
+
+class Clock(Protocol):
+    """A source of time that tests can replace."""
+
+    def now(self) -> float:
+        """Monotonic time in seconds."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after so many seconds."""
+        ...
+
+
+class SystemClock:
+    """The clock of the machine."""
+
+    def now(self) -> float:
+        """Monotonic time in seconds."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after so many seconds."""
+        await asyncio.sleep(seconds)
+
+
 class NoVerdictError(Exception):
-    """The reply cannot be read as a verdict; as text, why, in words that the judge itself can be told."""
+    """A reply that cannot be read as a verdict; its text says why, in words for the judge's repair request."""
 
 
-def read_fields(text: str, output: Output) -> dict[str, Any]:
-    """The fields of the verdict in a reply. All that the judge thinks before it answers is left out first.
+def parse_fields(text: str, output: Output) -> dict[str, Any]:
+    """The fields of the verdict in a reply, without the judge's thinking.
 
     JSON: the one object at the top level of the reply, with nothing but a closing fence after it. Tag: the one
     `<verdict>name=value; name=value</verdict>`, with nothing but a period or marks of emphasis after it; without a name
-    before its value the only field is called "". Where a judge quotes what an answer says its verdict is, nothing tells
-    the two apart: a reply with two that differ, or with a broken one before the last, is none.
+    before its value the only field is called "". A judge may
+    quote a verdict from the answer it grades, indistinguishable from its own: a reply with two that differ, or with
+    a malformed one before the last, holds no verdict.
     """
     reply = after_thinking(text).strip()
     if not reply:
@@ -151,8 +151,8 @@ def read_fields(text: str, output: Output) -> dict[str, Any]:
     return _read_json(reply) if output != "tag" else _read_tag(reply)
 
 
-def number(fields: Mapping[str, Any], name: str) -> float:
-    """A field that has to be a finite number; true, "7" and NaN are none."""
+def number_field(fields: Mapping[str, Any], name: str) -> float:
+    """A field that has to be a finite number; true, "7" and NaN are refused."""
     if name not in fields:
         raise NoVerdictError(f"{name} was missing")
     value = fields[name]
@@ -170,38 +170,38 @@ def number(fields: Mapping[str, Any], name: str) -> float:
 def _read_json(reply: str) -> dict[str, Any]:
     # The end of a long reply decides, and a reply of any length is cheap to read.
     reply = reply[-_MAX_CHARACTERS:].removesuffix("```").rstrip()
-    decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+    decoder = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_reject_constant)
     earlier: list[dict[str, Any]] = []
     begin = _OBJECT.search(reply)
     for _ in range(_MAX_BRACES):
         if begin is None:
             break
         try:
-            found, end = decoder.raw_decode(reply, begin.start())
+            content, end = decoder.raw_decode(reply, begin.start())
         except (ValueError, RecursionError):
             break
         if end == len(reply):
-            if any(_differ(found, other) for other in earlier):
+            if any(_conflict(content, other) for other in earlier):
                 raise NoVerdictError("it held several JSON objects that differ")
-            return found  # type: ignore[no-any-return]
-        earlier.append(found)
+            return content  # type: ignore[no-any-return]
+        earlier.append(content)
         begin = _OBJECT.search(reply, end)
     raise NoVerdictError("it did not end with one valid JSON object")
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two objects say different things under a name that both have; a rationale is no verdict."""
+def _conflict(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two objects differ in a field that both have, rationales aside."""
     return any(one[name] != other[name] for name in one.keys() & other.keys() - {"rationale"})
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a key occurs twice")
     return fields
 
 
-def _refuse(constant: str) -> float:
+def _reject_constant(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -218,10 +218,10 @@ def _read_tag(reply: str) -> dict[str, Any]:
     if _NUMBER.fullmatch(content):
         return {"": float(content)}
     fields: dict[str, Any] = {}
-    for piece in re.split(r"[;,\n]", content):
-        if not piece.strip():
+    for assignment in re.split(r"[;,\n]", content):
+        if not assignment.strip():
             continue
-        field = _FIELD.fullmatch(piece)
+        field = _FIELD.fullmatch(assignment)
         if field is None or field[1].lower() in fields:
             raise NoVerdictError("its <verdict> did not hold name=value once for each name")
         value = field[2]

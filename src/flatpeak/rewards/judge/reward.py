@@ -1,4 +1,4 @@
-"""A judge as a part of the reward."""
+"""A judge as a reward: its checks before and during a run, its scores, metrics and notices, and the log of its cost."""
 
 from __future__ import annotations
 
@@ -12,54 +12,26 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import PartScores
-from flatpeak.rewards.judge.canaries import CanaryReport, check_alive, run_canaries
+from flatpeak.rewards.judge.canaries import CanaryReport, check_judge, run_canaries
 from flatpeak.rewards.judge.limits import BackgroundLoop
-from flatpeak.rewards.judge.prompt import Show, shown_text
+from flatpeak.rewards.judge.prompt import Show, visible_text
 from flatpeak.rewards.judge.protocol import JudgeError
-from flatpeak.rewards.judge.scoring import Candidate, Grader
+from flatpeak.rewards.judge.scoring import Candidate, JudgeScorer
 
 if TYPE_CHECKING:
     from flatpeak.rewards.judge.panel import ReplyCache, Verdict
     from flatpeak.types import Completion, Example, Group, Prompt
 
 
-class Ledger:
-    """A small file of two figures, replaced whole at every change.
-
-    A file that cannot be written costs no scores: the transcripts, on the same disk, tell the user.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> tuple[int, float]:
-        """(calls, cost) so far; zeros where there is no such file, or it is damaged."""
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            calls, cost = int(content["calls"]), float(content["cost"])
-        except (OSError, ValueError, TypeError, KeyError, OverflowError):
-            return 0, 0.0
-        return (calls, cost) if calls >= 0 and cost >= 0 and math.isfinite(cost) else (0, 0.0)
-
-    def write(self, calls: int, cost: float) -> None:
-        """Keep these figures."""
-        new = self._path.with_suffix(".new")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps({"calls": calls, "cost": cost}) + "\n", encoding="utf-8")
-            new.replace(self._path)
-        except OSError:
-            return
-
-
 TRANSCRIPTS: Final = "judge"
-"""The folder of a run directory that transcripts go to."""
+"""The folder of transcripts in a run directory."""
 _FEWEST_VERDICTS: Final = 20
+"""Verdicts that a judge needs before `min_valid_fraction` is applied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Safety:
-    """When a judge is not good enough to train on."""
+    """Thresholds that a judge has to pass before and while a policy is trained on it."""
 
     canaries: bool = True
     canary_examples: int = 4
@@ -69,11 +41,11 @@ class Safety:
 
 
 class JudgeReward:
-    """A Scorer that asks a judge. Before its first score it checks the judge, unless `prepare` was called already."""
+    """A reward that asks a judge. The first `score` checks the judge, unless `prepare` was called before."""
 
     def __init__(
         self,
-        grader: Grader,
+        scorer: JudgeScorer,
         *,
         name: str = "judge",
         show: Show = "final_answer",
@@ -83,56 +55,56 @@ class JudgeReward:
     ) -> None:
         self.name = name
         self.shadow = shadow
-        """The part that knows the truth, for `shadow_metrics`."""
+        """The name of the verifier that `shadow_metrics` compares with."""
         self._show = show
         self._safety = safety or Safety()
         self._cache = cache
         self._loop = BackgroundLoop()
-        self._grader = grader
+        self._scorer = scorer
         self._examples: tuple[Candidate, ...] | None = None
         self._canary_rate: float | None = None
         self._stopping: Callable[[], bool] = lambda: False
-        self._ledger: Ledger | None = None
+        self._cost_log: CostLog | None = None
         self._notices: list[str] = []
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
 
     @property
     def template_hash(self) -> str:
         """12 hexadecimal digits that change with any word of the prompt or the rubric; every transcript has them."""
-        return self._grader.examiner.template
+        return self._scorer.panel.template
 
     def attach(self, directory: Path, *, stopping: Callable[[], bool] | None = None) -> None:
-        """Write transcripts into a run's directory; give up waiting, with JudgeInterruptedError, when `stopping()`.
+        """Write transcripts into a run's directory; once `stopping()` is true, JudgeInterruptedError ends a wait.
 
-        What the run has spent is kept there too: a run that is resumed goes on with what is left of its budget.
+        The calls and cost of the run are logged there too, so that a resumed run counts them against its budget.
         """
-        self._grader.examiner.transcripts.attach(directory / TRANSCRIPTS / f"{self.name}.jsonl")
+        self._scorer.panel.transcripts.attach(directory / TRANSCRIPTS / f"{self.name}.jsonl")
         self._stopping = stopping or self._stopping
-        if (judge := self._grader.examiner.judge) and hasattr(judge, "spent") and hasattr(judge, "add_spent"):
-            self._ledger = Ledger(directory / TRANSCRIPTS / f"{self.name}.spent.json")
-            judge.add_spent(*self._ledger.read())
+        if (judge := self._scorer.panel.judge) and hasattr(judge, "spent") and hasattr(judge, "add_spent"):
+            self._cost_log = CostLog(directory / TRANSCRIPTS / f"{self.name}.spent.json")
+            judge.add_spent(*self._cost_log.read())
 
     def prepare(self, examples: Sequence[Example]) -> CanaryReport | None:
-        """One live call, a right answer against a wrong one, then the canaries; UserError if the judge fails any.
+        """Check that the judge prefers a right answer to a wrong one, then run the canaries; UserError if it fails.
 
-        None where canaries are switched off; the live call is made all the same.
+        None where canaries are switched off; the first check is made all the same.
         """
         candidates = [Candidate(question=e.question, reference=e.gold, text="") for e in examples]
         self._examples = tuple(candidates[: max(2, self._safety.canary_examples)])
-        self._run(check_alive(self._grader, self._examples))
+        self._run(check_judge(self._scorer, self._examples))
         return self.run_canaries()
 
     def run_canaries(self) -> CanaryReport | None:
-        """Try the canaries on the examples that `prepare` had. UserError if too many score above the threshold.
+        """Grade the canaries of the examples that `prepare` was given. UserError if too many are above the threshold.
 
         None where they are switched off.
         """
         if not self._safety.canaries:
             return None
         if self._examples is None:
-            raise ValueError("prepare comes first: it brings the examples")
+            raise ValueError("call prepare first: it has the examples")
         chosen = self._examples[: self._safety.canary_examples]
-        report: CanaryReport = self._run(run_canaries(self._grader, chosen, threshold=self._safety.threshold))
+        report: CanaryReport = self._run(run_canaries(self._scorer, chosen, threshold=self._safety.threshold))
         self._canary_rate = report.false_positive_rate
         if report.false_positive_rate > self._safety.max_false_positive_rate:
             names = ", ".join(dict.fromkeys(report.fooled_by))
@@ -142,56 +114,56 @@ class JudgeReward:
                 f"rewards.{self.name}.canaries.max_false_positive_rate"
             )
         if report.missing:
-            self._tell(f"reward {self.name!r}: the judge gave no verdict on {report.missing} canaries")
+            self._notify(f"reward {self.name!r}: the judge gave no verdict on {report.missing} canaries")
         return report
 
     def score(self, groups: Sequence[Group]) -> PartScores:
-        """A score for every completion; missing where the judge gave no verdict. UserError if it hardly ever does."""
+        """A score for every completion; missing without a verdict. UserError below `min_valid_fraction`."""
         if self._examples is None and groups:
             self.prepare([group.prompt.example for group in groups])
         verdicts = self.verdicts(groups)
-        self._watch()
+        self._check_valid_fraction()
         missing = [verdict for group in verdicts for verdict in group if verdict.score is None]
         return PartScores(
             scores=[[verdict.score for verdict in group] for group in verdicts],
             failed=len(missing),
-            first_error=JudgeError(_why(missing[0])) if missing else None,
-            tolerated=True,  # min_valid_fraction says when it is too much
+            first_error=JudgeError(_missing_reason(missing[0])) if missing else None,
+            tolerated=True,  # min_valid_fraction is their limit
         )
 
     def verdicts(self, groups: Sequence[Group], *, fresh: bool = False) -> list[list[Verdict]]:
-        """What the judge says of every completion, without a look at how good it is; `fresh` does not use the cache."""
+        """The verdict on every completion, without checks of the judge; `fresh` ignores the cache."""
         candidates = [self._candidates(group) for group in groups]
-        found: list[list[Verdict]] = self._run(self._grader.grade(candidates, fresh=fresh))
-        return found
+        verdicts: list[list[Verdict]] = self._run(self._scorer.score(candidates, fresh=fresh))
+        return verdicts
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """What the judge is shown; None if that is nothing."""
-        return shown_text(completion, prompt, show=self._show) or None
+        """The text that the judge sees; None if it is empty."""
+        return visible_text(completion, prompt, show=self._show) or None
 
     def metrics(self) -> dict[str, float]:
-        """`judge/...` (`judge/NAME/...` for a part of another name) since the last time; names in docs/judges.md."""
-        figures = self._grader.examiner.tally.take()
+        """`judge/...` (`judge/NAME/...` for a part of another name) since the last call; defined in docs/judges.md."""
+        metrics = self._scorer.panel.counts.take()
         if self._canary_rate is not None:
-            figures["canary_false_positive_rate"] = self._canary_rate
+            metrics["canary_false_positive_rate"] = self._canary_rate
         prefix = "judge" if self.name == "judge" else f"judge/{self.name}"
-        return {f"{prefix}/{name}": value for name, value in figures.items()}
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def notices(self) -> list[str]:
-        """What the user should know, each once; taking them empties the list."""
-        judge = self._grader.examiner.judge
+        """Messages for the user since the last call, each only once."""
+        judge = self._scorer.panel.judge
         for text in getattr(judge, "take_notices", list)():
-            self._tell(f"reward {self.name!r}: {text}")
+            self._notify(f"reward {self.name!r}: {text}")
         if self._cache is not None and self._cache.error is not None:
-            self._tell(f"reward {self.name!r}: the cache is not used any more: {self._cache.error}")
-        if (error := self._grader.examiner.transcripts.error) is not None:
-            self._tell(f"reward {self.name!r}: transcripts are not written any more: {error}")
+            self._notify(f"reward {self.name!r}: the cache is not used any more: {self._cache.error}")
+        if (error := self._scorer.panel.transcripts.error) is not None:
+            self._notify(f"reward {self.name!r}: transcripts are not written any more: {error}")
         notices, self._notices = self._notices, []
         return notices
 
     def close(self) -> None:
-        """Cancel what is being asked, and close connections, cache and thread."""
-        closing = getattr(self._grader.examiner.judge, "close", None)
+        """Cancel pending requests, and close connections, cache and thread."""
+        closing = getattr(self._scorer.panel.judge, "close", None)
         try:
             if closing is not None:
                 self._loop.run(closing())
@@ -204,8 +176,8 @@ class JudgeReward:
         try:
             return self._loop.run(coroutine, stopping=self._stopping)
         finally:
-            if self._ledger is not None:
-                self._ledger.write(*cast("Any", self._grader.examiner.judge).spent())
+            if self._cost_log is not None:
+                self._cost_log.write(*cast("Any", self._scorer.panel.judge).spent())
 
     def _candidates(self, group: Group) -> list[Candidate]:
         example = group.prompt.example
@@ -213,27 +185,56 @@ class JudgeReward:
             Candidate(
                 question=example.question,
                 reference=example.gold,
-                text=shown_text(completion, group.prompt, show=self._show),
+                text=visible_text(completion, group.prompt, show=self._show),
             )
             for completion in group.completions
         ]
 
-    def _watch(self) -> None:
-        recent = self._grader.examiner.tally.recent
+    def _check_valid_fraction(self) -> None:
+        recent = self._scorer.panel.counts.recent
         reasons = [reason for reason in recent if reason is not None]
         valid = len(recent) - len(reasons)
         if len(recent) >= _FEWEST_VERDICTS and valid < self._safety.min_valid_fraction * len(recent):
             reason, _ = Counter(reasons).most_common(1)[0]
             raise UserError(
                 f"reward {self.name!r}: only {valid} of the last {len(recent)} questions have a verdict (most "
-                f"often: {reason}); mend the judge, or lower rewards.{self.name}.min_valid_fraction"
+                f"often: {reason}); repair the judge, or lower rewards.{self.name}.min_valid_fraction"
             )
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _notify(self, text: str) -> None:
+        if text not in self._notified:
+            self._notified.add(text)
             self._notices.append(text)
 
 
-def _why(verdict: Verdict) -> str:
+def _missing_reason(verdict: Verdict) -> str:
     return f"the judge gave no score: {verdict.reason}"
+
+
+class CostLog:
+    """The calls and cost of a run in a small JSON file, replaced whole at every write.
+
+    A failed write costs no scores and gives no notice: that of the transcripts, on the same disk, is enough.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> tuple[int, float]:
+        """(calls, cost) of the run until now; zeros where the file is absent or damaged."""
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            calls, cost = int(content["calls"]), float(content["cost"])
+        except (OSError, ValueError, TypeError, KeyError, OverflowError):
+            return 0, 0.0
+        return (calls, cost) if calls >= 0 and cost >= 0 and math.isfinite(cost) else (0, 0.0)
+
+    def write(self, calls: int, cost: float) -> None:
+        """Replace the file's calls and cost."""
+        new = self._path.with_suffix(".new")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps({"calls": calls, "cost": cost}) + "\n", encoding="utf-8")
+            new.replace(self._path)
+        except OSError:
+            return

@@ -1,4 +1,4 @@
-"""Rubrics: weighted criteria that a judge marks one by one, made into one score between 0 and 1."""
+"""Rubrics, weighted criteria that a judge marks, and the formats in which verdicts by them are asked for and read."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from typing import Annotated, Any, Final, Protocol
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.protocol import NoVerdictError, Output, number, read_fields
+from flatpeak.rewards.judge.protocol import NoVerdictError, Output, number_field, parse_fields
 from flatpeak.utils.schema import StrictConfig
 
 _BUILT_IN: Final = Path(__file__).parents[1] / "rubrics"
 _WORD: Final = r"^[a-z][a-z0-9_]*$"
 _RESERVED: Final = frozenset({"rationale", "better"})
+_PAIRWISE_SCORES: Final = {"a": 1.0, "tie": 0.5, "b": 0.0}
 
 
 class Criterion(StrictConfig):
-    """One thing a judge marks, either with one of `levels` or with any number in `range`."""
+    """A criterion of a rubric, marked either with one of `levels` or with any number in `range`."""
 
     question: str
-    """What the judge is asked; say what the best and the worst mark mean."""
+    """The question to the judge; say what the best and the worst mark mean."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     levels: tuple[float, ...] | None = None
-    """Ascending."""
+    """All possible marks, in ascending order."""
     range: tuple[float, float] | None = None
     """Lowest and highest mark."""
 
@@ -43,12 +44,12 @@ class Criterion(StrictConfig):
 
     @property
     def low(self) -> float:
-        """The lowest mark."""
+        """The lowest possible mark."""
         return (self.levels or self.range or (0.0,))[0]
 
     @property
     def high(self) -> float:
-        """The highest mark."""
+        """The highest possible mark."""
         return (self.levels or self.range or (1.0,))[-1]
 
     def allows(self, mark: float) -> bool:
@@ -61,7 +62,7 @@ class Criterion(StrictConfig):
 
     @property
     def scale(self) -> str:
-        """The marks, in words."""
+        """The possible marks, in words."""
         if self.levels is not None:
             return "one of " + ", ".join(f"{mark:g}" for mark in self.levels)
         return f"a number from {self.low:g} to {self.high:g}"
@@ -79,16 +80,16 @@ class Rubric(StrictConfig):
 
     name: str
     criteria: Annotated[dict[Annotated[str, Field(pattern=_WORD)], Criterion], Field(min_length=1)]
-    """By name: lower-case letters, digits and underscores."""
+    """The criteria by name: lower-case letters, digits and underscores."""
     gate: Gate | None = None
     guidance: str = ""
-    """What else the judge should know, in a sentence or two."""
+    """Further instructions to the judge, in a sentence or two."""
 
     @field_validator("criteria")
     @classmethod
     def _free_names(cls, criteria: dict[str, Criterion]) -> dict[str, Criterion]:
-        if taken := sorted(_RESERVED & criteria.keys()):
-            raise ValueError(f"a criterion cannot be called {taken[0]!r}: the reply uses that name")
+        if reserved := sorted(_RESERVED & criteria.keys()):
+            raise ValueError(f"a criterion cannot be called {reserved[0]!r}: the reply uses that name")
         return criteria
 
     @model_validator(mode="after")
@@ -112,7 +113,7 @@ def built_in_rubrics() -> list[str]:
 
 
 def load_rubric(reference: str) -> Rubric:
-    """A built-in rubric by its name, or a YAML file of yours (a name that ends in .yaml or .yml)."""
+    """A built-in rubric by its name, or a YAML file of your own (a name that ends in .yaml or .yml)."""
     import yaml
 
     is_file = reference.endswith((".yaml", ".yml"))
@@ -129,19 +130,16 @@ def load_rubric(reference: str) -> Rubric:
         return Rubric.model_validate(content)
     except ValidationError as error:
         problem = error.errors()[0]
-        place = ".".join(str(step) for step in problem["loc"])
-        raise UserError(f"rubric {reference}: {place + ': ' if place else ''}{problem['msg']}") from error
+        location = ".".join(str(key) for key in problem["loc"])
+        raise UserError(f"rubric {reference}: {location + ': ' if location else ''}{problem['msg']}") from error
 
 
-_BETTER = {"a": 1.0, "tie": 0.5, "b": 0.0}
-
-
-class Form(Protocol):
-    """How a verdict is asked for and read."""
+class VerdictFormat(Protocol):
+    """The format of a verdict: the instructions for it, and the reading of a reply."""
 
     @property
     def instructions(self) -> str:
-        """What to mark and in which form to reply."""
+        """Instructions on the marks and on the form of the reply."""
         ...
 
     @property
@@ -150,31 +148,31 @@ class Form(Protocol):
         ...
 
     @property
-    def best(self) -> str:
-        """The reply that gives the most: what an attacker would write."""
+    def best_reply(self) -> str:
+        """The reply with the highest score, as an attacker would write it."""
         ...
 
-    def read(self, text: str) -> float:
-        """The score in a reply, from 0 to 1; NoVerdictError where there is none."""
+    def parse(self, text: str) -> float:
+        """The score in a reply, from 0 to 1; NoVerdictError without one."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class RubricForm:
-    """A mark for every criterion."""
+class RubricFormat:
+    """A verdict with one mark for every criterion."""
 
     rubric: Rubric
     output: Output
 
     @property
     def instructions(self) -> str:
-        """The criteria with their scales, then the form."""
+        """The criteria with their scales, then the form of the reply."""
         criteria = [f"- {name} ({c.scale}): {c.question.strip()}" for name, c in self.rubric.criteria.items()]
         guidance = [self.rubric.guidance.strip()] if self.rubric.guidance.strip() else []
-        return "\n".join(["Mark each of these:", *criteria, *guidance, self._form])
+        return "\n".join(["Mark each of these:", *criteria, *guidance, self._reply_form])
 
     @property
-    def _form(self) -> str:
+    def _reply_form(self) -> str:
         names = list(self.rubric.criteria)
         if self.output == "tag":
             marks = "; ".join(f"{name}=mark" for name in names)
@@ -184,7 +182,7 @@ class RubricForm:
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """The rationale comes first, so that the marks follow from it."""
+        """The JSON schema, with the rationale first so that the marks follow from it."""
         if self.output != "json_schema":
             return None
         marks: dict[str, Any] = {}
@@ -194,20 +192,20 @@ class RubricForm:
                 marks[name]["enum"] = list(criterion.levels)
             else:
                 marks[name] |= {"minimum": criterion.low, "maximum": criterion.high}
-        return _object({"rationale": {"type": "string"}, **marks})
+        return _object_schema({"rationale": {"type": "string"}, **marks})
 
     @property
-    def best(self) -> str:
-        """The highest mark everywhere."""
+    def best_reply(self) -> str:
+        """The reply with the highest marks."""
         marks = {name: criterion.high for name, criterion in self.rubric.criteria.items()}
-        return _reply(self.output, marks, "The answer agrees with the reference in every respect.")
+        return _reply_text(self.output, marks, "The answer agrees with the reference in every respect.")
 
-    def read(self, text: str) -> float:
-        """The rubric's score of marks that are all there and all allowed. None is moved into its range."""
-        fields = read_fields(text, self.output)
+    def parse(self, text: str) -> float:
+        """The rubric's score; every mark has to be present and allowed, none is clipped into its range."""
+        fields = parse_fields(text, self.output)
         if self.output == "tag" and set(fields) == {""} and len(self.rubric.criteria) == 1:
             fields = {next(iter(self.rubric.criteria)): fields[""]}
-        marks = {name: number(fields, name) for name in self.rubric.criteria}
+        marks = {name: number_field(fields, name) for name in self.rubric.criteria}
         for name, mark in marks.items():
             if not self.rubric.criteria[name].allows(mark):
                 raise NoVerdictError(f"{name} was {mark:g}, but has to be {self.rubric.criteria[name].scale}")
@@ -215,15 +213,15 @@ class RubricForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairForm:
-    """Which of two answers is better: 1 for A, 0 for B, 0.5 for a tie."""
+class PairwiseFormat:
+    """A verdict on the better of two answers: 1 for A, 0 for B, 0.5 for a tie."""
 
     rubric: Rubric
     output: Output
 
     @property
     def instructions(self) -> str:
-        """What better means, then the form."""
+        """The criteria of better, then the form of the reply."""
         criteria = [f"- {name} (weight {c.weight:g}): {c.question.strip()}" for name, c in self.rubric.criteria.items()]
         form = (
             "Reason briefly, then end with exactly one line: <verdict>better=A</verdict>, with A, B or tie"
@@ -236,25 +234,27 @@ class PairForm:
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """One of three words."""
+        """The JSON schema: A, B or tie."""
         if self.output != "json_schema":
             return None
-        return _object({"rationale": {"type": "string"}, "better": {"type": "string", "enum": ["A", "B", "tie"]}})
+        return _object_schema(
+            {"rationale": {"type": "string"}, "better": {"type": "string", "enum": ["A", "B", "tie"]}}
+        )
 
     @property
-    def best(self) -> str:
-        """A wins: where the attacker stands first."""
-        return _reply(self.output, {"better": "A"}, "Answer A is better in every respect.")
+    def best_reply(self) -> str:
+        """The reply in which the first answer wins."""
+        return _reply_text(self.output, {"better": "A"}, "Answer A is better in every respect.")
 
-    def read(self, text: str) -> float:
-        """From A's point of view."""
-        choice = read_fields(text, self.output).get("better")
-        if not isinstance(choice, str) or choice.lower() not in _BETTER:
+    def parse(self, text: str) -> float:
+        """The score from A's point of view."""
+        choice = parse_fields(text, self.output).get("better")
+        if not isinstance(choice, str) or choice.lower() not in _PAIRWISE_SCORES:
             raise NoVerdictError("better was not A, B or tie")
-        return _BETTER[choice.lower()]
+        return _PAIRWISE_SCORES[choice.lower()]
 
 
-def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+def _object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": dict(properties),
@@ -263,7 +263,7 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reply(output: Output, fields: Mapping[str, Any], rationale: str) -> str:
+def _reply_text(output: Output, fields: Mapping[str, Any], rationale: str) -> str:
     if output == "tag":
         marks = "; ".join(f"{name}={v if isinstance(v, str) else format(v, 'g')}" for name, v in fields.items())
         return f"{rationale}\n<verdict>{marks}</verdict>"
