@@ -44,8 +44,7 @@ from torch import Tensor, nn
 
 from flatpeak.functional import frozen_policy_loss, importance_ratio
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.statistics import Report
+from flatpeak.gradreg.regularizer import GradientRegularizer, Report
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
 from flatpeak.policy.model import Policy

@@ -20,7 +20,7 @@ from flatpeak.functional import (
 )
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.parameters import block_lists, choose_parameters
-from flatpeak.gradreg.perturbation import Kept, Perturbation
+from flatpeak.gradreg.perturbation import Perturbation, PerturbationFidelity
 from flatpeak.gradreg.regularizer import GradientRegularizer
 
 Rows = list[tuple[str, ...]]
@@ -84,12 +84,14 @@ def perturbation() -> Rows:
     return rows
 
 
-def realized(weights: Tensor, gradient: Tensor, *, step: float, compute_dtype: torch.dtype | None = None) -> Kept:
+def realized(
+    weights: Tensor, gradient: Tensor, *, step: float, compute_dtype: torch.dtype | None = None
+) -> PerturbationFidelity:
     """What flatpeak measures of one perturbation."""
     model = Weights(weights)
     moving = Perturbation(model, [model.values], compute_dtype=compute_dtype)
     h = step * float(weights.float().norm() / gradient.norm())
-    with moving.moved({model.values: gradient}, step=h) as kept:
+    with moving.applied({model.values: gradient}, step=h) as kept:
         return kept
 
 
@@ -128,7 +130,7 @@ def restore() -> Rows:
             start, change = weights.to(dtype), (step * SPREAD * gradient).to(dtype)
             back = start + change - change
             model = Weights(start.clone())
-            with Perturbation(model, [model.values]).moved({model.values: change}, step=1.0):
+            with Perturbation(model, [model.values]).applied({model.values: change}, step=1.0):
                 pass
             shares = [float((end != start).float().mean()) for end in (back, model.values.detach())]
             rows.append((str(dtype)[6:], number(step), *map(number, shares)))

@@ -111,7 +111,7 @@ def test_both_ranks_report_the_figures_of_one_process(both, task, way):
 )
 def test_a_second_pass_runs_exactly_when_it_is_needed(both, way, settings, passes):
     for outcome in both(case("mlp", **settings), way):
-        assert [report.passes for report in outcome.reports] == passes
+        assert [report.pass_count for report in outcome.reports] == passes
         assert outcome.forwards == len(MICRO_BATCHES) * (len(passes) + sum(passes))
 
 

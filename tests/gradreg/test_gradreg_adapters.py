@@ -61,7 +61,7 @@ def test_over_three_steps_the_base_stays_bit_for_bit_and_every_adapter_moves():
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
-        assert ours.accumulate(one(loss)).passes == 1
+        assert ours.accumulate(one(loss)).pass_count == 1
         optimizer.step()
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == set(adapters(model))

@@ -119,7 +119,7 @@ def test_micro_batches_add_up_to_one_batch(difference):
 def test_passes_are_counted_by_the_difference():
     model, loss = mlp()
     assert [
-        regularizer(model, difference=name).accumulate(one(loss)).passes for name in ("forward", "central", "exact")
+        regularizer(model, difference=name).accumulate(one(loss)).pass_count for name in ("forward", "central", "exact")
     ] == [1, 2, 1]
 
 
@@ -146,7 +146,7 @@ def test_regularize_takes_a_gradient_that_is_there_already():
     regularizer(twin).accumulate(one(regression(twin)))
     loss().backward()
     report = regularizer(model).regularize(lambda: loss().backward())
-    assert report.passes == 1
+    assert report.pass_count == 1
     assert torch.equal(left_in_grad(model.parameters()), left_in_grad(twin.parameters()))
 
 

@@ -162,7 +162,7 @@ def test_a_perturbation_that_drowns_later_is_a_single_notice():
     assert len(notices) == 1
     assert "rounding keeps too little of the perturbation" in notices[0]
     assert [report.kept.cosine > 0.7 for report in reports] == [True, True, False, False, False]
-    assert all(report.passes == 1 for report in reports)
+    assert all(report.pass_count == 1 for report in reports)
 
 
 def test_a_minimum_of_0_turns_the_guard_off():
@@ -172,7 +172,7 @@ def test_a_minimum_of_0_turns_the_guard_off():
     model = network(dtype=BF16)
     report = regularizer(model, min_perturbation_kept=0).accumulate(one(regression(model, dtype=BF16)))
     assert report.kept.cosine < 0.7
-    assert report.passes == 1
+    assert report.pass_count == 1
 
 
 def test_a_perturbation_that_leaves_nothing_at_all_is_measured_as_0():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.directions import direction, step_consistency
+from flatpeak.gradreg.directions import perturbation_direction, step_consistency
 from flatpeak.gradreg.guard import Guard
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from support.gradreg import (
@@ -76,9 +76,9 @@ def test_the_metric_is_the_cosine_by_hand_and_the_update_is_the_one_without_a_ch
                 p.copy_(value)
     assert 0.9 < cosine(*sides) < 0.9999
     assert report.metrics()["gradreg/step_consistency"] == pytest.approx(cosine(*sides), rel=1e-9)
-    assert report.passes == 2
+    assert report.pass_count == 2
     unchecked = regularizer(twin, step=0.02).accumulate(one(regression(twin)))
-    assert (unchecked.passes, unchecked.consistency) == (1, None)
+    assert (unchecked.pass_count, unchecked.consistency) == (1, None)
     assert torch.equal(left_in_grad(model.parameters()), left_in_grad(twin.parameters()))
     assert report.kept == unchecked.kept
 
@@ -130,40 +130,40 @@ def test_a_resumed_run_goes_on_counting_and_has_begun():
         notices.clear()
         guard = Guard(settings(check_every=1), notice=notices.append)
         guard.load(state)
-        judge(guard, 0.1)
+        check_consistency(guard, 0.1)
         assert len(notices) == 1
 
 
 LATER = {"guard_checked", "guard_inconsistent", "guard_warned", "guard_coarse"}
 
 
-def judge(guard, consistency, *, update=7):
+def check_consistency(guard, consistency, *, update=7):
     """A measurement of a plain quadratic."""
     model = Quadratic()
     ours = regularizer(model, perturbed="all")
     g1 = dict(zip(ours.parameters, gradient(ours.parameters, model.loss), strict=True))
-    way = direction(g1, ours.perturbation, scaling="none")
-    with ours.perturbation.moved(way.vector, step=1e-4) as kept:
+    way = perturbation_direction(g1, ours.perturbation, scaling="none")
+    with ours.perturbation.applied(way.vector, step=1e-4) as kept:
         pass
-    guard.judge(consistency, kept, update=update, h=1e-4, way=way, perturbation=ours.perturbation)
+    guard.check_consistency(consistency, kept, update=update, h=1e-4, direction=way, perturbation=ours.perturbation)
 
 
 @pytest.mark.parametrize("consistency", [0.49, 0.0, -0.6, -1.0])
 def test_below_a_half_the_first_is_refused_again_and_again(consistency):
     guard = Guard(settings(check_every=100), notice=print)
     for update in (1, 2):
-        assert guard.due(update)
+        assert guard.is_due(update)
         with pytest.raises(UserError, match=rf"have a cosine of {consistency:.2f}, wanted 0.9 \(0.5 to begin\)"):
-            judge(guard, consistency, update=update)
+            check_consistency(guard, consistency, update=update)
 
 
 def test_below_nine_tenths_it_is_told_and_later_ones_are_counted():
     told = []
     guard = Guard(settings(check_every=1), notice=told.append)
-    judge(guard, 0.89, update=1)
-    judge(guard, 0.95, update=2)
+    check_consistency(guard, 0.89, update=1)
+    check_consistency(guard, 0.95, update=2)
     for update in range(3, 13):
-        judge(guard, -0.3, update=update)
+        check_consistency(guard, -0.3, update=update)
     assert guard.inconsistent == 11
     assert [message[message.rindex("(update") :] for message in told] == [
         "(update 1; seen 1 times)",
@@ -173,11 +173,11 @@ def test_below_nine_tenths_it_is_told_and_later_ones_are_counted():
 
 def test_a_check_without_a_number_is_none_and_the_next_update_is_asked():
     guard = Guard(settings(check_every=100), notice=print)
-    judge(guard, math.nan, update=3)
-    assert guard.due(4)
-    judge(guard, 1.0, update=4)
-    assert not guard.due(103)
-    assert guard.due(104)
+    check_consistency(guard, math.nan, update=3)
+    assert guard.is_due(4)
+    check_consistency(guard, 1.0, update=4)
+    assert not guard.is_due(103)
+    assert guard.is_due(104)
 
 
 def test_a_step_over_which_the_gradient_bends_is_refused_with_the_other_way_out():
@@ -197,7 +197,7 @@ def test_a_central_difference_is_checked_without_another_pass():
     model, twin = network(), network()
     report = regularizer(model, step=0.02, difference="central", **CHECKED).accumulate(one(regression(model)))
     plain = regularizer(twin, step=0.02, difference="central").accumulate(one(regression(twin)))
-    assert (report.passes, plain.passes) == (2, 2)
+    assert (report.pass_count, plain.pass_count) == (2, 2)
     assert 0.9 < report.consistency < 1
     assert torch.equal(left_in_grad(model.parameters()), left_in_grad(twin.parameters()))
 
@@ -225,7 +225,7 @@ def test_an_error_in_the_checking_pass_leaves_weights_statistics_and_first_gradi
     assert len(passes) == 3
     assert unchanged(model, values(twin))
     assert torch.equal(left_in_grad(model.parameters()), left_in_grad(twin.parameters()))
-    assert ours.guard.due(2)
+    assert ours.guard.is_due(2)
 
 
 def test_a_checking_pass_that_is_not_finite_refuses_nothing_and_leaves_the_penalty():

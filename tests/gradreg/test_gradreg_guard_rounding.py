@@ -11,10 +11,10 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.directions import default_step, direction, offset
-from flatpeak.gradreg.guard import rounded_away
-from flatpeak.gradreg.parameters import watched
-from flatpeak.gradreg.perturbation import Kept
+from flatpeak.gradreg.directions import default_step, perturbation_direction, step_size
+from flatpeak.gradreg.guard import rounding_message
+from flatpeak.gradreg.parameters import observe_precision
+from flatpeak.gradreg.perturbation import PerturbationFidelity
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from support.gradreg import (
     joined,
@@ -189,11 +189,13 @@ def test_what_is_rounded_away_alike_in_both_directions_is_told_once():
 def test_a_step_far_below_the_usual_one_is_told_where_something_rounds(through, silent):
     model = network(dtype=torch.float32)
     ours = regularizer(model, step=1e-6, step_scale="relative")
-    ours.perturbation.through = through
+    ours.perturbation.coarsest_dtype = through
     g1 = dict(zip(ours.parameters, (torch.ones_like(p) for p in ours.parameters), strict=True))
-    way = direction(g1, ours.perturbation, scaling="none")
-    h = offset(way, ours.perturbation, ours.config)
-    said = rounded_away(Kept(cosine=1.0, norm=1.0), h=h, way=way, perturbation=ours.perturbation)
+    way = perturbation_direction(g1, ours.perturbation, scaling="none")
+    h = step_size(way, ours.perturbation, ours.config)
+    said = rounding_message(
+        PerturbationFidelity(cosine=1.0, norm=1.0), h=h, direction=way, perturbation=ours.perturbation
+    )
     assert (said is None) == silent
     assert silent or "the step is 1.0e-06 of the weights' norm, where 3e-04 is usual in bfloat16" in said
 
@@ -280,10 +282,10 @@ def test_watching_runs_no_parametrization_and_leaves_no_hooks():
     for block in model.blocks:
         nn.utils.parametrizations.spectral_norm(block.linear)
     before = values(model)
-    with watched(model, list(model.blocks.parameters())) as seen:
+    with observe_precision(model, list(model.blocks.parameters())) as seen:
         pass
     assert unchanged(model, before)
-    with watched(model, list(model.blocks.parameters())) as seen:
+    with observe_precision(model, list(model.blocks.parameters())) as seen:
         regression(model)()
     assert seen.weights == seen.anywhere == {torch.float64}
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -294,7 +296,7 @@ def test_what_a_quantized_layer_computes_in_is_seen_though_it_gives_back_float32
     model.entry.requires_grad_(False).compute_dtype = BF16
     ours = regularizer(model)
     ours.accumulate(one(regression(model, dtype=torch.float32)))
-    assert ours.perturbation.through is BF16
+    assert ours.perturbation.coarsest_dtype is BF16
     assert ours.perturbation.compute_dtype is None
 
 

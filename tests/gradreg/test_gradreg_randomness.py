@@ -130,6 +130,6 @@ def test_a_strength_of_0_is_the_plain_update_bit_for_bit_in_one_pass():
     torch.manual_seed(5)
     report = regularizer(model, strength=0).accumulate(losses)
     assert len(calls) == 1
-    assert (report.passes, report.metrics()) == (0, {})
+    assert (report.pass_count, report.metrics()) == (0, {})
     assert unchanged(model, before)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

@@ -48,7 +48,7 @@ def updates(model, ours, count, *, rate=0.01, loss=None):
 def test_the_second_pass_runs_every_so_many_updates(every, delay, passes):
     model = Quadratic()
     told = updates(model, regularizer(model, every=every, delay_updates=delay), 7)
-    assert [report.passes for _, _, report in told] == passes
+    assert [report.pass_count for _, _, report in told] == passes
 
 
 def test_losses_are_asked_for_only_where_a_pass_runs():
@@ -93,7 +93,7 @@ def test_nothing_to_use_again_means_a_second_pass_after_all():
     ours = regularizer(model, every=3, step=0.1)
     ours.accumulate(lambda: [0 * model.loss()])  # skipped: nothing to remember
     model.zero_grad()
-    assert ours.accumulate(one(model.loss)).passes == 1
+    assert ours.accumulate(one(model.loss)).pass_count == 1
 
 
 def test_a_second_pass_that_is_not_finite_is_not_remembered():
@@ -107,7 +107,7 @@ def test_a_second_pass_that_is_not_finite_is_not_remembered():
     assert ours.accumulate(losses).skipped == "the second pass is not finite"
     assert ours.tensors() == {}
     model.zero_grad()
-    assert ours.accumulate(losses).passes == 1
+    assert ours.accumulate(losses).pass_count == 1
     g1 = model.gradient(model.x)
     assert relative_error(left_in_grad(model.parameters()), g1 + model.A @ g1) < 1e-10
 
@@ -145,8 +145,8 @@ def test_a_loaded_state_goes_on_bit_for_bit(stop):
     for (x, left, report), (y, right, other) in zip(wanted, told, strict=True):
         assert torch.equal(x, y)
         assert torch.equal(left, right)
-        assert (report.metrics(), report.passes) == (other.metrics(), other.passes)
-    assert {report.passes for _, _, report in told} == {0, 1}
+        assert (report.metrics(), report.pass_count) == (other.metrics(), other.pass_count)
+    assert {report.pass_count for _, _, report in told} == {0, 1}
 
 
 def test_the_guard_s_start_is_the_run_s_not_the_process_s():
@@ -166,7 +166,7 @@ def test_the_guard_s_start_is_the_run_s_not_the_process_s():
     assert len(notices) == 1
     resumed = build()
     resumed.load(*in_a_file(ours.state(), ours.tensors()))
-    assert update(resumed, 1e-3).passes == 1
+    assert update(resumed, 1e-3).pass_count == 1
 
 
 def test_what_is_loaded_goes_where_the_parameters_are():

@@ -22,7 +22,7 @@ def run(scales, **changes):
 
 def test_delayed_updates_are_plain_and_without_metrics():
     _, reports, penalties = run([1.0] * 4, delay_updates=2)
-    assert [report.passes for report in reports] == [0, 0, 1, 1]
+    assert [report.pass_count for report in reports] == [0, 0, 1, 1]
     assert [report.metrics() == {} for report in reports] == [True, True, False, False]
     assert [float(penalty.norm()) > 1e-9 for penalty in penalties] == [False, False, True, True]
 

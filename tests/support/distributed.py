@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.parameters import plain_name
-from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.statistics import Report
+from flatpeak.gradreg.regularizer import GradientRegularizer, Report
 
 Way = Literal["single", "ddp", "ddp_view", "fsdp"]
 Rows = tuple[Tensor, ...]

@@ -18,10 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import inner_products
+from flatpeak.gradreg.distributed import pairwise_dots
 from flatpeak.gradreg.parameters import choose_parameters, plain_name
-from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.statistics import Report
+from flatpeak.gradreg.regularizer import GradientRegularizer, Report
 from support.distributed import (
     TASKS,
     Case,
@@ -206,7 +205,7 @@ def squared_norms() -> list[float]:
         DTensor.from_local(here, mesh, [placement], run_check=False)
         for placement in (Shard(0), _StridedShard(0, split_factor=2))
     ]
-    return [inner_products([([tensor], [tensor])])[0] for tensor in both]
+    return [pairwise_dots([([tensor], [tensor])])[0] for tensor in both]
 
 
 def chosen(task: str, way: Way, perturbed: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Configuration of gradient regularization: what is penalized, where, and how its gradient is found."""
+"""Configuration of gradient regularization: the penalty, the perturbed parameters, and the estimate of its gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GradientRegularizationConfig(StrictConfig):
     """squared_norm: strength / 2 * ||grad L||^2. norm: strength * ||grad L|| (Zhao et al. 2022, arXiv 2202.03599);
     with step_scale=radius and strength equal to step that is SAM (Foret et al. 2021, arXiv 2010.01412)."""
     ratio_mode: RatioMode = "importance"
-    """What the second pass's policy loss is. importance: ratios to the frozen old log-probabilities, with the first
+    """The second pass's policy loss. importance: ratios to the frozen old log-probabilities, with the first
     pass's clip mask. reuse: every token's d loss / d log-probability frozen, which leaves out the score function's own
     part of the curvature (0 on a softmax bandit). importance_clipped: the loss evaluated again, clipping included."""
     kl_in_penalty: bool = True
@@ -66,8 +66,8 @@ class GradientRegularizationConfig(StrictConfig):
     """Refuse to begin where the cosine of the realized with the intended perturbation is below this; warn later."""
     check_every: Annotated[int, Field(ge=0)] = 100
     """Compare the penalty at the step with that at its opposite at the first update with advantages, and again after so
-    many updates, for one more pass each time: a cosine below 0.5 is refused at the first and told later, one below 0.9
-    is told. 0: never, for a step that is meant to be long, as SAM's."""
+    many updates, for one more pass each time: a cosine below 0.5 is refused at the first and a notice later, one below
+    0.9 a notice. 0: never, for a step that is meant to be long, as SAM's."""
     g1_clip: Annotated[float, Field(gt=0)] | None = None
     """Published code clips g1 before the difference is taken, which bends the penalty. null: never."""
     g2_clip: Annotated[float, Field(gt=0)] | None = None
@@ -119,12 +119,12 @@ class GradientRegularizationConfig(StrictConfig):
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to do at all."""
+        """Whether the penalty has a strength other than 0."""
         return self.strength != 0
 
     @property
     def ratio(self) -> float | None:
-        """The wanted penalty ratio, where the strength is given as one."""
+        """The wanted penalty ratio, where the strength is given as one; else None."""
         return float(self.strength.removeprefix(RATIO)) if isinstance(self.strength, str) else None
 
     @classmethod

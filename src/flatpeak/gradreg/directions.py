@@ -1,4 +1,4 @@
-"""Which way the perturbed parameters move, and how far."""
+"""Perturbation directions and steps, and the Hessian-vector products found by differences or exactly."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from flatpeak.errors import UserError
 from flatpeak.functional.curvature import hessian_vector_product
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import Gradients, InnerProducts, inner_products
-from flatpeak.gradreg.parameters import rounds
+from flatpeak.gradreg.distributed import DotAccumulator, Gradients, pairwise_dots
+from flatpeak.gradreg.parameters import is_below_float32
 from flatpeak.gradreg.perturbation import Perturbation
 
 ASAM_ETA = 0.01
-"""What ASAM adds to |w|, so that weights at zero can move (Kwon et al. 2021, arXiv 2102.11600)."""
-FINE_STEP, ROUNDED_STEP, ADAPTER_STEP = 3e-5, 3e-4, 3e-3
-"""The default relative steps, by what rounds on the way through the model."""
+"""ASAM's addition to |w|, so that weights at zero can move (Kwon et al. 2021, arXiv 2102.11600)."""
+FLOAT32_STEP, HALF_PRECISION_STEP, ADAPTER_STEP = 3e-5, 3e-4, 3e-3
+"""The default relative steps: float32 throughout, half precision somewhere, adapters of a model in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,58 +33,58 @@ class Direction:
     norm: float
     """||d||."""
     scaled_norm: float
-    """||T g||: what is penalized."""
+    """||T g||, the norm that is penalized."""
 
 
-def direction(g1: Gradients, perturbation: Perturbation, *, scaling: str) -> Direction:
-    """Along the gradient, or along ASAM's rescaled one."""
+def perturbation_direction(g1: Gradients, perturbation: Perturbation, *, scaling: str) -> Direction:
+    """The direction of the gradient, or of ASAM's rescaled one."""
     parameters = perturbation.parameters
     grads = [g1[p] for p in parameters]
     if scaling == "none":
-        norm = inner_products([(grads, grads)])[0] ** 0.5
+        norm = pairwise_dots([(grads, grads)])[0] ** 0.5
         return Direction(vector={p: g1[p] for p in parameters}, grad_norm=norm, norm=norm, scaled_norm=norm)
     scales = [perturbation.master(p).abs().add_(ASAM_ETA) for p in parameters]
     once = [scale * grad for scale, grad in zip(scales, grads, strict=True)]
-    twice = [scale * part for scale, part in zip(scales, once, strict=True)]
-    plain, scaled, norm = (total**0.5 for total in inner_products([(a, a) for a in (grads, once, twice)]))
+    twice = [scale * scaled_grad for scale, scaled_grad in zip(scales, once, strict=True)]
+    plain, scaled, norm = (total**0.5 for total in pairwise_dots([(a, a) for a in (grads, once, twice)]))
     vector = dict(zip(parameters, twice, strict=True))
     return Direction(vector=vector, grad_norm=plain, norm=norm, scaled_norm=scaled)
 
 
-def offset(way: Direction, perturbation: Perturbation, config: GradientRegularizationConfig) -> float:
-    """h, so that the parameters move by h * d."""
+def step_size(direction: Direction, perturbation: Perturbation, config: GradientRegularizationConfig) -> float:
+    """The step h by which the parameters move: h * d."""
     step = config.step if config.step is not None else default_step(perturbation)
     if config.step_scale == "absolute":
         return step
     if config.step_scale == "radius":
-        return step / way.scaled_norm
+        return step / direction.scaled_norm
     size = weight_norm(perturbation)
     if size == 0:
         raise UserError("every perturbed parameter is 0, so a relative step is none: set step_scale=radius or absolute")
-    return step * size / way.norm
+    return step * size / direction.norm
 
 
 def default_step(perturbation: Perturbation) -> float:
-    """By the coarsest type on the way through the model, and by how much of the model moves.
+    """The relative step for the coarsest type on the way through the model, and for adapters.
 
     Rounding errors of the two gradients are divided by the step, so half precision asks for a longer one; adapters are
     a small part of a model that rounds, and have to move further for the same effect.
     """
-    if not rounds(perturbation.through):
-        return FINE_STEP
-    return ADAPTER_STEP if perturbation.adapters else ROUNDED_STEP
+    if not is_below_float32(perturbation.coarsest_dtype):
+        return FLOAT32_STEP
+    return ADAPTER_STEP if perturbation.adapters else HALF_PRECISION_STEP
 
 
-def relative_size(step: float, way: Direction, perturbation: Perturbation) -> float:
-    """Norm of a perturbation of this step over the norm of the perturbed parameters."""
+def relative_step(step: float, direction: Direction, perturbation: Perturbation) -> float:
+    """The norm of a perturbation of this step over the norm of the perturbed parameters."""
     size = weight_norm(perturbation)
-    return abs(step) * way.norm / size if size else math.inf
+    return abs(step) * direction.norm / size if size else math.inf
 
 
 def weight_norm(perturbation: Perturbation) -> float:
-    """||theta|| over the perturbed parameters."""
+    """The norm ||theta|| over the perturbed parameters."""
     masters = [perturbation.master(p) for p in perturbation.parameters]
-    return math.sqrt(inner_products([(masters, masters)])[0])
+    return math.sqrt(pairwise_dots([(masters, masters)])[0])
 
 
 def forward_difference(g1: Gradients, ahead: Gradients, *, step: float) -> dict[nn.Parameter, Tensor]:
@@ -104,28 +104,29 @@ def step_consistency(g1: Gradients, ahead: Gradients, behind: Gradients) -> floa
     Independent errors of the three gradients give -1/2, since both differences contain that of g(theta), with opposite
     signs. Curvature that changes over the step lowers the cosine too.
     """
-    sums = InnerProducts(3)
+    sums = DotAccumulator(3)
     for parameter, grad in g1.items():
         forward, backward = ahead[parameter] - grad, grad - behind[parameter]
         sums.add(0, forward, forward)
         sums.add(1, backward, backward)
         sums.add(2, forward, backward)
-    forwards, backwards, both = sums.totals()
-    if forwards == backwards == 0:
+    forward_square, backward_square, dot = sums.totals()
+    if forward_square == backward_square == 0:
         return 1.0
-    norms: float = forwards**0.5 * backwards**0.5
-    return both / norms if norms else 0.0
+    norms: float = forward_square**0.5 * backward_square**0.5
+    return dot / norms if norms else 0.0
 
 
 def exact_curvature(
     losses: Callable[[], Iterable[Tensor]], parameters: Sequence[nn.Parameter], direction: Gradients
 ) -> dict[nn.Parameter, Tensor]:
-    """H d by double backward, summed over the micro-batches' losses."""
+    """The product H d by double backward, summed over the micro-batches' losses."""
     vector = [direction[p] for p in parameters]
     total = [torch.zeros_like(v) for v in vector]
     for loss in losses():
-        for part, found in zip(total, hessian_vector_product(partial(_itself, loss), parameters, vector), strict=True):
-            part.add_(found)
+        curvature = hessian_vector_product(partial(_itself, loss), parameters, vector)
+        for accumulated, of_loss in zip(total, curvature, strict=True):
+            accumulated.add_(of_loss)
     return dict(zip(parameters, total, strict=True))
 
 

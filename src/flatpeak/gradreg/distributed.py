@@ -1,4 +1,4 @@
-"""Sums over parameters that may be sharded, replicated or whole, so that every rank computes the same numbers."""
+"""Sums, checks and layouts of parameters that may be sharded or replicated: every rank computes the same numbers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from flatpeak.errors import UserError
 Gradients = Mapping[nn.Parameter, Tensor]
 
 CHUNK = 2**20
+"""Numbers per float32 dot product, whose results are summed in float64."""
 NOT_FINITE = -1.0
-"""Stands for a norm that is not finite where ranks compare theirs: no gradient has it."""
+"""Stand-in for a norm that is not finite where ranks compare theirs: no gradient has it."""
 BELOW_COSINES = -2.0
-"""Stands for a cosine that is not a number where ranks compare theirs."""
+"""Stand-in for a cosine that is not a number where ranks compare theirs."""
 
 
-class InnerProducts:
-    """Running sums of <a, b>, over all shards: one collective per device mesh, whatever the number of tensors.
+class DotAccumulator:
+    """Accumulated dot products <a, b> over all shards: one collective per device mesh, whatever the number of tensors.
 
     Products are summed over about CHUNK numbers at a time. Longer float32 sums lose digits (7e-4 over 2e7 numbers), and
     one operation for every small tensor would cost as much as a small model's backward pass.
@@ -38,48 +39,48 @@ class InnerProducts:
     def add(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add one pair of tensors, sharded alike, to sum `index`."""
         where = (left.device_mesh, left.placements) if isinstance(left, DTensor) else left.device
-        key, pair = (where, index), (flat(left), flat(right))
+        key, pair = (where, index), (local_vector(left), local_vector(right))
         self._waiting.setdefault(key, []).append(pair)
         self._lengths[key] = self._lengths.get(key, 0) + pair[0].numel()
         if self._lengths[key] >= CHUNK:
             self._flush(key)
 
     def totals(self) -> list[float]:
-        """The sums."""
+        """The sums, equal on every rank."""
         for key in list(self._waiting):
             self._flush(key)
         totals = [0.0] * self.count
         for where in dict.fromkeys(where for where, _ in self._sums):
             sums = self._at(where)
-            found = _sum_over_shards(sums, *where) if isinstance(where, tuple) else sums
-            totals = [total + value for total, value in zip(totals, found.tolist(), strict=True)]
+            reduced = _sum_over_shards(sums, *where) if isinstance(where, tuple) else sums
+            totals = [total + value for total, value in zip(totals, reduced.tolist(), strict=True)]
         return totals
 
     def _at(self, where: Any) -> Tensor:
         """This rank's sums of tensors on one device or mesh, float64 [count]."""
-        parts = {index: torch.stack(found).sum() for (at, index), found in self._sums.items() if at == where}
-        some = next(iter(parts.values()))
-        return torch.stack([parts.get(index, torch.zeros_like(some)) for index in range(self.count)])
+        sums = {index: torch.stack(dots).sum() for (at, index), dots in self._sums.items() if at == where}
+        zero = torch.zeros_like(next(iter(sums.values())))
+        return torch.stack([sums.get(index, zero) for index in range(self.count)])
 
     def _flush(self, key: tuple[Any, int]) -> None:
         pairs = self._waiting.pop(key)
         del self._lengths[key]
-        left, right = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pairs, strict=True))
+        left, right = (torch.cat(side) if len(side) > 1 else side[0] for side in zip(*pairs, strict=True))
         chunks = zip(left.split(CHUNK), right.split(CHUNK), strict=True)
         self._sums.setdefault(key, []).extend(torch.dot(a, b).double() for a, b in chunks)
 
 
-def inner_products(pairs: Sequence[tuple[Iterable[Tensor], Iterable[Tensor]]]) -> list[float]:
-    """<a, b> of each pair of lists of tensors."""
-    sums = InnerProducts(len(pairs))
+def pairwise_dots(pairs: Sequence[tuple[Iterable[Tensor], Iterable[Tensor]]]) -> list[float]:
+    """The dot product <a, b> of each pair of lists of tensors."""
+    sums = DotAccumulator(len(pairs))
     for index, (lefts, rights) in enumerate(pairs):
         for left, right in zip(lefts, rights, strict=True):
             sums.add(index, left, right)
     return sums.totals()
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, as a vector of at least float32."""
+def local_vector(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, as a vector of at least float32."""
     here: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if here.layout is torch.sparse_coo:  # an embedding's outside of the perturbed set: its norm is that of its entries
         here = here.coalesce().values()
@@ -87,11 +88,11 @@ def flat(tensor: Tensor) -> Tensor:
     return here if here.dtype in (torch.float32, torch.float64) else here.float()
 
 
-def check_agreement(norm: float, *, device: torch.device, informative: bool = True) -> bool:
-    """Raise where replicas hold different gradients: each would perturb its own way, which is another algorithm.
+def check_replicas_agree(norm: float, *, device: torch.device, informative: bool = True) -> bool:
+    """Refuse replicas that hold different gradients: each would perturb its own way, which is another algorithm.
 
-    Gives whether the update is informative on any rank. Every rank has to ask, whatever its own gradient is: one that
-    skipped its update would leave the others waiting.
+    Returns whether the update is informative on any rank. Every rank has to call it, whatever its own gradient is: one
+    that skipped its update would leave the others waiting.
     """
     if not _several_ranks():
         return informative
@@ -108,14 +109,14 @@ def check_agreement(norm: float, *, device: torch.device, informative: bool = Tr
     return any_informative
 
 
-def lowest_cosine(cosine: float, *, device: torch.device) -> float:
-    """The lowest on any rank, NaN where one has NaN, so that all ranks judge it alike; every rank has to ask."""
+def lowest_over_ranks(cosine: float, *, device: torch.device) -> float:
+    """The lowest cosine on any rank, NaN where one has NaN, for equal decisions; every rank has to call it."""
     if not _several_ranks():
         return cosine
     held = torch.tensor(cosine if math.isfinite(cosine) else BELOW_COSINES, dtype=torch.float64, device=device)
     dist.all_reduce(held, op=dist.ReduceOp.MIN)
-    found = held.item()
-    return math.nan if found == BELOW_COSINES else found
+    lowest = held.item()
+    return math.nan if lowest == BELOW_COSINES else lowest
 
 
 def _several_ranks() -> bool:
@@ -131,8 +132,8 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def abandon(model: nn.Module) -> None:
-    """After a pass that broke off: FSDP2's modules may still hold gathered weights where their shards belong."""
+def reset_fsdp_state(model: nn.Module) -> None:
+    """Reset FSDP2's modules after a pass that broke off: they may hold gathered weights where their shards belong."""
     from torch.distributed.fsdp import FSDPModule
 
     inner: set[nn.Module] = set()
@@ -143,21 +144,21 @@ def abandon(model: nn.Module) -> None:
                 module.reset_iter_state()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank, which have to ask together."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; every rank has to call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a whole tensor, sharded and placed as a parameter is."""
+def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Copy a whole tensor into the sharding and placement of a parameter."""
     copied = tensor.to(device=parameter.device, copy=True)
     if not isinstance(parameter, DTensor):
         return copied
     return distribute_tensor(copied, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def device_of(tensor: Tensor) -> torch.device:
-    """Where collectives over a tensor run: its mesh's device, also where its shards are offloaded to the CPU."""
+def collective_device(tensor: Tensor) -> torch.device:
+    """The device of collectives over a tensor: its mesh's, also where its shards are offloaded to the CPU."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 

@@ -1,19 +1,18 @@
-"""Gradients as passes leave them: made, taken out of `.grad`, put back, clipped."""
+"""Gradients of whole updates: accumulated in `.grad`, taken out of it, put back, clipped and combined."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatpeak.gradreg.distributed import inner_products
+from flatpeak.gradreg.distributed import pairwise_dots
 
 
 def backward(losses: Iterable[Tensor]) -> int:
-    """Add the gradients of all of them to `.grad`, one graph at a time; returns how many there were."""
+    """Add the gradients of all losses to `.grad`, one graph at a time; returns the number of losses."""
     count = 0
     try:
         for count, loss in enumerate(losses, start=1):  # noqa: B007
@@ -26,13 +25,13 @@ def backward(losses: Iterable[Tensor]) -> int:
 
 
 def add_gradients(gradients: dict[nn.Parameter, Tensor]) -> None:
-    """Put back what stood in `.grad` before: passes add to it, and it takes no part in their difference."""
+    """Add gradients to `.grad`: those that were taken out before an update, whose difference leaves them out."""
     for parameter, held in gradients.items():
         parameter.grad = held if parameter.grad is None else held + parameter.grad
 
 
 def take_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Move the gradients out of `.grad`; copies where a reducer may own the memory they are in."""
+    """Move the gradients out of `.grad`: copies of them where a reducer may own their memory."""
     owned = dist.is_available() and dist.is_initialized()
     taken = {p: p.grad.clone() if owned else p.grad for p in parameters if p.grad is not None}
     for parameter in taken:
@@ -40,54 +39,27 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Ten
     return taken
 
 
-def clipped(gradients: dict[nn.Parameter, Tensor], limit: float | None) -> dict[nn.Parameter, Tensor]:
-    """Scaled to at most this norm, as published code does before it takes a difference; unchanged without a limit."""
+def clip_to_norm(gradients: dict[nn.Parameter, Tensor], limit: float | None) -> dict[nn.Parameter, Tensor]:
+    """Scale to at most this norm, as published code does before it takes a difference; no change without a limit."""
     if limit is None:
         return gradients
-    norm = inner_products([(gradients.values(), gradients.values())])[0] ** 0.5
+    norm = pairwise_dots([(gradients.values(), gradients.values())])[0] ** 0.5
     factor = min(1.0, limit / (norm + 1e-6))
     return {p: grad * factor for p, grad in gradients.items()}
 
 
-class Buffers:
-    """The tensor of each buffer and its value: a forward pass may write into a buffer or rebind it."""
-
-    @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [(module, name, held) for module in model.modules() for name, held in module._buffers.items()]
-        self.values: list[tuple[Tensor, Tensor]] = [
-            (held, held.clone()) for _, _, held in self._places if held is not None
-        ]
-        """Each tensor with a copy of its value."""
-
-    def rebind(self) -> None:
-        """Put the same tensors back in their places."""
-        for module, name, held in self._places:
-            module._buffers[name] = held
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """The same tensors with the same values."""
-        self.rebind()
-        for held, value in self.values:
-            held.copy_(value)
-
-
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """The generators of the CPU and of every CUDA device in use."""
-
-    cpu: Tensor
-    cuda: tuple[Tensor, ...]
-
-    @classmethod
-    def now(cls) -> RandomState:
-        """As they are."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(cpu=torch.get_rng_state(), cuda=tuple(cuda))
-
-    def restore(self) -> None:
-        """As they were."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+def combine(
+    first: dict[nn.Parameter, Tensor],
+    penalty: Mapping[nn.Parameter, Tensor],
+    *,
+    strength: float,
+    outside: Mapping[nn.Parameter, Tensor],
+) -> dict[nn.Parameter, Tensor]:
+    """The sum g1 + strength * penalty, with `outside` in place of g1's; nothing for parameters that no pass used."""
+    total = {**first, **outside}
+    for parameter, gradient in penalty.items():
+        if parameter in first:
+            total[parameter] = torch.add(first[parameter], gradient, alpha=strength)
+        elif gradient.any():
+            total[parameter] = strength * gradient
+    return total

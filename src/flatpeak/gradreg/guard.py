@@ -1,4 +1,4 @@
-"""The guard: a penalty that rounding or a long step has spoilt is no penalty."""
+"""The guard against penalties that rounding or a long step has spoilt: refusals at first, notices later."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ import torch
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.directions import Direction, default_step, direction, offset, relative_size
-from flatpeak.gradreg.gradients import RandomState
-from flatpeak.gradreg.parameters import rounds
-from flatpeak.gradreg.perturbation import Kept, Perturbation
+from flatpeak.gradreg.directions import Direction, default_step, perturbation_direction, relative_step, step_size
+from flatpeak.gradreg.parameters import is_below_float32
+from flatpeak.gradreg.perturbation import Perturbation, PerturbationFidelity, RandomState
 
-REFUSED_BELOW, TOLD_BELOW = 0.5, 0.9
-"""Of the consistency. Where errors are independent, 0.9 is an error of a quarter of the penalty's size, 0.5 of 0.7."""
+REFUSE_BELOW, NOTICE_BELOW = 0.5, 0.9
+"""Bounds of the consistency. With independent errors 0.9 is an error of a quarter of the penalty, 0.5 of 0.7."""
 ANOTHER_FUNCTION = -0.9
-"""Below this the difference of the passes does not depend on the step: the second computes another function."""
-SHORTENED_BELOW = 0.75
-"""Of what rounding leaves of the perturbation along the gradient: less is told, since the penalty is as much weaker."""
-SHORT = 1 / 30
-"""Of the usual step, where something rounds: what a shorter one changes may be rounded away, alike both ways."""
+"""Consistency below which the difference of the passes does not depend on the step: they compute two functions."""
+WEAK_BELOW = 0.75
+"""Share of the perturbation along the gradient below which a notice is given: the penalty is as much weaker."""
+SHORT_STEP = 1 / 30
+"""Share of the usual step, in half precision: the changes of a shorter one may be rounded away, alike both ways."""
 
 
 class Guard:
-    """Refuses to begin with a penalty that is none, and says so if it happens later.
+    """Checks of the penalty: a bad one is refused at the start of a run, and later gives a notice.
 
-    It looks at what rounding leaves of the perturbation in every second pass, and every `check_every` updates at what
-    becomes of the penalty when the step is taken the other way.
+    Every second pass measures how much of the perturbation survives rounding, and every `check_every` updates an
+    additional pass measures whether the penalty is the same with the opposite step.
     """
 
     def __init__(self, config: GradientRegularizationConfig, *, notice: Callable[[str], None]) -> None:
@@ -37,43 +36,44 @@ class Guard:
         self.check_every = config.check_every
         self.notice = notice
         self.passed = False
-        """Whether a perturbation survived rounding."""
+        """Whether any perturbation has survived rounding."""
         self.warned = False
+        """Whether a notice of a later perturbation that did not survive was given."""
         self.coarse = False
-        """Whether it was told that rounding takes a part of the penalty."""
+        """Whether a notice of a penalty that rounding diminishes was given."""
         self.checked: int | None = None
         """The last update whose consistency was measured; None before the first, which is refused where it is bad."""
         self.inconsistent = 0
-        """Measurements below what is told."""
+        """The number of measurements below NOTICE_BELOW."""
 
     def probe(self, perturbation: Perturbation, config: GradientRegularizationConfig) -> None:
         """Check the perturbation along a random direction, before anything is spent on a run.
 
-        An absolute step multiplies a gradient that is not known yet; there the first update finds out.
+        An absolute step multiplies a gradient that is not known yet: the first update checks it.
         """
         if config.difference == "exact" or config.step_scale == "absolute":
             return
         before = RandomState.now()
         noise = {p: torch.randn_like(p) for p in perturbation.parameters}
         before.restore()
-        way = direction(noise, perturbation, scaling=config.scaling)
-        h = offset(way, perturbation, config)
-        with perturbation.moved(way.vector, step=h) as kept:
-            self.check(kept, perturbation)
+        direction = perturbation_direction(noise, perturbation, scaling=config.scaling)
+        h = step_size(direction, perturbation, config)
+        with perturbation.applied(direction.vector, step=h) as fidelity:
+            self.check_rounding(fidelity, perturbation)
 
-    def check(self, kept: Kept, perturbation: Perturbation) -> None:
-        """UserError at the first perturbation that rounding swallows, a notice at a later one."""
-        if kept.cosine >= self.minimum:
+    def check_rounding(self, fidelity: PerturbationFidelity, perturbation: Perturbation) -> None:
+        """Raise UserError at a first perturbation that rounding swallows, and give a notice of a later one."""
+        if fidelity.cosine >= self.minimum:
             self.passed = True
             return
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in perturbation.parameters})
         computed = perturbation.compute_dtype
         where = f"weights in {', '.join(dtypes)}" + (f", computed in {str(computed)[6:]}" if computed else "")
         message = (
-            f"gradient regularization: rounding keeps too little of the perturbation (cosine {kept.cosine:.2f} of the "
-            f"intended with the realized one, wanted {self.minimum}; norm {kept.norm:.2f} of the intended; {where}): "
-            "keep the weights in float32 and run both passes in it, raise gradient_regularization.step, or perturb "
-            "adapters in float32"
+            "gradient regularization: rounding keeps too little of the perturbation (cosine "
+            f"{fidelity.cosine:.2f} of the intended with the realized one, wanted {self.minimum}; norm "
+            f"{fidelity.norm:.2f} of the intended; {where}): keep the weights in float32 and run both passes in it, "
+            "raise gradient_regularization.step, or perturb adapters in float32"
         )
         if not self.passed:
             raise UserError(message)
@@ -81,26 +81,35 @@ class Guard:
             self.notice(message)
             self.warned = True
 
-    def due(self, update: int) -> bool:
-        """Whether an informative update is to be checked for consistency."""
+    def is_due(self, update: int) -> bool:
+        """Whether the consistency of an informative update is to be measured."""
         if not self.check_every:
             return False
         return self.checked is None or update - self.checked >= self.check_every
 
-    def judge(
-        self, consistency: float, kept: Kept, *, update: int, h: float, way: Direction, perturbation: Perturbation
+    def check_consistency(
+        self,
+        consistency: float,
+        fidelity: PerturbationFidelity,
+        *,
+        update: int,
+        h: float,
+        direction: Direction,
+        perturbation: Perturbation,
     ) -> None:
-        """UserError where the run's first penalty is none, a notice where a later one is not or any is coarse."""
-        if math.isnan(consistency):  # an update that is left out tells nothing: the next one is asked
+        """Raise UserError where the first penalty is inconsistent; give a notice of a later or a coarse one."""
+        if math.isnan(consistency):  # an update that is left out measures nothing: the next one is checked
             return
-        if consistency < TOLD_BELOW:
-            message = inconsistency(consistency, h=h, way=way, perturbation=perturbation)
-            if self.checked is None and consistency < REFUSED_BELOW:
+        if consistency < NOTICE_BELOW:
+            message = inconsistency_message(consistency, h=h, direction=direction, perturbation=perturbation)
+            if self.checked is None and consistency < REFUSE_BELOW:
                 raise UserError(message)
             self.inconsistent += 1
             if math.log10(self.inconsistent).is_integer():
                 self.notice(f"{message} (update {update}; seen {self.inconsistent} times)")
-        elif not self.coarse and (lost := rounded_away(kept, h=h, way=way, perturbation=perturbation)):
+        elif not self.coarse and (
+            lost := rounding_message(fidelity, h=h, direction=direction, perturbation=perturbation)
+        ):
             self.coarse = True
             self.notice(lost)
         self.checked = update
@@ -116,7 +125,7 @@ class Guard:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, also from one without a measured consistency: its run has begun all the same."""
+        """Restore `state`, also one without a measured consistency: its run has begun all the same."""
         self.passed = state["guard_passed"]
         self.warned = state.get("guard_warned", False)
         self.coarse = state.get("guard_coarse", False)
@@ -124,19 +133,21 @@ class Guard:
         self.inconsistent = state.get("guard_inconsistent", 0)
 
 
-def rounded_away(kept: Kept, *, h: float, way: Direction, perturbation: Perturbation) -> str | None:
-    """Notice of a consistent penalty that rounding diminishes; None where it takes little."""
-    if not rounds(perturbation.through):
+def rounding_message(
+    fidelity: PerturbationFidelity, *, h: float, direction: Direction, perturbation: Perturbation
+) -> str | None:
+    """The notice of a consistent penalty that rounding diminishes; None where it takes little."""
+    if not is_below_float32(perturbation.coarsest_dtype):
         return None
-    if kept.along < SHORTENED_BELOW:
+    if fidelity.along < WEAK_BELOW:
         return (
-            f"gradient regularization: rounding leaves {kept.along:.2f} of the perturbation's length along the "
+            f"gradient regularization: rounding leaves {fidelity.along:.2f} of the perturbation's length along the "
             "gradient, and the penalty is about as much weaker; raise gradient_regularization.step, or keep the weights"
             " in float32"
         )
-    size, usual = relative_size(h, way, perturbation), default_step(perturbation)
-    if size < SHORT * usual:
-        dtype = str(perturbation.through).removeprefix("torch.")
+    size, usual = relative_step(h, direction, perturbation), default_step(perturbation)
+    if size < SHORT_STEP * usual:
+        dtype = str(perturbation.coarsest_dtype).removeprefix("torch.")
         return (
             f"gradient regularization: the step is {size:.1e} of the weights' norm, where {usual:.0e} is usual in "
             f"{dtype}: most of what it changes may be rounded away; raise gradient_regularization.step"
@@ -144,10 +155,10 @@ def rounded_away(kept: Kept, *, h: float, way: Direction, perturbation: Perturba
     return None
 
 
-def inconsistency(consistency: float, *, h: float, way: Direction, perturbation: Perturbation) -> str:
-    """Message about a penalty that depends on the sign of its step, with the fix."""
-    size, usual = relative_size(h, way, perturbation), default_step(perturbation)
-    dtype = str(perturbation.through).removeprefix("torch.")
+def inconsistency_message(consistency: float, *, h: float, direction: Direction, perturbation: Perturbation) -> str:
+    """The message about a penalty that depends on the sign of its step, with the fix."""
+    size, usual = relative_step(h, direction, perturbation), default_step(perturbation)
+    dtype = str(perturbation.coarsest_dtype).removeprefix("torch.")
     if consistency < ANOTHER_FUNCTION:
         fault = (
             "the second pass does not compute the first one's function: let the loss depend on nothing that it "
@@ -155,7 +166,7 @@ def inconsistency(consistency: float, *, h: float, way: Direction, perturbation:
         )
     elif size > 2 * usual:
         fault = "the gradient bends over so long a step: lower gradient_regularization.step"
-    elif rounds(perturbation.through):
+    elif is_below_float32(perturbation.coarsest_dtype):
         fault = (
             f"rounding to {dtype} drowns the difference of two gradients, or the gradient bends over the step: raise "
             "gradient_regularization.step, lower it if gradreg/step_consistency then falls, or compute in float32"
@@ -169,6 +180,6 @@ def inconsistency(consistency: float, *, h: float, way: Direction, perturbation:
         )
     return (
         f"gradient regularization: the penalty at the step and that at its opposite have a cosine of {consistency:.2f},"
-        f" wanted {TOLD_BELOW} ({REFUSED_BELOW} to begin); the step is {size:.1e} of the weights' norm, {usual:.0e} is "
-        f"usual in {dtype}; {fault}; gradient_regularization.check_every=0 leaves this check out"
+        f" wanted {NOTICE_BELOW} ({REFUSE_BELOW} to begin); the step is {size:.1e} of the weights' norm, {usual:.0e} "
+        f"is usual in {dtype}; {fault}; gradient_regularization.check_every=0 leaves this check out"
     )

@@ -1,4 +1,4 @@
-"""The perturbed set: parameters chosen by the module they belong to, never by what their names contain."""
+"""The perturbed set of parameters, chosen by module and never by substrings of names, and the precision it runs in."""
 
 from __future__ import annotations
 
@@ -16,89 +16,8 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 
 QUANTIZED = ("Params4bit", "Int8Params")
 """Types of parameters that are expanded to half precision where they are used."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Seen:
-    """Precisions that one pass has shown."""
-
-    weights: set[torch.dtype] = field(default_factory=set)
-    """The types that the weights of perturbed linear layers have while these run."""
-    anywhere: set[torch.dtype] = field(default_factory=set)
-    """The types that the weights and results of any linear layer have."""
-
-
-@contextmanager
-def watched(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[Seen]:
-    """Watch every linear layer of a model for one pass; `parameters` are those that are perturbed."""
-    seen, perturbed = Seen(), set(parameters)
-
-    def before(module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # nothing of this may end up in a compiled graph
-            return
-        weight = matrix(module)
-        if weight is None:
-            return
-        kind = weight.device.type
-        used = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        seen.anywhere.add(used)
-        if module in inside:
-            seen.weights.add(used)
-
-    def after(module: nn.Module, _: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        computed = vars(module).get("compute_dtype")  # of bitsandbytes' layers, which give back their input's type
-        seen.anywhere.update(
-            dtype for dtype in (getattr(output, "dtype", None), computed) if isinstance(dtype, torch.dtype)
-        )
-
-    layers = [module for module in model.modules() if matrix(module) is not None]
-    inside = {module for module in layers if perturbed.intersection(module.parameters())}
-    with ExitStack() as hooks:
-        for module in layers:
-            for handle in (module.register_forward_pre_hook(before), module.register_forward_hook(after)):
-                hooks.callback(handle.remove)
-        yield seen
-
-
-def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The least precise floating-point type among these; float64 where there is none."""
-    floating = (dtype for dtype in dtypes if dtype.is_floating_point)
-    return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
-
-
-def coarser(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Whether a type rounds more than another one."""
-    return torch.finfo(dtype).eps > torch.finfo(than).eps
-
-
-def rounds(dtype: torch.dtype) -> bool:
-    """Whether a type is below float32."""
-    return coarser(dtype, torch.float32)
-
-
-def held_type(model: nn.Module) -> torch.dtype:
-    """The coarsest type that a model's weights are kept in; quantized ones count as bfloat16."""
-    return coarsest(torch.bfloat16 if type(p).__name__ in QUANTIZED else p.dtype for p in model.parameters())
-
-
-def matrix(module: nn.Module) -> Tensor | None:
-    """A linear layer's weight; None for other modules.
-
-    By its shape: norms have vectors, and embeddings are not cast. Never by `module.weight`, which a parametrized layer
-    computes anew each time: spectral_norm then moves its buffers.
-    """
-    if isinstance(module, nn.Embedding):
-        return None
-    weight = module._parameters.get("weight")
-    if weight is None and isinstance(module, nn.Linear):
-        weight = next((p for p in module.parameters() if p.ndim == 2), None)
-    return weight if weight is not None and weight.ndim == 2 else None
-
-
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What DDP, torch.compile, FSDP1 and activation checkpointing put into names."""
+"""Prefixes that DDP, torch.compile, FSDP1 and activation checkpointing add to names."""
 
 
 def choose_parameters(model: nn.Module, config: GradientRegularizationConfig) -> list[nn.Parameter]:
@@ -116,24 +35,24 @@ def choose_parameters(model: nn.Module, config: GradientRegularizationConfig) ->
 
 
 def are_adapters(model: nn.Module, parameters: Collection[nn.Parameter]) -> bool:
-    """Whether these are a small part of a frozen model: PEFT's adapters, or float32 beside frozen half precision."""
+    """Whether these are adapters of a frozen model: PEFT's, or float32 beside frozen half precision."""
     if set(parameters) <= set(_adapters(model)):
         return True
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    return any(rounds(p.dtype) for p in frozen) and not any(rounds(p.dtype) for p in parameters)
+    return any(is_below_float32(p.dtype) for p in frozen) and not any(is_below_float32(p.dtype) for p in parameters)
 
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:
     """The lists of a model's repeated blocks: ModuleLists that are not inside another, as lists of experts are."""
-    found: list[nn.ModuleList] = []
+    lists: list[nn.ModuleList] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) and module not in inside:
             inside.update(module.modules())
             # Several tables or heads in a list are no blocks.
             if not all(isinstance(member, nn.Embedding | nn.Linear) for member in module):
-                found.append(module)
-    return found
+                lists.append(module)
+    return lists
 
 
 def depth_factors(model: nn.Module, scale: tuple[float, float]) -> dict[nn.Parameter, float]:
@@ -162,12 +81,12 @@ def _by_identity(model: nn.Module, perturbed: str) -> Iterator[nn.Parameter]:
 
 
 def _adapters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """What PEFT's layers declare to be their adapters; modules that are trained whole beside them are none."""
+    """The parameters that PEFT's layers declare as adapters; modules that are trained whole beside them are none."""
     for module in model.modules():
         for name in set(getattr(module, "adapter_layer_names", ())) - {"modules_to_save"}:
-            held = getattr(module, name, None)
-            if isinstance(held, nn.Module):
-                yield from held.parameters()
+            adapter = getattr(module, name, None)
+            if isinstance(adapter, nn.Module):
+                yield from adapter.parameters()
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
@@ -196,7 +115,7 @@ def _by_pattern(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Parameter
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """A parameter's name without the prefixes of wrappers."""
     for wrapper in WRAPPERS:
         name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
     return name
@@ -239,3 +158,82 @@ def _sparse(name: str) -> str:
         f"gradient_regularization: {plain_name(name)} has sparse gradients, which have no penalty: make the embedding "
         "with sparse=False, or leave it out of the perturbed set (gradient_regularization.perturbed=blocks)"
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class ObservedPrecision:
+    """Precisions that one pass was computed in."""
+
+    weights: set[torch.dtype] = field(default_factory=set)
+    """The types that the weights of perturbed linear layers have while these run."""
+    anywhere: set[torch.dtype] = field(default_factory=set)
+    """The types that the weights and results of any linear layer have."""
+
+
+@contextmanager
+def observe_precision(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[ObservedPrecision]:
+    """Record the types of all linear layers' weights and results inside; `parameters` are those that are perturbed."""
+    observed, perturbed = ObservedPrecision(), set(parameters)
+
+    def before(module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # nothing of this may end up in a compiled graph
+            return
+        weight = linear_weight(module)
+        if weight is None:
+            return
+        kind = weight.device.type
+        used = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        observed.anywhere.add(used)
+        if module in inside:
+            observed.weights.add(used)
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        computed = vars(module).get("compute_dtype")  # of bitsandbytes' layers, which give back their input's type
+        observed.anywhere.update(
+            dtype for dtype in (getattr(output, "dtype", None), computed) if isinstance(dtype, torch.dtype)
+        )
+
+    layers = [module for module in model.modules() if linear_weight(module) is not None]
+    inside = {module for module in layers if perturbed.intersection(module.parameters())}
+    with ExitStack() as hooks:
+        for module in layers:
+            for handle in (module.register_forward_pre_hook(before), module.register_forward_hook(after)):
+                hooks.callback(handle.remove)
+        yield observed
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The least precise floating-point type among these; float64 where there is none."""
+    floating = (dtype for dtype in dtypes if dtype.is_floating_point)
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def is_coarser(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Whether a type rounds more than another one."""
+    return torch.finfo(dtype).eps > torch.finfo(than).eps
+
+
+def is_below_float32(dtype: torch.dtype) -> bool:
+    """Whether a type is below float32."""
+    return is_coarser(dtype, torch.float32)
+
+
+def weight_dtype(model: nn.Module) -> torch.dtype:
+    """The coarsest type of a model's weights; quantized ones count as bfloat16."""
+    return coarsest(torch.bfloat16 if type(p).__name__ in QUANTIZED else p.dtype for p in model.parameters())
+
+
+def linear_weight(module: nn.Module) -> Tensor | None:
+    """A linear layer's weight; None for other modules.
+
+    By its shape: norms have vectors, and embeddings are not cast. Never by `module.weight`, which a parametrized layer
+    computes anew each time: spectral_norm then moves its buffers.
+    """
+    if isinstance(module, nn.Embedding):
+        return None
+    weight = module._parameters.get("weight")
+    if weight is None and isinstance(module, nn.Linear):
+        weight = next((p for p in module.parameters() if p.ndim == 2), None)
+    return weight if weight is not None and weight.ndim == 2 else None

@@ -1,4 +1,4 @@
-"""Moving parameters along a direction and back, bit for bit, and measuring how much of the move was real."""
+"""The perturbation of parameters and its exact undoing: snapshots of weights, buffers and random generators."""
 
 from __future__ import annotations
 
@@ -9,28 +9,71 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flatpeak.gradreg.distributed import Gradients, InnerProducts, abandon, reshard
-from flatpeak.gradreg.gradients import Buffers
-from flatpeak.gradreg.parameters import are_adapters, coarsest, held_type
+from flatpeak.gradreg.distributed import DotAccumulator, Gradients, reset_fsdp_state, reshard
+from flatpeak.gradreg.parameters import are_adapters, coarsest, weight_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """How much of an intended perturbation survived rounding."""
+class PerturbationFidelity:
+    """The agreement of a perturbation, as rounding leaves it, with the intended one."""
 
     cosine: float
-    """Of the realized with the intended perturbation."""
+    """Cosine of the realized with the intended perturbation."""
     norm: float
     """Realized norm over intended norm."""
 
     @property
     def along(self) -> float:
-        """The part of the realized perturbation along the intended one, over the latter's length."""
+        """The component of the realized perturbation along the intended one, over the latter's length."""
         return self.cosine * self.norm
 
 
+class Buffers:
+    """A snapshot of a model's buffers, tensors and values: a forward pass may write into a buffer or rebind it."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [(module, name, held) for module in model.modules() for name, held in module._buffers.items()]
+        self.values: list[tuple[Tensor, Tensor]] = [
+            (held, held.clone()) for _, _, held in self._slots if held is not None
+        ]
+        """Each tensor with a copy of its value."""
+
+    def rebind(self) -> None:
+        """Bind the same tensors again, whatever their values."""
+        for module, name, held in self._slots:
+            module._buffers[name] = held
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bind the same tensors again, with the values of the snapshot."""
+        self.rebind()
+        for held, value in self.values:
+            held.copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """A snapshot of the random generators of the CPU and of every CUDA device in use."""
+
+    cpu: Tensor
+    cuda: tuple[Tensor, ...]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Take a snapshot of the present state."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(cpu=torch.get_rng_state(), cuda=tuple(cuda))
+
+    def restore(self) -> None:
+        """Put the generators back into this state."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+
+
 class Perturbation:
-    """Moves a set of parameters. Where a parameter has a float32 master, what moves is the master's rounded copy."""
+    """A set of parameters that can be moved; of one with a float32 master, the master's rounded copy moves."""
 
     def __init__(
         self,
@@ -44,41 +87,42 @@ class Perturbation:
         self.parameters = parameters
         self.masters = masters or {}
         self.compute_dtype = compute_dtype
-        """What autocast or a sharding policy rounds weights to; the guard measures after it."""
-        self.through = coarsest({held_type(model), compute_dtype or torch.float64})
+        """The type to which autocast or a sharding policy rounds weights; fidelity is measured after it."""
+        self.coarsest_dtype = coarsest({weight_dtype(model), compute_dtype or torch.float64})
         """The coarsest type on the way through the model, as far as it is known: frozen weights round as well."""
         self.adapters = are_adapters(model, parameters)
-        """Whether what moves is a small part of a frozen model."""
+        """Whether the set is a small part of a frozen model."""
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The precise value of a parameter: its master, or itself."""
         return self.masters.get(parameter, parameter).detach()
 
     @contextmanager
-    def moved(self, direction: Gradients, *, step: float, start: Buffers | None = None) -> Iterator[Kept]:
-        """theta + step * direction inside, theta bit for bit after, whatever happens inside. Buffers are kept too.
+    def applied(
+        self, direction: Gradients, *, step: float, start: Buffers | None = None
+    ) -> Iterator[PerturbationFidelity]:
+        """Set theta + step * direction inside, and theta bit for bit after, whatever happens inside; buffers too.
 
-        `start`: the buffers that the inside begins with, where these are not the present ones. Gives what rounding to
-        the weights' own type, and to the type they are computed in, left of the move.
+        `start`: the buffers that the inside begins with, where these are not the present ones. Yields how faithful the
+        move is after rounding to the weights' own type and to the type they are computed in.
         """
         with torch.no_grad():
             saved = [(p, p.detach().clone()) for p in self.parameters]
-        with self.buffers_kept(saved, start=start):
+        with self.restored_buffers(saved, start=start):
             try:
                 with torch.no_grad():
                     kept = self._move(saved, direction, step)
-                self._forget_copies()
+                self._clear_weight_caches()
                 yield kept
             except BaseException:
-                abandon(self.model)
+                reset_fsdp_state(self.model)
                 raise
 
     @contextmanager
-    def buffers_kept(
+    def restored_buffers(
         self, saved: Sequence[tuple[Tensor, Tensor]] = (), *, start: Buffers | None = None
     ) -> Iterator[None]:
-        """Buffers, such as running statistics, as they were: a batch is not to be counted twice. So too what is in
-        `saved`, tensors with their values."""
+        """Restore buffers, such as running statistics, and `saved` tensors on exit: no batch counts twice."""
         buffers = Buffers(self.model)
         try:
             if start is not None:
@@ -87,20 +131,23 @@ class Perturbation:
         finally:
             self._restore(saved, buffers)
 
-    def _move(self, saved: Sequence[tuple[nn.Parameter, Tensor]], direction: Gradients, step: float) -> Kept:
-        sums = InnerProducts(3)
+    def _move(
+        self, saved: Sequence[tuple[nn.Parameter, Tensor]], direction: Gradients, step: float
+    ) -> PerturbationFidelity:
+        sums = DotAccumulator(3)
         for parameter, before in saved:
-            toward = direction[parameter]
-            parameter.copy_(torch.add(self.master(parameter), toward, alpha=step))
+            change = direction[parameter]
+            parameter.copy_(torch.add(self.master(parameter), change, alpha=step))
             realized = self._computed(parameter.detach()) - self._computed(before)
             sums.add(0, realized, realized)
-            sums.add(1, toward, toward)
-            sums.add(2, realized, toward)
-        real, meant, both = sums.totals()
-        if real == 0 or meant == 0:
-            return Kept(cosine=0.0, norm=0.0)
-        return Kept(
-            cosine=both / (real * meant) ** 0.5 * (1 if step > 0 else -1), norm=(real / meant) ** 0.5 / abs(step)
+            sums.add(1, change, change)
+            sums.add(2, realized, change)
+        realized_square, intended_square, dot = sums.totals()
+        if realized_square == 0 or intended_square == 0:
+            return PerturbationFidelity(cosine=0.0, norm=0.0)
+        return PerturbationFidelity(
+            cosine=dot / (realized_square * intended_square) ** 0.5 * (1 if step > 0 else -1),
+            norm=(realized_square / intended_square) ** 0.5 / abs(step),
         )
 
     def _computed(self, value: Tensor) -> Tensor:
@@ -118,16 +165,16 @@ class Perturbation:
             copy_back([*saved, *buffers.values])
             raise
         finally:
-            self._forget_copies()
+            self._clear_weight_caches()
 
-    def _forget_copies(self) -> None:
-        """Autocast caches cast weights, FSDP2 may keep gathered ones: neither may outlive a move."""
+    def _clear_weight_caches(self) -> None:
+        """Drop the weights that autocast has cast and FSDP2 gathered: neither may outlive a move."""
         torch.clear_autocast_cache()
         reshard(self.model)
 
 
 @torch.no_grad()
 def copy_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copied, never subtracted: theta + d - d is not theta."""
+    """Copy saved values back into their tensors: theta + d - d is not theta."""
     for held, value in saved:
         held.copy_(value)

@@ -1,4 +1,4 @@
-"""How strong the penalty is, update by update: delay, warm-up, and a strength that follows a wanted ratio."""
+"""The schedule of the strength (delay, warm-up, a tracked ratio), and the penalty between second passes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import Gradients, laid_out_like, whole
+from flatpeak.gradreg.distributed import Gradients, distribute_like, full_tensor
 
-MEMORY = 0.9
-"""Share of the tracked strength that an update keeps."""
-MOST = 2.0
-"""Bound of an update's own ratio, in wanted ratios, where the tracked strength lags behind the curvature."""
+DECAY = 0.9
+"""Decay of the exponential average of the tracked strength, per update."""
+RATIO_BOUND = 2.0
+"""Upper bound of an update's own ratio, in wanted ratios, where the tracked strength lags behind the curvature."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Schedule:
-    """Counts updates and says how strong each one's penalty is."""
+class StrengthSchedule:
+    """The number of updates begun, and the strength of each one's penalty."""
 
     config: GradientRegularizationConfig
     updates: int = 0
@@ -29,7 +29,7 @@ class Schedule:
     """With a ratio: the logarithm of the strength that reaches it, averaged exponentially; None before the first."""
 
     def begin(self) -> None:
-        """The next update."""
+        """Count the update that begins."""
         self.updates += 1
 
     @property
@@ -44,11 +44,11 @@ class Schedule:
 
     @property
     def step_factor(self) -> float:
-        """The step's warm-up, in (0, 1]."""
+        """The step's warm-up factor, in (0, 1]."""
         return self._ramp(self.config.step_warmup_updates)
 
     def strength(self, *, grad_norm: float, penalty_norm: float, track: bool = True) -> float:
-        """The strength of this update; `penalty_norm` is that of strength 1. `track`: whether the update moves it."""
+        """The strength of this update, whose penalty has this norm at strength 1; `track`: move the average."""
         ramp = self._ramp(self.config.warmup_updates)
         wanted = self.config.ratio
         if wanted is None:
@@ -57,18 +57,18 @@ class Schedule:
         if track and measured:
             now = math.log(wanted * grad_norm / penalty_norm)
             before = self.log_strength
-            self.log_strength = now if before is None else MEMORY * before + (1 - MEMORY) * now
+            self.log_strength = now if before is None else DECAY * before + (1 - DECAY) * now
         if self.log_strength is None:
             return 0.0
         tracked = math.exp(self.log_strength)
-        return ramp * (min(tracked, MOST * wanted * grad_norm / penalty_norm) if measured else tracked)
+        return ramp * (min(tracked, RATIO_BOUND * wanted * grad_norm / penalty_norm) if measured else tracked)
 
     def _ramp(self, length: int) -> float:
         return min(1.0, (self.updates - self.config.delay_updates) / length) if length else 1.0
 
 
 class PenaltyMemory:
-    """Keeps P - (P . g1 / ||g1||^2) g1, and gives it back in proportion to the gradient of the day.
+    """The penalty's component orthogonal to g1, P - (P . g1 / ||g1||^2) g1, for the updates between second passes.
 
     Liu et al. 2022, arXiv 2203.02714: the component along g1 changes fast, the orthogonal one slowly.
     """
@@ -78,27 +78,27 @@ class PenaltyMemory:
         self.orthogonal: dict[nn.Parameter, Tensor] | None = None
         self.grad_norm = 0.0
 
-    def keep(self, penalty: Gradients, g1: Gradients, *, along: float, grad_norm: float) -> None:
-        """Remember a penalty; `along` is its inner product with g1."""
+    def store(self, penalty: Gradients, g1: Gradients, *, along: float, grad_norm: float) -> None:
+        """Keep a penalty's orthogonal component; `along` is the penalty's inner product with g1."""
         share = along / grad_norm**2
         self.orthogonal = {p: penalty[p].sub(g1[p], alpha=share) for p in self.parameters}
         self.grad_norm = grad_norm
 
-    def recall(self, *, grad_norm: float) -> dict[nn.Parameter, Tensor] | None:
-        """The remembered component at the scale of a gradient of this norm; None before anything was kept."""
+    def reuse(self, *, grad_norm: float) -> dict[nn.Parameter, Tensor] | None:
+        """The stored component at the scale of a gradient of this norm; None before the first."""
         if self.orthogonal is None:
             return None
-        return {p: kept * (grad_norm / self.grad_norm) for p, kept in self.orthogonal.items()}
+        return {p: stored * (grad_norm / self.grad_norm) for p, stored in self.orthogonal.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, whole, by the parameter's position in the perturbed set; every rank has to ask."""
-        held = self.orthogonal or {}
-        return {str(index): whole(held[p]) for index, p in enumerate(self.parameters) if p in held}
+        """The whole tensors for a checkpoint, by index in the perturbed set; every rank has to call it."""
+        stored = self.orthogonal or {}
+        return {str(index): full_tensor(stored[p]) for index, p in enumerate(self.parameters) if p in stored}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], *, grad_norm: float) -> None:
-        """Go on from `tensors`."""
+        """Restore the component from `tensors`."""
         # In the parameters' order, which a file of tensors does not keep: "10" comes before "2".
         owners = {index: self.parameters[int(index)] for index in sorted(tensors, key=int)}
-        self.orthogonal = {p: laid_out_like(tensors[index], p) for index, p in owners.items()} or None
+        self.orthogonal = {p: distribute_like(tensors[index], p) for index, p in owners.items()} or None
         self.grad_norm = grad_norm

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.statistics import Report
+from flatpeak.gradreg.regularizer import Report
 
 PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
 """Published code perturbs every trainable parameter whose name contains none of these."""

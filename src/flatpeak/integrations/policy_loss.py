@@ -20,7 +20,7 @@ from transformers import Trainer
 from flatpeak.errors import UserError
 from flatpeak.functional.losses import frozen_policy_loss, importance_ratio
 from flatpeak.gradreg.config import RatioMode
-from flatpeak.gradreg.gradients import RandomState
+from flatpeak.gradreg.perturbation import RandomState
 
 PLAIN = (bool, int, float, str, Tensor, type(None))
 METRICS = ("_metrics", "_stored_metrics")

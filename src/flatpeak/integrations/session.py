@@ -18,11 +18,10 @@ from transformers import Trainer, TrainerCallback
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import inner_products
-from flatpeak.gradreg.gradients import Buffers, RandomState
+from flatpeak.gradreg.distributed import pairwise_dots
 from flatpeak.gradreg.parameters import choose_parameters
-from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.statistics import Report
+from flatpeak.gradreg.perturbation import Buffers, RandomState
+from flatpeak.gradreg.regularizer import GradientRegularizer, Report
 from flatpeak.integrations.arguments import (
     PUBLISHED_EXCLUDE,
     GradientRegularizationArguments,
@@ -275,7 +274,7 @@ class Session:
     def _settle(self, report: Report) -> None:
         """Collect metrics; drop a gradient that would put NaN into the weights."""
         grads = [p.grad for p in self.regularizer.trainable if p.grad is not None]
-        finite = math.isfinite(inner_products([(grads, grads)])[0])
+        finite = math.isfinite(pairwise_dots([(grads, grads)])[0])
         if not finite:
             for parameter in self.regularizer.trainable:
                 parameter.grad = None

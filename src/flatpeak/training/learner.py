@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.gradreg.statistics import Report
+from flatpeak.gradreg.regularizer import Report
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.calls import passes_power_of_ten
 from flatpeak.training.batch import micro_batches
