@@ -23,7 +23,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.tasks.build import build_task
+from flatpeak.tasks.config import build_task
 from flatpeak.tasks.prompts import build_prompts
 from flatpeak.types import Example, SamplingParams
 

@@ -13,7 +13,7 @@ from benchmarks.cpu.demo_seeds import table as demo_table
 from benchmarks.cpu.steps_to_accuracy import averages, interval, noise, table
 
 from flatpeak.config.load import load_recipe, parse_config
-from flatpeak.tasks.build import build_task
+from flatpeak.tasks.config import build_task
 
 
 def demo_row(kind: str, seed: int, **changed: float) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import CustomTaskConfig
+from flatpeak.tasks.config import build_task
+from flatpeak.tasks.custom import CustomTaskConfig
 from flatpeak.types import Completion
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

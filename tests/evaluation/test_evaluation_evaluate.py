@@ -13,7 +13,7 @@ from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.functional import bootstrap_interval, wilson_interval
 from flatpeak.rewards.build import as_reward
-from flatpeak.tasks.config import PromptConfig
+from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 
 GOLD = "7"

@@ -12,9 +12,8 @@ import pytest
 from flatpeak.evaluation.number_perturbations import question_numbers
 from flatpeak.evaluation.number_roles import find_origins, read_steps, replayed
 from flatpeak.evaluation.robustness import perturb
-from flatpeak.tasks.arithmetic import arithmetic_examples
-from flatpeak.tasks.config import ArithmeticConfig, GSM8KConfig
-from flatpeak.tasks.math import gsm8k_examples
+from flatpeak.tasks.arithmetic import ArithmeticConfig
+from flatpeak.tasks.math import GSM8KConfig
 from flatpeak.types import Example
 
 CRATES = (
@@ -138,8 +137,7 @@ def test_other_questions_keep_their_numbers(question: str) -> None:
 @pytest.mark.parametrize("operators", [("+",), ("-",), ("*",)])
 def test_arithmetic_is_done_again(operators: tuple[str, ...]) -> None:
     config = ArithmeticConfig(min_value=-20, max_value=120, operators=operators, train_size=1, test_size=40)
-    _, test = arithmetic_examples(config)
-    for one in test:
+    for one in config.load().test:
         found = perturb(one, "numbers", seed=3)
         assert found is not None
         a, b = found.columns["a"], found.columns["b"]
@@ -196,8 +194,10 @@ def by_value(before: str, after: str, rationale: str) -> Fraction:
 
 @pytest.mark.skipif("FLATPEAK_DATA" not in os.environ, reason="FLATPEAK_DATA names no folder of data sets")
 def test_gsm8k_with_other_numbers_has_the_answers_of_its_working() -> None:
-    train, test = gsm8k_examples(GSM8KConfig(path=str(Path(os.environ["FLATPEAK_DATA"]) / "gsm8k")))
-    found = [(example, other) for example in (*train, *test) if (other := perturb(example, "numbers", seed=0))]
+    task = GSM8KConfig(path=str(Path(os.environ["FLATPEAK_DATA"]) / "gsm8k")).load()
+    found = [
+        (example, other) for example in (*task.train, *task.test) if (other := perturb(example, "numbers", seed=0))
+    ]
     assert len(found) > 300
     for example, other in found:
         assert other.gold == str(by_value(example.question, other.question, example.rationale or "")), example.id

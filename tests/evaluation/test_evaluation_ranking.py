@@ -21,7 +21,7 @@ from flatpeak.policy.config import NewModelConfig, TokenizerConfig
 from flatpeak.policy.loading import make_model
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.build import build_reward
-from flatpeak.tasks.config import PromptConfig
+from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Example, Group, Prompt
 from support.runs import SIZES
 

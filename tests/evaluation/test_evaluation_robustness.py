@@ -18,7 +18,7 @@ from flatpeak.evaluation.robustness import DISTRACTORS
 from flatpeak.evaluation.tables import Comparison
 from flatpeak.functional import paired_bootstrap, wilson_interval
 from flatpeak.rewards.build import as_reward
-from flatpeak.tasks.config import PromptConfig
+from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 QUESTIONS = [

@@ -11,7 +11,7 @@ from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import MathConfig
-from flatpeak.tasks.config import PromptConfig
+from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 SAID = (

@@ -24,8 +24,7 @@ from flatpeak.rewards.reasoning_gym import (
     restore,
 )
 from flatpeak.rewards.workers.pool import WorkerPool
-from flatpeak.tasks.config import ReasoningGymConfig
-from flatpeak.tasks.reasoning_gym import plain, reasoning_gym_examples
+from flatpeak.tasks.reasoning_gym import ReasoningGymConfig, plain
 from flatpeak.types import Completion, Group, Prompt
 
 factory = pytest.importorskip("reasoning_gym.factory")
@@ -33,7 +32,7 @@ REWARD = ReasoningGymReward()
 
 
 def example(dataset, **arguments):
-    return reasoning_gym_examples(ReasoningGymConfig(dataset=dataset, size=1, test_size=1, arguments=arguments))[0][0]
+    return ReasoningGymConfig(dataset=dataset, size=1, test_size=1, arguments=arguments).load().train[0]
 
 
 def answered(text):

@@ -1,8 +1,8 @@
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import ArithmeticConfig
+from flatpeak.tasks.arithmetic import ArithmeticConfig
+from flatpeak.tasks.config import build_task
 
 
 def problems(examples):

@@ -6,8 +6,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.countdown import CountdownReward, evaluate
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import TaskConfig
+from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.types import Completion, Prompt
 
 

@@ -3,9 +3,8 @@ import sys
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import CustomTaskConfig
-from flatpeak.tasks.custom import load_object
+from flatpeak.tasks.config import build_task
+from flatpeak.tasks.custom import CustomTaskConfig, load_object
 
 SOURCE = """
 from __future__ import annotations

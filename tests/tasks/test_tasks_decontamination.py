@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from flatpeak.tasks.decontamination import cluster_keys, held_out, near_any, question_key, word_set
+from flatpeak.tasks.decontamination import cluster_keys, is_held_out, near_any, question_key, word_set
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_without_a_threshold_only_equal_questions_share_a_key():
 
 def test_the_held_out_share_is_the_fraction_and_the_seed_chooses_it():
     keys = [f"question {i}" for i in range(4000)]
-    sides = {seed: [held_out(key, fraction=0.2, seed=seed) for key in keys] for seed in (0, 1)}
+    sides = {seed: [is_held_out(key, fraction=0.2, seed=seed) for key in keys] for seed in (0, 1)}
     # The standard deviation of a share is 0.006.
     assert all(abs(sum(side) / 4000 - 0.2) < 0.025 for side in sides.values())
     assert sides[0] != sides[1]
     # A larger fraction only adds to the test side.
-    assert all(held_out(key, fraction=0.4, seed=0) for key, out in zip(keys, sides[0], strict=True) if out)
+    assert all(is_held_out(key, fraction=0.4, seed=0) for key, out in zip(keys, sides[0], strict=True) if out)

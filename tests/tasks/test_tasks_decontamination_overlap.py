@@ -9,9 +9,15 @@ import pytest
 from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import OverlapConfig, SourceConfig, TaskConfig
-from flatpeak.tasks.decontamination import RareWordIndex, find_overlap, first_of_near, near_any, word_set
+from flatpeak.tasks.config import TaskConfig, build_task
+from flatpeak.tasks.data_files import SourceConfig
+from flatpeak.tasks.decontamination import (
+    NearDuplicateIndex,
+    OverlapConfig,
+    find_overlap,
+    first_occurrences,
+    word_set,
+)
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LONG = (
@@ -27,7 +33,7 @@ def config(**settings):
 
 
 def overlaps(question, *evaluation, **settings):
-    return find_overlap([question], evaluation=evaluation, config=config(**settings)).found == [True]
+    return find_overlap([question], evaluation=evaluation, config=config(**settings)).overlapping == [True]
 
 
 def words(seed, count, vocabulary=400):
@@ -71,23 +77,25 @@ def test_a_question_with_other_numbers_and_one_other_word_is_similar():
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8, 0.9, 1.0])
-def test_the_rare_word_index_finds_what_comparing_all_pairs_finds(threshold):
+def test_the_near_duplicate_index_finds_what_comparing_all_pairs_finds(threshold):
     base = [" ".join(words(seed, 12, vocabulary=4)) for seed in range(60)]
     near = [
         " ".join([*text.split()[: 4 + seed % 9], *words(1000 + seed, seed % 4, vocabulary=4)])
         for seed, text in enumerate(base)
     ]
     sets = [word_set(text) for text in base]
-    index = RareWordIndex(Counter(word for one in sets for word in one), threshold=threshold)
+    index = NearDuplicateIndex(Counter(word for one in sets for word in one), threshold=threshold)
     for one in sets:
         index.add(one)
-    expected = near_any(near, base, threshold=threshold)
-    assert [index.has_similar(word_set(text)) for text in near] == expected
-    assert set(expected) == {True, False}
+    queries = [word_set(text) for text in near]
+    expected = [{one for one in sets if len(query & one) / len(query | one) >= threshold} for query in queries]
+    assert [set(index.similar(query)) for query in queries] == expected
+    assert [index.has_similar(query) for query in queries] == [bool(similar) for similar in expected]
+    assert {bool(similar) for similar in expected} == {True, False}
 
 
 def test_an_index_with_no_idea_of_frequencies_is_right_too():
-    index = RareWordIndex(Counter(), threshold=0.5)
+    index = NearDuplicateIndex(Counter(), threshold=0.5)
     index.add(frozenset("abcd"))
     index.add(frozenset())
     assert index.has_similar(frozenset("abc"))
@@ -97,13 +105,13 @@ def test_an_index_with_no_idea_of_frequencies_is_right_too():
 
 def test_of_near_duplicates_the_first_is_kept():
     questions = [LONG, "What is osmosis?", LONG.replace("L ", "9 "), "what is osmosis", "What is heat?"]
-    assert first_of_near(questions, threshold=0.9) == [True, True, False, False, True]
-    assert first_of_near(questions, threshold=None) == [True, True, True, False, True]
+    assert first_occurrences(questions, threshold=0.9) == [True, True, False, False, True]
+    assert first_occurrences(questions, threshold=None) == [True, True, True, False, True]
 
 
 def test_what_repeats_a_dropped_question_but_no_kept_one_stays():
     chain = [" ".join(LETTERS[start : start + 9]) for start in range(4)]
-    assert first_of_near(chain, threshold=0.7) == [True, False, True, False]
+    assert first_occurrences(chain, threshold=0.7) == [True, False, True, False]
 
 
 def test_the_notice_counts_rows_and_questions():
@@ -159,6 +167,6 @@ def test_gsm_hard_is_found_to_be_gsm8k_and_training_problems_are_not():
 
     test = questions("gsm8k/test.jsonl", "question")
     hard = find_overlap(questions("gsm_hard/test.jsonl", "input"), evaluation=test, config=config())
-    assert (sum(hard.found), len(hard.found)) == (1318, 1319)
+    assert (sum(hard.overlapping), len(hard.overlapping)) == (1318, 1319)
     train = find_overlap(questions("gsm8k/train.jsonl", "question"), evaluation=test, config=config())
-    assert (sum(train.found), len(train.found)) == (5, 7473)
+    assert (sum(train.overlapping), len(train.overlapping)) == (5, 7473)

@@ -83,8 +83,8 @@ def test_variants_depend_on_the_seed_and_the_id_alone() -> None:
 def test_the_test_side_of_a_task_is_left_as_it_is(tmp_path) -> None:
     import json
 
-    from flatpeak.tasks.build import build_task
-    from flatpeak.tasks.config import RowsConfig
+    from flatpeak.tasks.config import build_task
+    from flatpeak.tasks.rows import RowsConfig
 
     path = tmp_path / "rows.jsonl"
     rows = [{"question": f"{n} crates of {n + 1} lemons {'very ' * n}", "answer": n * (n + 1)} for n in range(2, 22)]

@@ -5,9 +5,8 @@ from types import ModuleType
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import GSM8KConfig
-from flatpeak.tasks.math import gsm8k_gold
+from flatpeak.tasks.config import build_task
+from flatpeak.tasks.math import GSM8KConfig, gsm8k_gold
 
 ROWS = [
     {"question": "Ada has 3 boxes of 4 pens. How many pens? ", "answer": "3 * 4 = <<3*4=12>>12 pens\n#### 12"},

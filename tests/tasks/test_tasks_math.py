@@ -5,10 +5,9 @@ from types import ModuleType
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import MATHConfig
+from flatpeak.tasks.config import build_task
 from flatpeak.tasks.data_files import slug
-from flatpeak.tasks.math import HUB_500, HUB_NAME, SUBJECTS, boxed_answer
+from flatpeak.tasks.math import MATH500_HUB_NAME, MATH_HUB_NAME, SUBJECTS, MATHConfig, boxed_answer
 
 
 def row(problem, answer, *, level="Level 1", type="Algebra"):
@@ -183,7 +182,7 @@ def test_without_a_path_the_seven_subjects_come_from_the_hub(monkeypatch):
 
     def load_dataset(name, config=None, *, split):
         asked.append((name, config, split))
-        if name == HUB_500:
+        if name == MATH500_HUB_NAME:
             return MATH500
         return [one for one in (TRAIN if split == "train" else TEST) if slug(one["type"]) == config]
 
@@ -191,11 +190,11 @@ def test_without_a_path_the_seven_subjects_come_from_the_hub(monkeypatch):
     hub.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", hub)
     task = build()
-    assert asked == [(HUB_NAME, slug(subject), split) for split in ("train", "test") for subject in SUBJECTS]
+    assert asked == [(MATH_HUB_NAME, slug(subject), split) for split in ("train", "test") for subject in SUBJECTS]
     assert "counting_and_probability" in {config for _, config, _ in asked}
     assert set(by_id(task.train)) == {"train/algebra/0", "train/number_theory/0", "train/geometry/0"}
     assert len(build(split="math500").train) == 3
-    assert asked[-1] == (HUB_500, None, "test")
+    assert asked[-1] == (MATH500_HUB_NAME, None, "test")
 
 
 def test_a_few_rows_without_an_answer_are_left_out_and_told_of(folder):

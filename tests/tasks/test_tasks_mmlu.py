@@ -8,9 +8,8 @@ from types import ModuleType
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import MMLUConfig
-from flatpeak.tasks.mmlu import CATEGORIES
+from flatpeak.tasks.config import build_task
+from flatpeak.tasks.mmlu import CATEGORIES, MMLUConfig
 
 ODD = ['Which of these,\nif any, is "round"?', 'a "wheel"', "b,c", "a\nline", "42"]
 

@@ -7,10 +7,10 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.multiple_choice import official_letter
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import MMLUProConfig, PromptConfig
+from flatpeak.tasks.config import build_task
 from flatpeak.tasks.mmlu import PRO_CATEGORIES as CATEGORIES
-from flatpeak.tasks.prompts import build_prompts
+from flatpeak.tasks.mmlu import MMLUProConfig
+from flatpeak.tasks.prompts import PromptConfig, build_prompts
 from support.runs import tiny_model
 
 CUE = "Answer: Let's think step by step."

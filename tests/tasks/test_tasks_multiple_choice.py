@@ -6,9 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import ChoicesConfig
-from flatpeak.tasks.multiple_choice import Choices
+from flatpeak.tasks.config import build_task
+from flatpeak.tasks.multiple_choice import Choices, ChoicesConfig
 
 
 def write(file, rows):

@@ -4,9 +4,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import PreferencesConfig, TaskConfig
-from flatpeak.tasks.preferences import PreferencePair, conversation_text, load_preferences
+from flatpeak.tasks.config import TaskConfig, build_task
+from flatpeak.tasks.preferences import PreferencePair, PreferencesConfig, conversation_text, load_preferences
 
 
 def write(folder, rows, name="pairs.jsonl"):

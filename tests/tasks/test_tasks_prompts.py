@@ -3,8 +3,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.config import PromptConfig
-from flatpeak.tasks.prompts import build_prompts, prompt_texts
+from flatpeak.tasks.prompts import PromptConfig, build_prompts, prompt_texts
 from flatpeak.types import Example
 
 CHAT_TEMPLATE = (

@@ -7,8 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import TaskConfig
+from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.tasks.reasoning_gym import plain
 
 pytest.importorskip("reasoning_gym")

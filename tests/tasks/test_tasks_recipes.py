@@ -1,19 +1,25 @@
 """The task recipes that ship with the package, on small rows in each data set's layout."""
 
+import importlib
 import json
 import os
+import pkgutil
 from importlib.resources import files
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from pydantic import TypeAdapter
 
+import flatpeak.tasks
 from flatpeak.rewards.config import RewardConfig
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import PromptConfig, TaskConfig
+from flatpeak.tasks.config import TaskConfig, build_task
+from flatpeak.tasks.prompts import PromptConfig
 
-FOLDER = files("flatpeak") / "recipes" / "tasks"
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(str(files("flatpeak"))) / "recipes" / "tasks"
+UNION = get_args(get_args(TaskConfig)[0])
 NAMES = sorted(entry.name.removesuffix(".yaml") for entry in FOLDER.iterdir())
 WORDS = ["amber", "basin", "cedar", "delta", "ember", "fjord", "glade", "heath", "islet", "knoll"]
 
@@ -59,6 +65,38 @@ def layouts(tmp_path):
         paths[name] = tmp_path / f"{name}.jsonl"
         paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return paths
+
+
+def missing_pieces(config):
+    """What adding a task takes and this one lacks, beyond its file: see "Adding to it" in docs/architecture.md."""
+    name = config.model_fields["type"].default
+    recipes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in FOLDER.parent.rglob("*.yaml")]
+    if name != "custom" and name not in {(content.get("task") or {}).get("type") for content in recipes}:
+        yield f"a recipe with `task.type: {name}` in src/flatpeak/recipes/tasks/"
+    docs = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("tasks.md", "recipes.md"))
+    if not any(mention in docs for mention in (f"`{name}`", f"type: {name}`", f"type: {name}\n", f"`tasks/{name}`")):
+        yield f"a mention of `{name}` in docs/tasks.md"
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    if config.__name__ not in tests and f'"type": "{name}"' not in tests:
+        yield f"a test of {config.__name__} in tests/tasks/"
+
+
+def test_every_task_has_a_recipe_a_mention_in_the_docs_and_a_test():
+    assert {config.__name__: list(missing_pieces(config)) for config in UNION if any(missing_pieces(config))} == {}
+
+
+def test_every_configuration_that_loads_a_task_is_in_the_union():
+    modules = [
+        importlib.import_module(f"flatpeak.tasks.{module.name}")
+        for module in pkgutil.iter_modules(flatpeak.tasks.__path__)
+    ]
+    loadable = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "load")
+    }
+    assert {config.__name__ for config in loadable - set(UNION)} == set(), "add it to TaskConfig in tasks/config.py"
 
 
 @pytest.mark.parametrize("name", NAMES)

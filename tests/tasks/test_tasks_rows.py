@@ -5,8 +5,9 @@ from types import ModuleType
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import RowsConfig, SourceConfig
+from flatpeak.tasks.config import build_task
+from flatpeak.tasks.data_files import SourceConfig
+from flatpeak.tasks.rows import RowsConfig
 
 NAMES = ["Ann", "Ben", "Cleo", "Dev", "Eve", "Finn", "Gus", "Hana", "Ivy", "Jon"]
 THINGS = ["kites", "drums", "pears", "coins", "masks", "ropes", "seeds", "tiles", "lamps", "shells"]

@@ -8,8 +8,7 @@ from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
 from flatpeak.tasks import science
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import TaskConfig
+from flatpeak.tasks.config import TaskConfig, build_task
 
 STARS = [
     "Sirius",

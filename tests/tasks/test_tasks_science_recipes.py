@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from flatpeak.config.load import load_recipe
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.rewards.config import RewardConfig
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import PromptConfig, TaskConfig
+from flatpeak.tasks.config import TaskConfig, build_task
+from flatpeak.tasks.prompts import PromptConfig
 
 NAMES = ["camel_ai", "countdown", "dr_sci", "preferences", "reasoning_gym"]
 

@@ -10,8 +10,8 @@ from huggingface_hub import constants
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
-from flatpeak.tasks.build import build_task
-from flatpeak.tasks.config import GSM8KConfig
+from flatpeak.tasks.config import build_task
+from flatpeak.tasks.math import GSM8KConfig
 from flatpeak.utils.huggingface import hub_or_cache
 
 

@@ -11,7 +11,9 @@ from flatpeak.policy.config import ModelConfig, ReferenceConfig
 from flatpeak.rewards.config import NumberConfig, RewardConfig
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.runs.config import RunSectionConfig
-from flatpeak.tasks.config import ArithmeticConfig, PromptConfig, TaskConfig
+from flatpeak.tasks.arithmetic import ArithmeticConfig
+from flatpeak.tasks.config import TaskConfig
+from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.training.config import (
     AdvantageConfig,
     CurriculumConfig,

@@ -18,8 +18,7 @@ from flatpeak.evaluation.robustness import Judged, measure
 from flatpeak.functional.estimators import maj_at_k, pass_at_k
 from flatpeak.protocols import Sampler, Tokenizer
 from flatpeak.rewards.reward_set import RewardSet
-from flatpeak.tasks.config import PromptConfig
-from flatpeak.tasks.prompts import build_prompts
+from flatpeak.tasks.prompts import PromptConfig, build_prompts
 from flatpeak.types import Example, Group, Prompt, SamplingParams, Scores
 
 Values = dict[str, list[float | None]]

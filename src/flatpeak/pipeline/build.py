@@ -38,7 +38,7 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.signals import StopSignals
-from flatpeak.tasks.build import build_task
+from flatpeak.tasks.config import build_task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
 from flatpeak.training.config import CurriculumConfig

@@ -19,9 +19,8 @@ from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.runs.checkpoints import is_checkpoint
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.rollout_log import first_row, logged_steps
-from flatpeak.tasks.arithmetic import arithmetic_examples
-from flatpeak.tasks.config import ArithmeticConfig, PromptConfig
-from flatpeak.tasks.prompts import CHAT, build_prompts, prompt_texts, word_messages
+from flatpeak.tasks.arithmetic import ArithmeticConfig
+from flatpeak.tasks.prompts import CHAT, PromptConfig, build_prompts, prompt_texts, word_messages
 from flatpeak.types import Completion, Example, Message, Prompt, SamplingParams
 
 _ANY_LENGTH = 2**30
@@ -196,7 +195,7 @@ def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str
     question: str | None = None
     try:
         if isinstance(config.task, ArithmeticConfig):
-            question = arithmetic_examples(config.task)[1][0].question
+            question = config.task.load().test[0].question
         elif run is not None:
             question = _logged_question(config, tokenizer, RunPaths(run))
     except (UserError, OSError, ValueError, KeyError, IndexError):  # it is only an example

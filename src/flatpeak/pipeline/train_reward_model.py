@@ -33,8 +33,7 @@ from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkp
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.notices import START, NoticeLog
 from flatpeak.runs.signals import StopSignals
-from flatpeak.tasks.config import PreferencesConfig
-from flatpeak.tasks.preferences import Preferences, load_preferences
+from flatpeak.tasks.preferences import Preferences, PreferencesConfig, load_preferences
 from flatpeak.training.curriculum import Stream
 from flatpeak.training.diagnostics import SkippedUpdates
 from flatpeak.training.recorder import Recorder

@@ -1,4 +1,4 @@
-"""A task of the user's own, made by a function they name."""
+"""The task `custom`, made by a function of the user's, and the check of tasks that are not flatpeak's own."""
 
 from __future__ import annotations
 
@@ -10,30 +10,40 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Final, Literal, cast
+
+from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
 from flatpeak.protocols import Task
-from flatpeak.tasks.config import CustomTaskConfig
 from flatpeak.types import Example
+from flatpeak.utils.schema import StrictConfig
 
-_CONTRACT = "a task has `name`, `train` and `test`, the last two sequences of flatpeak.types.Example"
+_REQUIREMENT: Final = "a task has `name`, `train` and `test`, the last two sequences of flatpeak.types.Example"
 
 
-def custom_task(config: CustomTaskConfig) -> Task:
-    """Call the user's factory and check what it returns. Errors inside the factory are the user's own and pass."""
-    factory = load_object(config.factory)
-    if not callable(factory):
-        raise UserError(
-            f"task.factory={config.factory} is a {type(factory).__name__}; name a function that returns a task"
-        )
-    try:
-        inspect.signature(factory).bind(**config.arguments)
-    except TypeError as error:
-        raise UserError(
-            f"task.factory={config.factory}: {error}; change task.arguments to fit its parameters"
-        ) from error
-    return check_task(factory(**config.arguments), where=f"task.factory={config.factory}")
+class CustomTaskConfig(StrictConfig):
+    """A task of your own: `factory` names a function (module:name or file.py:name) that returns an object with
+    `name`, `train` and `test`."""
+
+    type: Literal["custom"] = "custom"
+    factory: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    def load(self) -> Task:
+        """Call the user's factory and check the task it returns. Errors inside the factory are not caught."""
+        factory = load_object(self.factory)
+        if not callable(factory):
+            raise UserError(
+                f"task.factory={self.factory} is a {type(factory).__name__}; name a function that returns a task"
+            )
+        try:
+            inspect.signature(factory).bind(**self.arguments)
+        except TypeError as error:
+            raise UserError(
+                f"task.factory={self.factory}: {error}; change task.arguments to fit its parameters"
+            ) from error
+        return check_task(factory(**self.arguments), where=f"task.factory={self.factory}")
 
 
 def load_object(location: str) -> Any:
@@ -74,12 +84,12 @@ def _load_module(name: str, location: str) -> ModuleType:
 
 
 def check_task(task: Any, *, where: str) -> Task:
-    """The task, if it is one: UserError for what is missing, empty, of the wrong type, or an id that occurs twice."""
-    missing = [part for part in ("name", "train", "test") if not hasattr(task, part)]
+    """Check a task of any class; UserError for what is missing, empty or of the wrong type, and for repeated ids."""
+    missing = [name for name in ("name", "train", "test") if not hasattr(task, name)]
     if missing:
-        raise UserError(f"{where}: a {type(task).__name__} without {missing[0]}; {_CONTRACT}")
+        raise UserError(f"{where}: a {type(task).__name__} without {missing[0]}; {_REQUIREMENT}")
     if not isinstance(task.name, str):
-        raise UserError(f"{where}: name is a {type(task.name).__name__}, not a string; {_CONTRACT}")
+        raise UserError(f"{where}: name is a {type(task.name).__name__}, not a string; {_REQUIREMENT}")
     ids: set[str] = set()
     for side in ("train", "test"):
         _check_examples(getattr(task, side), where=f"{where}: {side}", ids=ids)
@@ -98,9 +108,9 @@ def _check_examples(examples: Sequence[Any], *, where: str, ids: set[str]) -> No
             raise UserError(
                 f"{where}[{index}] is a {type(example).__name__}, not a flatpeak.types.Example; wrap it in one"
             )
-        for part in ("id", "question", "gold"):
-            if not isinstance(getattr(example, part), str):
-                raise UserError(f"{where}[{index}].{part} is {getattr(example, part)!r}, not a string; make it one")
+        for name in ("id", "question", "gold"):
+            if not isinstance(getattr(example, name), str):
+                raise UserError(f"{where}[{index}].{name} is {getattr(example, name)!r}, not a string; make it one")
         if example.id in ids:
             raise UserError(
                 f"{where}[{index}] has id {example.id!r}, which is taken; ids are unique across train and test"

@@ -1,4 +1,4 @@
-"""Rows of a data set, from a file or the Hub, each with words that say where it stands."""
+"""Data sets: rows from files or the Hub, each with its position for error messages, and the tasks made of them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,73 @@ from typing import Any
 from flatpeak.errors import UserError, did_you_mean
 from flatpeak.types import Example
 from flatpeak.utils.huggingface import hub_or_cache
+from flatpeak.utils.schema import StrictConfig
 
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExampleTask:
+    """A task whose examples are in memory, or made on request by a sequence."""
+
+    name: str
+    """Names the task in metrics: `eval/<name>/accuracy`."""
+    train: Sequence[Example]
+    """The examples to train on."""
+    test: Sequence[Example]
+    """The held-out examples."""
+    notices: tuple[str, ...] = ()
+    """Reports of what loading left out."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row as it was read."""
+    """One row of a data set, unprocessed."""
 
     where: str
-    """For error messages: `train.jsonl line 7`."""
+    """Its position for error messages: `train.jsonl line 7`."""
     values: dict[str, Any]
-    """By column name."""
+    """The cells by column name."""
+
+
+class SourceConfig(StrictConfig):
+    """A source of rows: a file (JSONL, JSON, CSV, Parquet by its ending) or a Hub data set. Exactly one of the two."""
+
+    path: str | None = None
+    hub: str | None = None
+    hub_config: str | None = None
+    split: str = "train"
+    """Hub split; ignored for files."""
+    question: str = "question"
+    """A column name, or a format string over columns such as "{Body} {Question}"."""
+    answer: str = "answer"
+    """The column (or format string) of the gold answer."""
+    answer_pattern: str | None = None
+    """A regular expression whose first group (else whole match) is the gold answer in that column."""
+    rationale: str | None = None
+    """A column or format string for the SFT target (fields: columns, and `gold`); null: no rationale."""
+    id: str | None = None
+    """A column with unique ids; null numbers the rows."""
+
+
+def read_source(source: SourceConfig, *, option: str) -> Iterator[Row]:
+    """The rows of a source's file or Hub data set. UserError unless it names exactly one of them."""
+    if source.path is not None and source.hub is not None:
+        raise UserError(f"{option} has both a path and a hub name; set {option}.hub=null to read the file")
+    if source.path is not None:
+        return read_file(source.path, option=f"{option}.path")
+    if source.hub is not None:
+        return read_hub(
+            source.hub,
+            config=source.hub_config,
+            split=source.split,
+            path_option=f"{option}.path with {option}.hub=null",
+        )
+    raise UserError(f"{option} names no data: give {option}.path=FILE or {option}.hub=NAME")
 
 
 def read_file(path: str, *, option: str) -> Iterator[Row]:
-    """The rows of a JSONL, JSON, CSV or Parquet file, told apart by its ending. UserError with file and line of a bad
-    one."""
+    """The rows of a JSONL, JSON, CSV or Parquet file, by its ending. UserError with the file and line of a bad row."""
     file = Path(path).expanduser()
     if not file.is_file():
         problem = "is a directory" if file.is_dir() else "does not exist"
@@ -54,48 +104,48 @@ def read_file(path: str, *, option: str) -> Iterator[Row]:
 
 
 def directory(path: str, *, option: str) -> Path:
-    """A directory that a user named. UserError where there is none."""
-    place = Path(path).expanduser()
-    if not place.is_dir():
-        problem = f"is a file; name the directory {place.parent}" if place.is_file() else "there is no such directory"
+    """The directory that an option names. UserError where there is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        problem = f"is a file; name the directory {folder.parent}" if folder.is_file() else "there is no such directory"
         raise UserError(f"{option}={path}: {problem}")
-    return place
+    return folder
 
 
-def read_split(folder: str, split: str, *, option: str) -> Iterator[Row]:
+def read_split(path: str, split: str, *, option: str) -> Iterator[Row]:
     """The rows of one split in a directory: `SPLIT.jsonl` (or .json, .csv, .parquet), or the Hub's own layout, in which
-    `SPLIT-00000-of-00001.parquet` and so on stand there or under `data/`."""
-    place = directory(folder, option=option)
+    `SPLIT-00000-of-00001.parquet` and so on lie there or under `data/`."""
+    folder = directory(path, option=option)
     for ending in _ENDINGS:
-        file = place / f"{split}{ending}"
+        file = folder / f"{split}{ending}"
         if file.is_file():
             return read_file(str(file), option=option)
-    for part in (place, place / "data"):
-        shards = sorted(part.glob(f"{split}-*.parquet"))
+    for parent in (folder, folder / "data"):
+        shards = sorted(parent.glob(f"{split}-*.parquet"))
         if shards:
             return (row for shard in shards for row in _read_parquet(shard))
     raise UserError(
-        f"{option}={folder}: no {split}.jsonl in it (nor .json, .csv, .parquet, {split}-*.parquet); put it there"
+        f"{option}={path}: no {split}.jsonl in it (nor .json, .csv, .parquet, {split}-*.parquet); put it there"
     )
 
 
 def read_objects(path: str, *, option: str) -> Iterator[Row]:
     """The rows of a directory or .zip archive that holds one JSON object per .json file, at any depth, in the natural
-    order of their names (2.json before 10.json). `where` is the file's place in it."""
-    place = Path(path).expanduser()
-    if place.is_dir():
-        names = sorted((file.relative_to(place).as_posix() for file in place.rglob("*.json")), key=_natural)
-        contents: Iterator[tuple[str, bytes]] = ((name, (place / name).read_bytes()) for name in names)
-    elif zipfile.is_zipfile(place):
-        contents = _unzipped(place)
+    order of their names (2.json before 10.json). `where` is the file's path in it."""
+    root = Path(path).expanduser()
+    if root.is_dir():
+        names = sorted((file.relative_to(root).as_posix() for file in root.rglob("*.json")), key=_natural_order)
+        contents: Iterator[tuple[str, bytes]] = ((name, (root / name).read_bytes()) for name in names)
+    elif zipfile.is_zipfile(root):
+        contents = _unzipped(root)
     else:
         raise UserError(f"{option}={path}: neither a directory nor a .zip archive; name one that holds .json files")
-    return _objects(contents, place)
+    return _objects(contents, root)
 
 
-def _objects(contents: Iterator[tuple[str, bytes]], place: Path) -> Iterator[Row]:
+def _objects(contents: Iterator[tuple[str, bytes]], root: Path) -> Iterator[Row]:
     for name, data in contents:
-        where = f"{place}/{name}"
+        where = f"{root}/{name}"
         yield Row(where=where, values=_object(_parse(_decode(data, where=where), where=where), where=where))
 
 
@@ -103,19 +153,19 @@ def _unzipped(file: Path) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(file) as archive:
         # An archive made on a Mac carries a shadow of every file.
         names = [n for n in archive.namelist() if n.endswith(".json") and not n.startswith("__MACOSX/")]
-        for name in sorted(names, key=_natural):
+        for name in sorted(names, key=_natural_order):
             try:
                 yield name, archive.read(name)
             except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
                 raise UserError(f"{file}/{name}: cannot be unpacked ({error}); fetch the archive again") from error
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"([0-9]+)", name)]
 
 
 def read_jsonl(file: Path) -> Iterator[Row]:
-    """One JSON object per line; blank lines are passed over."""
+    """The rows of a file with one JSON object per line; blank lines are skipped."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file} line {number}"
@@ -139,7 +189,7 @@ def read_csv_cells(file: Path, *, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
-    # Slow to import; it comes with `datasets`, whose format this is.
+    # Imported here because it is slow; it is installed with `datasets`, whose format this is.
     from pyarrow import ArrowException  # type: ignore[import-untyped]
     from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
@@ -175,8 +225,8 @@ def _read_csv(file: Path, *, columns: Sequence[str] | None = None) -> Iterator[R
 
 
 def read_hub(name: str, *, config: str | None, split: str, path_option: str) -> Iterator[Row]:
-    """The rows of a data set on the Hugging Face Hub; `path_option` is where a local copy could be given instead."""
-    from datasets import load_dataset  # here, because it is slow to import and a run on files never needs it
+    """The rows of a data set on the Hugging Face Hub; `path_option` is the option that takes a local copy instead."""
+    from datasets import load_dataset  # imported here: slow, and a run on local files never needs it
 
     with hub_or_cache() as problem:
         try:
@@ -193,8 +243,8 @@ def read_hub(name: str, *, config: str | None, split: str, path_option: str) -> 
 
 
 def fetch_file(repository: str, file: str, *, path_option: str) -> Path:
-    """The path of one file of a data set on the Hub, fetched unless it is at hand; `path_option` as in `read_hub`."""
-    from huggingface_hub import hf_hub_download  # slow to import, and a run on files never needs it
+    """The local path of one file of a Hub data set, downloaded unless cached; `path_option` as in `read_hub`."""
+    from huggingface_hub import hf_hub_download  # imported here: slow, and a run on local files never needs it
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     with hub_or_cache() as problem:
@@ -231,25 +281,25 @@ def _object(value: Any, *, where: str) -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """A subset's name without case, spaces and signs: `Counting & Probability` is `counting_and_probability`."""
+    """A subset's name without case, spaces and signs: `Counting & Probability` becomes `counting_and_probability`."""
     return "_".join(re.findall(r"[a-z0-9]+", name.casefold().replace("&", " and ")))
 
 
-def chosen(names: Iterable[str], known: Collection[str], *, option: str) -> frozenset[str]:
+def known_slugs(names: Iterable[str], known: Collection[str], *, option: str) -> frozenset[str]:
     """The slugs of the named subsets; empty means all. UserError for a name that is not known."""
     slugs = {slug(name): name for name in known}
     for name in names:
         if slug(name) not in slugs:
-            known_ones = f"; choose from {', '.join(sorted(slugs))}"
-            raise UserError(f"{option}: there is no {name!r}{did_you_mean(slug(name), slugs) or known_ones}")
+            choices = f"; choose from {', '.join(sorted(slugs))}"
+            raise UserError(f"{option}: there is no {name!r}{did_you_mean(slug(name), slugs) or choices}")
     return frozenset(map(slug, names))
 
 
-def sized(examples: Sequence[Example], size: int | None, *, seed: int, option: str) -> tuple[Example, ...]:
+def shuffled(examples: Sequence[Example], size: int | None, *, seed: int, option: str) -> tuple[Example, ...]:
     """The examples in a seeded random order, cut to `size`.
 
-    Published files are sorted by subject; in random order the first rows, which periodic evaluations take, stand for
-    all. UserError where fewer than `size` are there.
+    Published files are sorted by subject; in random order the first rows, which periodic evaluations take, represent
+    all. UserError where there are fewer than `size`.
     """
     if not examples:
         raise UserError(

@@ -1,5 +1,8 @@
-"""MATH (Hendrycks et al. 2021, arXiv 2103.03874): competition problems, and MATH-500 (Lightman et al. 2023, arXiv
-2305.20050), a test set of 500 of them that leaves 12,000 to train on."""
+"""Mathematics in words: GSM8K (grade school) and MATH (competitions).
+
+GSM8K is Cobbe et al. 2021, arXiv 2110.14168. MATH is Hendrycks et al. 2021, arXiv 2103.03874; MATH-500 (Lightman et al.
+2023, arXiv 2305.20050) is a test set of 500 of its problems, which leaves 12,000 to train on.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,33 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.config import GSM8KConfig, MATHConfig
 from flatpeak.tasks.data_files import (
+    ExampleTask,
     Row,
-    chosen,
     directory,
+    known_slugs,
     read_file,
     read_hub,
     read_jsonl,
     read_objects,
     read_split,
-    sized,
+    shuffled,
     slug,
 )
 from flatpeak.tasks.multiple_choice import text_of
 from flatpeak.types import Example
 from flatpeak.utils.answers import Box, find_boxes, is_number, normalize_gold
+from flatpeak.utils.schema import StrictConfig
 
-HUB_NAME, HUB_500 = "EleutherAI/hendrycks_math", "HuggingFaceH4/MATH-500"
-_LOCAL = "task.path, a directory with train.jsonl and test.jsonl"
-SUBJECTS = (
+GSM8K_HUB_NAME: Final = "openai/gsm8k"
+MATH_HUB_NAME: Final = "EleutherAI/hendrycks_math"
+MATH500_HUB_NAME: Final = "HuggingFaceH4/MATH-500"
+SUBJECTS: Final = (
     "Algebra",
     "Counting & Probability",
     "Geometry",
@@ -38,41 +46,220 @@ SUBJECTS = (
     "Prealgebra",
     "Precalculus",
 )
-_FORMULA_END = re.compile(r"\\[)\]]|[$\n]")
-_LONGEST_BARE = 200
-UNUSABLE = 0.01
-"""More rows than this share without an answer are no accident."""
-_NO_ANSWER = "no \\boxed{} with balanced braces in the solution"
-_LEVEL = re.compile(r"(?:Level\s*)?([0-9?])")
+"""The subjects of MATH, as its rows name them."""
+MAX_UNANSWERED: Final = 0.01
+"""The largest share of MATH rows without an answer; more is an error."""
+_LOCAL_FILES: Final = "task.path, a directory with train.jsonl and test.jsonl"
+_NO_ANSWER: Final = "no \\boxed{} with balanced braces in the solution"
+_LEVEL: Final = re.compile(r"(?:Level\s*)?([0-9?])")
+_FORMULA_END: Final = re.compile(r"\\[)\]]|[$\n]")
+_LONGEST_BARE: Final = 200
+"""Characters to read after a `\\boxed` without braces."""
 
 
-def math_examples(config: MATHConfig) -> tuple[tuple[Example, ...], tuple[Example, ...], tuple[str, ...]]:
-    """Train and test, each in a seeded order, and notices.
+class GSM8KConfig(StrictConfig):
+    """GSM8K: `openai/gsm8k` from the Hub, or `train.jsonl` and `test.jsonl` in a local directory."""
 
-    With `split=math500` every one of the 12,500 problems trains whose text is none of the 500's, spaces aside. Rows
-    without an answer, of which the published training set has two, are left out and counted; UserError where they are
-    more than a few.
-    """
-    subjects = chosen(config.subjects, SUBJECTS, option="task.subjects")
-    train, unanswered = _answered(_split(config, "train"))
-    test, more = _answered(_split(config, "test"))
-    unanswered += more
-    if len(unanswered) > UNUSABLE * (len(train) + len(test) + len(unanswered)):
-        raise UserError(f"{unanswered[0]}: {_NO_ANSWER}, as in {len(unanswered)} rows in all; repair or remove them")
-    if config.split == "math500":
-        held_out, _ = _answered((f"math500/{index}", row) for index, row in enumerate(_math500(config)))
-        known = {_key(example.question) for example in held_out}
-        train = [example for example in train + test if _key(example.question) not in known]
-        test = held_out
-    train, test = ([e for e in examples if _wanted(e, config, subjects)] for examples in (train, test))
-    notices = (
-        [f"{len(unanswered)} rows without an answer are left out: {', '.join(unanswered[:3])}"] if unanswered else []
+    type: Literal["gsm8k"] = "gsm8k"
+    path: str | None = None
+    """A directory with the two files in the published layout; null loads from the Hub."""
+    train_size: int | None = None
+    """The number of training rows, from the first on; null is all."""
+    test_size: int | None = None
+    shots: Annotated[int, Field(ge=0)] = 0
+    """Worked examples before each question, the first training rows, worded `Question: ...` and `Answer: ...`. Those
+    rows are not trained on."""
+
+    def load(self) -> ExampleTask:
+        """Read the published splits, each cut to its size. The rationale is the whole published answer.
+
+        With `shots`, questions are worded as the lm-evaluation-harness task gsm8k words them: `Question: ...\\nAnswer:`
+        after that many worked examples, which are the first training rows and are not trained on.
+        """
+        size = self.train_size if self.train_size is None else self.train_size + self.shots
+        train, test = _gsm8k_split(self, "train", size), _gsm8k_split(self, "test", self.test_size)
+        if self.shots:
+            if len(train) <= self.shots:
+                raise UserError(
+                    f"task.shots={self.shots}: the train split has only {len(train)} rows; lower task.shots"
+                )
+            shots = tuple(f"{_cue(example)} {example.rationale}\n\n" for example in train[: self.shots])
+            train, test = (
+                tuple(_with_shots(example, shots) for example in side) for side in (train[self.shots :], test)
+            )
+        return ExampleTask(name=self.type, train=train, test=test)
+
+
+class MATHConfig(StrictConfig):
+    """MATH: `EleutherAI/hendrycks_math` from the Hub, or local files in its layout or in that of the original."""
+
+    type: Literal["math"] = "math"
+    path: str | None = None
+    """A directory with train.jsonl and test.jsonl (columns problem, level, type, solution) or with the original tree
+    `train/algebra/1.json`; null loads from the Hub."""
+    split: Literal["official", "math500"] = "official"
+    """official: 7,500 problems train, 5,000 test. math500: the 500 of MATH-500 test, the other 12,000 train."""
+    math500_path: str | None = None
+    """With split=math500: a local file of the 500; null is `math500.jsonl` in `path`, or the Hub where that is null."""
+    levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = ()
+    """Only problems of these levels, 1 to 5; empty is all, with the two that have no level."""
+    subjects: tuple[str, ...] = ()
+    """Only these subjects ("Number Theory" or number_theory); empty is all seven."""
+    train_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of rows; null is all."""
+    test_size: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
+    """The seed of the order of the rows, which the files sort by subject."""
+
+    def load(self) -> ExampleTask:
+        """Read train and test, each in a seeded order.
+
+        With `split=math500` all of the 12,500 problems train whose text is none of the 500's, spaces aside. Rows
+        without an answer, of which the published training set has two, are left out and counted; UserError where they
+        are more than a few.
+        """
+        subjects = known_slugs(self.subjects, SUBJECTS, option="task.subjects")
+        train, unanswered = _answered(_math_rows(self, "train"))
+        test, more = _answered(_math_rows(self, "test"))
+        unanswered += more
+        if len(unanswered) > MAX_UNANSWERED * (len(train) + len(test) + len(unanswered)):
+            raise UserError(
+                f"{unanswered[0]}: {_NO_ANSWER}, as in {len(unanswered)} rows in all; repair or remove them"
+            )
+        if self.split == "math500":
+            math500, _ = _answered((f"math500/{index}", row) for index, row in enumerate(_math500_rows(self)))
+            test_keys = {_without_spaces(example.question) for example in math500}
+            train = [example for example in train + test if _without_spaces(example.question) not in test_keys]
+            test = math500
+        train, test = ([e for e in side if _is_selected(e, self, subjects)] for side in (train, test))
+        return ExampleTask(
+            name="math" if self.split == "official" else self.split,
+            train=shuffled(train, self.train_size, seed=self.seed, option="task.train_size"),
+            test=shuffled(test, self.test_size, seed=self.seed, option="task.test_size"),
+            notices=(f"{len(unanswered)} rows without an answer are left out: {', '.join(unanswered[:3])}",)
+            if unanswered
+            else (),
+        )
+
+
+def _cue(example: Example) -> str:
+    return f"Question: {example.question}\nAnswer:"
+
+
+def _with_shots(example: Example, shots: tuple[str, ...]) -> Example:
+    return replace(example, question=_cue(example), rationale=f" {example.rationale}", shots=shots)
+
+
+def gsm8k_gold(answer: str) -> str | None:
+    """The number after the last `####`, without `$`, commas and a final dot; None where there is no such number."""
+    _, mark, tail = answer.rpartition("####")
+    words = tail.replace("$", "").split()
+    gold = normalize_gold(words[0].replace(",", "")) if mark and words else ""
+    return gold if is_number(gold) else None
+
+
+def _gsm8k_split(config: GSM8KConfig, split: str, size: int | None) -> tuple[Example, ...]:
+    if size is not None and size < 1:
+        raise UserError(f"task.{split}_size={size}: give at least 1, or null for all rows")
+    examples = tuple(
+        _gsm8k_example(row, f"{split}/{index}") for index, row in enumerate(islice(_gsm8k_rows(config, split), size))
     )
-    return (
-        sized(train, config.train_size, seed=config.seed, option="task.train_size"),
-        sized(test, config.test_size, seed=config.seed, option="task.test_size"),
-        tuple(notices),
+    if not examples:
+        raise UserError(f"task.path={config.path}: the {split} split has no rows; fetch the files again")
+    if size is not None and len(examples) < size:
+        raise UserError(f"task.{split}_size={size}: the {split} split has only {len(examples)} rows; use null for all")
+    return examples
+
+
+def _gsm8k_rows(config: GSM8KConfig, split: str) -> Iterable[Row]:
+    if config.path is None:
+        return read_hub(GSM8K_HUB_NAME, config="main", split=split, path_option=_LOCAL_FILES)
+    file = directory(config.path, option="task.path") / f"{split}.jsonl"
+    if not file.is_file():
+        raise UserError(f"task.path={config.path}: no {file.name} in it; put train.jsonl and test.jsonl there")
+    return read_jsonl(file)
+
+
+def _gsm8k_example(row: Row, id: str) -> Example:
+    question, answer = (row.values.get(column) for column in ("question", "answer"))
+    for column, value in (("question", question), ("answer", answer)):
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"{row.where}: no text in column {column!r}; GSM8K rows have question and answer")
+    gold = gsm8k_gold(str(answer))
+    if gold is None:
+        raise UserError(f"{row.where}: the answer has no number after `####`; end it with a line such as `#### 18`")
+    return Example(id=id, question=str(question).strip(), gold=gold, rationale=str(answer), columns=row.values)
+
+
+def _math_rows(config: MATHConfig, split: str) -> Iterator[tuple[str, Row]]:
+    """(id, row) of each row of a published split."""
+    if config.path is None:
+        for subject in SUBJECTS:
+            rows = read_hub(MATH_HUB_NAME, config=slug(subject), split=split, path_option=_LOCAL_FILES)
+            for index, row in enumerate(rows):
+                yield f"{split}/{slug(subject)}/{index}", row
+        return
+    folder = Path(config.path).expanduser() / split
+    if not folder.is_dir():
+        for index, row in enumerate(read_split(config.path, split, option="task.path")):
+            yield f"{split}/{index}", row
+        return
+    empty = True
+    for row in read_objects(str(folder), option="task.path"):
+        empty = False
+        yield f"{split}/{Path(row.where).relative_to(folder).with_suffix('').as_posix()}", row
+    if empty:
+        raise UserError(f"task.path={config.path}: no .json files in {split}/; unpack the original archive there")
+
+
+def _math500_rows(config: MATHConfig) -> Iterator[Row]:
+    if config.math500_path is not None:
+        return read_file(config.math500_path, option="task.math500_path")
+    if config.path is not None:
+        return read_split(config.path, "math500", option="task.path")
+    return read_hub(MATH500_HUB_NAME, config=None, split="test", path_option="task.math500_path")
+
+
+def _answered(rows: Iterable[tuple[str, Row]]) -> tuple[list[Example], list[str]]:
+    """The examples, and the positions of the rows without an answer."""
+    examples, unanswered = list[Example](), list[str]()
+    for id, row in rows:
+        example = _math_example(row, id=id)
+        if example is None:
+            unanswered.append(row.where)
+        else:
+            examples.append(example)
+    return examples, unanswered
+
+
+def _math_example(row: Row, *, id: str) -> Example | None:
+    """The example of a row; None where its solution has no boxed answer."""
+    problem, solution = (text_of(row, column, option="MATH") for column in ("problem", "solution"))
+    # MATH-500 has columns `answer`, and `subject` instead of `type`.
+    gold = str(row.values.get("answer") or "").strip() or boxed_answer(solution)
+    if not gold:
+        return None
+    subject = text_of(row, "subject" if "subject" in row.values else "type", option="MATH")
+    level = _LEVEL.fullmatch(text_of(row, "level", option="MATH"))
+    if level is None:
+        raise UserError(f"{row.where}: level {row.values['level']!r} is not such as `Level 3`; repair the row")
+    return Example(
+        id=id,
+        question=problem,
+        gold=gold,
+        rationale=solution,
+        columns=row.values,
+        subsets={"subject": subject, "level": level[1]},
     )
+
+
+def _is_selected(example: Example, config: MATHConfig, subjects: frozenset[str]) -> bool:
+    level, subject = example.subsets["level"], slug(example.subsets["subject"])
+    return (not config.levels or level in map(str, config.levels)) and (not subjects or subject in subjects)
+
+
+def _without_spaces(problem: str) -> str:
+    return "".join(problem.split())
 
 
 def boxed_answer(solution: str) -> str | None:
@@ -93,145 +280,3 @@ def _content(solution: str, box: Box) -> str:
         return solution[box.start : box.end].strip()
     start = box.start + len("\\") + len(box.command)
     return _FORMULA_END.split(solution[start : start + _LONGEST_BARE])[0].rstrip(" .,").strip()
-
-
-def _split(config: MATHConfig, split: str) -> Iterator[tuple[str, Row]]:
-    """(id, row) of each row of a published split."""
-    if config.path is None:
-        for subject in SUBJECTS:
-            rows = read_hub(HUB_NAME, config=slug(subject), split=split, path_option=_LOCAL)
-            for index, row in enumerate(rows):
-                yield f"{split}/{slug(subject)}/{index}", row
-        return
-    tree = Path(config.path).expanduser() / split
-    if not tree.is_dir():
-        for index, row in enumerate(read_split(config.path, split, option="task.path")):
-            yield f"{split}/{index}", row
-        return
-    empty = True
-    for row in read_objects(str(tree), option="task.path"):
-        empty = False
-        yield f"{split}/{Path(row.where).relative_to(tree).with_suffix('').as_posix()}", row
-    if empty:
-        raise UserError(f"task.path={config.path}: no .json files in {split}/; unpack the original archive there")
-
-
-def _math500(config: MATHConfig) -> Iterator[Row]:
-    if config.math500_path is not None:
-        return read_file(config.math500_path, option="task.math500_path")
-    if config.path is not None:
-        return read_split(config.path, "math500", option="task.path")
-    return read_hub(HUB_500, config=None, split="test", path_option="task.math500_path")
-
-
-def _answered(rows: Iterable[tuple[str, Row]]) -> tuple[list[Example], list[str]]:
-    """The examples, and where the rows stand that have no answer."""
-    examples, unanswered = list[Example](), list[str]()
-    for id, row in rows:
-        example = _example(row, id=id)
-        if example is None:
-            unanswered.append(row.where)
-        else:
-            examples.append(example)
-    return examples, unanswered
-
-
-def _example(row: Row, *, id: str) -> Example | None:
-    """The example; None where its solution boxes nothing."""
-    problem, solution = (text_of(row, column, option="MATH") for column in ("problem", "solution"))
-    # MATH-500 names the answer, and calls the type subject.
-    gold = str(row.values.get("answer") or "").strip() or boxed_answer(solution)
-    if not gold:
-        return None
-    subject = text_of(row, "subject" if "subject" in row.values else "type", option="MATH")
-    level = _LEVEL.fullmatch(text_of(row, "level", option="MATH"))
-    if level is None:
-        raise UserError(f"{row.where}: level {row.values['level']!r} is not such as `Level 3`; repair the row")
-    return Example(
-        id=id,
-        question=problem,
-        gold=gold,
-        rationale=solution,
-        columns=row.values,
-        subsets={"subject": subject, "level": level[1]},
-    )
-
-
-def _wanted(example: Example, config: MATHConfig, subjects: frozenset[str]) -> bool:
-    level, subject = example.subsets["level"], slug(example.subsets["subject"])
-    return (not config.levels or level in map(str, config.levels)) and (not subjects or subject in subjects)
-
-
-def _key(problem: str) -> str:
-    return "".join(problem.split())
-
-
-GSM8K_HUB_NAME = "openai/gsm8k"
-HUB_CONFIG = "main"
-_GSM8K_FILES = "task.path, a directory with train.jsonl and test.jsonl"
-
-
-def gsm8k_examples(config: GSM8KConfig) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """Train and test, the published splits, each cut to its size. The rationale is the whole published answer.
-
-    With `shots`, questions are worded as the lm-evaluation-harness task gsm8k words them: `Question: ...\\nAnswer:`
-    after so many worked examples. Those are the first training rows, which then are not trained on.
-    """
-    if not config.shots:
-        return _gsm8k_split(config, "train", config.train_size), _gsm8k_split(config, "test", config.test_size)
-    size = None if config.train_size is None else config.train_size + config.shots
-    train, test = _gsm8k_split(config, "train", size), _gsm8k_split(config, "test", config.test_size)
-    if len(train) <= config.shots:
-        raise UserError(f"task.shots={config.shots}: the train split has only {len(train)} rows; lower task.shots")
-    shots = tuple(f"{_cued(example)} {example.rationale}\n\n" for example in train[: config.shots])
-    worded = (tuple(_shown(example, shots) for example in side) for side in (train[config.shots :], test))
-    return next(worded), next(worded)
-
-
-def _cued(example: Example) -> str:
-    return f"Question: {example.question}\nAnswer:"
-
-
-def _shown(example: Example, shots: tuple[str, ...]) -> Example:
-    return replace(example, question=_cued(example), rationale=f" {example.rationale}", shots=shots)
-
-
-def gsm8k_gold(answer: str) -> str | None:
-    """The number after the last `####`, without `$`, commas and a final dot; None where there is no such number."""
-    _, mark, tail = answer.rpartition("####")
-    words = tail.replace("$", "").split()
-    gold = normalize_gold(words[0].replace(",", "")) if mark and words else ""
-    return gold if is_number(gold) else None
-
-
-def _gsm8k_split(config: GSM8KConfig, split: str, size: int | None) -> tuple[Example, ...]:
-    if size is not None and size < 1:
-        raise UserError(f"task.{split}_size={size}: give at least 1, or null for all rows")
-    examples = tuple(
-        _gsm8k_example(row, f"{split}/{index}") for index, row in enumerate(islice(_rows(config, split), size))
-    )
-    if not examples:
-        raise UserError(f"task.path={config.path}: the {split} split has no rows; fetch the files again")
-    if size is not None and len(examples) < size:
-        raise UserError(f"task.{split}_size={size}: the {split} split has only {len(examples)} rows; use null for all")
-    return examples
-
-
-def _rows(config: GSM8KConfig, split: str) -> Iterable[Row]:
-    if config.path is None:
-        return read_hub(GSM8K_HUB_NAME, config=HUB_CONFIG, split=split, path_option=_GSM8K_FILES)
-    file = directory(config.path, option="task.path") / f"{split}.jsonl"
-    if not file.is_file():
-        raise UserError(f"task.path={config.path}: no {file.name} in it; put train.jsonl and test.jsonl there")
-    return read_jsonl(file)
-
-
-def _gsm8k_example(row: Row, id: str) -> Example:
-    question, answer = (row.values.get(column) for column in ("question", "answer"))
-    for column, value in (("question", question), ("answer", answer)):
-        if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{row.where}: no text in column {column!r}; GSM8K rows have question and answer")
-    gold = gsm8k_gold(str(answer))
-    if gold is None:
-        raise UserError(f"{row.where}: the answer has no number after `####`; end it with a line such as `#### 18`")
-    return Example(id=id, question=str(question).strip(), gold=gold, rationale=str(answer), columns=row.values)

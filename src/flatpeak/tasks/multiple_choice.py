@@ -1,4 +1,4 @@
-"""Multiple choice: lettered options, and any data set of such questions by column mapping."""
+"""Multiple choice: lettered options, and the task `choices`: any data set of such questions by column mapping."""
 
 from __future__ import annotations
 
@@ -6,43 +6,47 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase as LETTERS
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.config import ChoicesConfig, ChoiceSourceConfig
-from flatpeak.tasks.data_files import Row, read_file, read_hub
-from flatpeak.tasks.decontamination import held_out, question_key
+from flatpeak.tasks.data_files import ExampleTask, Row, read_file, read_hub
+from flatpeak.tasks.decontamination import is_held_out, question_key
 from flatpeak.types import Example
-
-Loaded = tuple[tuple[Example, ...], tuple[Example, ...], tuple[str, ...]]
+from flatpeak.utils.schema import StrictConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """A question's options in the order in which they are shown."""
+    """The options of a question, in the order of their letters."""
 
     options: tuple[str, ...]
     right: int
-    """Which of them is right, from 0."""
+    """The index of the right option."""
 
     @property
     def letter(self) -> str:
-        """The gold answer."""
+        """The letter of the right option: the gold answer."""
         return LETTERS[self.right]
 
     def lettered(self) -> str:
-        """`A. first`, `B. second` and so on, one per line."""
+        """The options with their letters, one per line: `A. first`, `B. second`."""
         return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, self.options, strict=False))
 
+    def after(self, question: str) -> str:
+        """The question, stripped, with its lettered options below."""
+        return f"{question.strip()}\n\n{self.lettered()}"
+
     def shuffled(self, *, seed: int, id: str) -> Choices:
-        """In an order that depends on the seed and the question's id alone."""
+        """The options in an order that depends on the seed and the question's id alone."""
         order = list(range(len(self.options)))
         random.Random(f"{seed}:{id}").shuffle(order)
         return Choices(options=tuple(self.options[index] for index in order), right=order.index(self.right))
 
 
 def check_choices(options: Sequence[str], right: int, *, where: str) -> Choices:
-    """The options as Choices; UserError where they are not 2 to 26 texts, or `right` is none of them."""
+    """The options as Choices; UserError unless there are 2 to 26 and `right` is the index of one."""
     if not 2 <= len(options) <= len(LETTERS):
         raise UserError(f"{where}: {len(options)} options; a question needs 2 to {len(LETTERS)}")
     if not 0 <= right < len(options):
@@ -52,47 +56,94 @@ def check_choices(options: Sequence[str], right: int, *, where: str) -> Choices:
     return Choices(options=tuple(options), right=right)
 
 
-def choices_examples(config: ChoicesConfig) -> Loaded:
-    """Train, test and notices; no question is in both. UserError where a source lacks a column, or a row sense."""
-    if not config.train and not config.test:
-        raise UserError("task names no data: give task.train or task.test at least one source")
-    train = _load(config, "train", config.train)
-    test = _load(config, "test", config.test)
-    if config.test:
-        known = {question_key(str(example.columns["question"])) for example in test}
-        kept = [e for e in train if question_key(str(e.columns["question"])) not in known]
-        dropped = len(train) - len(kept)
-        if dropped and not kept:
+class ChoiceSourceConfig(StrictConfig):
+    """A source of multiple-choice rows (a file or a Hub data set), and the meaning of its columns."""
+
+    path: str | None = None
+    hub: str | None = None
+    hub_config: str | None = None
+    split: str = "train"
+    """Hub split; ignored for files."""
+    question: str = "question"
+    """A column name."""
+    options: str | tuple[str, ...] | None = None
+    """A column with a list of texts, or one column per option; not with `incorrect`."""
+    correct: str = "answer"
+    """A column with the right option: its letter, its index from 0, or its text. With `incorrect`: its text."""
+    incorrect: tuple[str, ...] = ()
+    """Columns with the wrong options, where the right one has a column of its own."""
+    id: str | None = None
+    """A column with unique ids; null numbers the rows."""
+    rationale: str | None = None
+    """A column with a worked answer for SFT; null: none."""
+    subsets: dict[str, str] = Field(default_factory=dict)
+    """The columns by which evaluation makes tables: name of the table -> column."""
+
+
+class ChoicesConfig(StrictConfig):
+    """Any multiple-choice data set, by column mapping."""
+
+    type: Literal["choices"] = "choices"
+    name: str = "choices"
+    train: tuple[ChoiceSourceConfig, ...] = ()
+    """One or more sources, concatenated. Rows whose question is in the test sources are left out."""
+    test: tuple[ChoiceSourceConfig, ...] = ()
+    """Empty: `test_fraction` of the training rows is held out, by a seeded hash of the question."""
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    shuffle: bool = True
+    """Shuffle each row's options, by `seed` and the row's id."""
+    seed: int = 0
+
+    def load(self) -> ExampleTask:
+        """Read the sources; no question is on both sides. UserError where a source or a row is unusable."""
+        if not self.train and not self.test:
+            raise UserError("task names no data: give task.train or task.test at least one source")
+        examples = _read_sources(self, "train", self.train)
+        test = _read_sources(self, "test", self.test)
+        if not self.test:
+            return _split_by_fraction(examples, self)
+        test_keys = {_key(example) for example in test}
+        train = [example for example in examples if _key(example) not in test_keys]
+        dropped = len(examples) - len(train)
+        if dropped and not train:
             raise UserError(f"task.train: all {dropped} questions are questions of task.test too; give others")
-        notices = (f"{dropped} of {len(train)} training rows dropped: test rows ask the same",) if dropped else ()
-        return tuple(kept), tuple(test), notices
+        notices = (f"{dropped} of {len(examples)} training rows dropped: test rows ask the same",) if dropped else ()
+        return ExampleTask(name=self.name, train=tuple(train), test=tuple(test), notices=notices)
+
+
+def _split_by_fraction(examples: Sequence[Example], config: ChoicesConfig) -> ExampleTask:
     sides: tuple[list[Example], list[Example]] = ([], [])
-    for example in train:
-        key = question_key(str(example.columns["question"]))
-        sides[held_out(key, fraction=config.test_fraction, seed=config.seed)].append(example)
-    if not all(sides):
+    for example in examples:
+        sides[is_held_out(_key(example), fraction=config.test_fraction, seed=config.seed)].append(example)
+    train, test = sides
+    if not train or not test:
         raise UserError(
-            f"task.test_fraction={config.test_fraction} splits {len(train)} rows into {len(sides[0])} train and "
-            f"{len(sides[1])} test: change task.test_fraction or task.seed, or name test sources in task.test"
+            f"task.test_fraction={config.test_fraction} splits {len(examples)} rows into {len(train)} train and "
+            f"{len(test)} test: change task.test_fraction or task.seed, or name test sources in task.test"
         )
-    return tuple(sides[0]), tuple(sides[1]), ()
+    return ExampleTask(name=config.name, train=tuple(train), test=tuple(test))
 
 
-def _load(config: ChoicesConfig, side: str, sources: Sequence[ChoiceSourceConfig]) -> list[Example]:
+def _key(example: Example) -> str:
+    """The normal form of the question alone, without its options."""
+    return question_key(str(example.columns["question"]))
+
+
+def _read_sources(config: ChoicesConfig, side: str, sources: Sequence[ChoiceSourceConfig]) -> list[Example]:
     examples: list[Example] = []
     for position, source in enumerate(sources):
         option = f"task.{side}.{position}"
-        places: dict[str, str] = {}
+        where_by_id: dict[str, str] = {}
         for index, row in enumerate(_rows(source, option=option)):
-            own = str(index) if source.id is None else text_of(row, source.id, option=f"{option}.id")
-            if own in places:
+            row_id = str(index) if source.id is None else text_of(row, source.id, option=f"{option}.id")
+            if row_id in where_by_id:
                 raise UserError(
-                    f"{row.where}: id {own!r} occurs already at {places[own]}; make ids unique, or number the rows "
-                    f"with {option}.id=null"
+                    f"{row.where}: id {row_id!r} occurs already at {where_by_id[row_id]}; make ids unique, or number "
+                    f"the rows with {option}.id=null"
                 )
-            places[own] = row.where
-            examples.append(_example(row, source, config, id=f"{side}.{position}/{own}", option=option))
-        if not places:
+            where_by_id[row_id] = row.where
+            examples.append(_example(row, source, config, id=f"{side}.{position}/{row_id}", option=option))
+        if not where_by_id:
             raise UserError(f"{option}: no row in {source.path or source.hub}; give a source with questions")
     return examples
 
@@ -113,17 +164,17 @@ def _rows(source: ChoiceSourceConfig, *, option: str) -> Iterator[Row]:
 
 
 def _example(row: Row, source: ChoiceSourceConfig, config: ChoicesConfig, *, id: str, option: str) -> Example:
-    asked = text_of(row, source.question, option=f"{option}.question")
+    question = text_of(row, source.question, option=f"{option}.question")
     choices = _choices(row, source, option=option)
     if config.shuffle:
         choices = choices.shuffled(seed=config.seed, id=id)
     rationale = None if source.rationale is None else cell_of(row, source.rationale, option=f"{option}.rationale")
     return Example(
         id=id,
-        question=f"{asked}\n\n{choices.lettered()}",
+        question=choices.after(question),
         gold=choices.letter,
         rationale=str(rationale) if rationale else None,
-        columns={**row.values, "question": asked, "options": list(choices.options)},
+        columns={**row.values, "question": question, "options": list(choices.options)},
         subsets={
             name: text_of(row, column, option=f"{option}.subsets.{name}") for name, column in source.subsets.items()
         },
@@ -137,13 +188,15 @@ def _choices(row: Row, source: ChoiceSourceConfig, *, option: str) -> Choices:
         return check_choices([right, *filter(None, wrong)], 0, where=row.where)
     options, labels = _options(row, source.options or "", option=f"{option}.options")
     correct = cell_of(row, source.correct, option=f"{option}.correct")
-    return check_choices(options, _right(correct, options, labels, row, option=f"{option}.correct"), where=row.where)
+    return check_choices(
+        options, _right_index(correct, options, labels, row, option=f"{option}.correct"), where=row.where
+    )
 
 
 def _options(row: Row, columns: str | tuple[str, ...], *, option: str) -> tuple[list[str], list[str]]:
     """The options, and their labels where the row has some: a cell may be `{"text": [...], "label": [...]}`."""
     if not isinstance(columns, str):
-        return _whole([cell_of(row, column, option=option) for column in columns], row, option=option), []
+        return _option_texts([cell_of(row, column, option=option) for column in columns], row, option=option), []
     cell = cell_of(row, columns, option=option)
     labels: list[Any] = []
     if isinstance(cell, dict):
@@ -151,11 +204,11 @@ def _options(row: Row, columns: str | tuple[str, ...], *, option: str) -> tuple[
         cell = cell.get("text")
     if not isinstance(cell, list | tuple):
         raise UserError(f"{row.where}: column {columns!r} ({option}) holds no list; name one column per option instead")
-    return _whole(cell, row, option=option), [str(label).strip() for label in labels]
+    return _option_texts(cell, row, option=option), [str(label).strip() for label in labels]
 
 
-def _whole(cells: Sequence[Any], row: Row, *, option: str) -> list[str]:
-    """The options without empty ones at the end. Left out elsewhere they would change what letters and indices mean."""
+def _option_texts(cells: Sequence[Any], row: Row, *, option: str) -> list[str]:
+    """The options without empty ones at the end. An empty one elsewhere is an error, since letters would shift."""
     options = ["" if cell is None else str(cell).strip() for cell in cells]
     while options and not options[-1]:
         options.pop()
@@ -166,29 +219,29 @@ def _whole(cells: Sequence[Any], row: Row, *, option: str) -> list[str]:
     return options
 
 
-def _right(correct: Any, options: Sequence[str], labels: Sequence[str], row: Row, *, option: str) -> int:
+def _right_index(correct: Any, options: Sequence[str], labels: Sequence[str], row: Row, *, option: str) -> int:
     """The index of the right option, from its label, index, text or letter."""
     if isinstance(correct, int) and not isinstance(correct, bool):
         return correct
-    said = str(correct).strip()
-    if said in labels:
-        return labels.index(said)
-    by_text = [index for index, text in enumerate(options) if text == said]
+    text = str(correct).strip()
+    if text in labels:
+        return labels.index(text)
+    by_text = [index for index, option_text in enumerate(options) if option_text == text]
     letters = LETTERS[: len(options)]
-    by_letter = [letters.index(said.upper())] if len(said) == 1 and said.upper() in letters else []
-    readings = set(by_text) | set(by_letter)
-    if not readings and said.isdecimal():
-        return int(said)
-    if len(readings) != 1:
-        problem = "could mean several of its options" if readings else "is none of its options"
+    by_letter = [letters.index(text.upper())] if len(text) == 1 and text.upper() in letters else []
+    candidates = set(by_text) | set(by_letter)
+    if not candidates and text.isdecimal():
+        return int(text)
+    if len(candidates) != 1:
+        problem = "could mean several of its options" if candidates else "is none of its options"
         raise UserError(
-            f"{row.where}: {said!r} ({option}) {problem}; give the letter, the index from 0 or the whole text of one"
+            f"{row.where}: {text!r} ({option}) {problem}; give the letter, the index from 0 or the whole text of one"
         )
-    return readings.pop()
+    return candidates.pop()
 
 
 def cell_of(row: Row, column: str, *, option: str) -> Any:
-    """A cell of the row. UserError where there is no such column."""
+    """The cell of a column. UserError where there is no such column."""
     if column not in row.values:
         raise UserError(
             f"{row.where}: no column {column!r} ({option}){did_you_mean(column, row.values)}; "
@@ -198,7 +251,7 @@ def cell_of(row: Row, column: str, *, option: str) -> Any:
 
 
 def raw_text_of(row: Row, column: str, *, option: str) -> str:
-    """A cell's text as it stands, for prompts that repeat a published script's bytes. UserError where it is empty."""
+    """A cell's text, not stripped, for prompts that repeat a published script's bytes. UserError where it is empty."""
     text_of(row, column, option=option)
     return str(row.values[column])
 

@@ -1,75 +1,110 @@
 """Preference data: a prompt with a chosen and a rejected answer, for reward models and for RLHF rollouts.
 
-Layouts, told apart by their columns:
+Two formats, recognized by their columns:
 
 - AlpacaFarm (Dubois et al. 2023, arXiv 2305.14387): `instruction`, `input`, `output_1`, `output_2`, and `preference`,
   the number of the better output;
-- pairs: `chosen` and `rejected`, with or without `prompt`, each a text or a list of chat messages. Without a prompt, it
-  is what both begin with: the messages they share, or a transcript up to the last `Assistant:` (Bai et al. 2022,
-  arXiv 2204.05862).
+- pairs: `chosen` and `rejected`, with or without `prompt`, each a text or a list of chat messages. Without the column
+  `prompt`, the prompt is their common beginning: the messages they share, or a transcript up to the last `Assistant:`
+  (Bai et al. 2022, arXiv 2204.05862).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.config import PreferencesConfig
-from flatpeak.tasks.data_files import Row, fetch_file, read_file, read_hub
-from flatpeak.tasks.decontamination import held_out, question_key
+from flatpeak.tasks.data_files import ExampleTask, Row, fetch_file, read_file, read_hub
+from flatpeak.tasks.decontamination import is_held_out, question_key
 from flatpeak.types import Example
+from flatpeak.utils.schema import StrictConfig
 
-_TRANSCRIPT_TURN = "\n\nAssistant:"
-_TIES = (0, 1.5)
-UNUSABLE = 0.01
-"""Up to this share of rows may lack a prompt or a chosen answer; nobody can repair a published file."""
-_LAYOUTS = "instruction, output_1, output_2 and preference (AlpacaFarm), or chosen and rejected, with or without prompt"
+MAX_UNUSABLE: Final = 0.01
+"""The largest share of rows without a prompt or a chosen answer, which are dropped; more is an error."""
+_ANSWER_MARK: Final = "\n\nAssistant:"
+_TIES: Final = (0, 1.5)
+"""Values of AlpacaFarm's `preference` that prefer neither output."""
+_FORMATS: Final = (
+    "instruction, output_1, output_2 and preference (AlpacaFarm), or chosen and rejected, with or without prompt"
+)
+
+
+class PreferencesConfig(StrictConfig):
+    """Preference pairs in AlpacaFarm's format, or with columns chosen and rejected, from files or the Hub."""
+
+    type: Literal["preferences"] = "preferences"
+    name: str = "preferences"
+    path: str | None = None
+    """A JSONL, JSON or CSV file; null loads from the Hub."""
+    test_path: str | None = None
+    hub: str = "tatsu-lab/alpaca_farm"
+    hub_file: str | None = "alpaca_human_preference.json"
+    """One file of that data set; null reads its splits. AlpacaFarm's come from a script, which `datasets` from version
+    4 on refuses to run."""
+    hub_config: str | None = None
+    split: str = "train"
+    test_split: str | None = None
+    """Without a test file or split, `test_fraction` of the prompts is held out, by a seeded hash."""
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    seed: int = 0
+
+    def load(self) -> ExampleTask:
+        """Read the task for RLHF: one example per prompt, whose gold answer is the first chosen one."""
+        preferences = load_preferences(self)
+        return ExampleTask(
+            name=self.name,
+            train=_examples(preferences.train),
+            test=_examples(preferences.test),
+            notices=preferences.notices,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferencePair:
-    """Two answers to one prompt, of which somebody prefers one."""
+    """Two answers to one prompt, the preferred one and the other."""
 
     id: str
     """Unique among the pairs of a data set."""
     prompt: str
-    """What was asked. A conversation of several turns is written out, one paragraph per turn, `role: content`."""
+    """The prompt as text. A conversation of several messages has one paragraph for each, `role: content`."""
     chosen: str
-    """The answer preferred."""
+    """The preferred answer."""
     rejected: str
-    """The other one; never equal to `chosen`."""
+    """The other answer, never equal to `chosen`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row as it was read. `messages` in it: the prompt as chat messages, where the row has it so."""
+    """The unprocessed row, with `messages`, the prompt as chat messages, where the row has such."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preferences:
-    """The pairs of both sides, and what was left out of them."""
+    """The training and held-out pairs, and what was left out of them."""
 
     train: tuple[PreferencePair, ...]
-    """What a reward model learns from."""
+    """The pairs that a reward model is trained on."""
     test: tuple[PreferencePair, ...]
-    """What is held out: no prompt of it stands in `train`."""
+    """The held-out pairs, whose prompts do not occur in `train`."""
     notices: tuple[str, ...]
-    """Ties, duplicates and contradictions, counted in words; empty where there are none."""
+    """Counts of ties, duplicates and contradictions, as sentences; empty where there are none."""
 
 
 def load_preferences(config: PreferencesConfig) -> Preferences:
-    """Both sides, with what was left out counted. UserError with the line of a bad row.
+    """Read both sides and count what is left out. UserError with the line of a bad row.
 
-    The sides are the two published files or splits where there are two; of prompts that stand in both, the training
-    pairs are dropped. Else prompts are held out by a hash, with all their pairs. Ties and repeated pairs are dropped;
-    pairs that others contradict are kept on both sides of the argument and counted.
+    The sides are the two published files or splits where there are two; of prompts in both, the training pairs are
+    dropped. Otherwise prompts are held out by a hash, with all their pairs. Ties and repeated pairs are dropped; pairs
+    that contradict each other are kept and counted.
     """
     sources = _sources(config)
     sides = [_without_repeats(_read(rows, prefix=f"{side}/" if len(sources) > 1 else "")) for side, rows in sources]
     kept = [pairs for pairs, _ in sides]
-    notices = [notice for _, counted in sides for notice in counted]
+    notices = [notice for _, counts in sides for notice in counts]
     if len(kept) == 2:
-        asked = {question_key(pair.prompt) for pair in kept[1]}
-        train = tuple(pair for pair in kept[0] if question_key(pair.prompt) not in asked)
+        test_prompts = {question_key(pair.prompt) for pair in kept[1]}
+        train = tuple(pair for pair in kept[0] if question_key(pair.prompt) not in test_prompts)
         test = kept[1]
         if len(train) < len(kept[0]):
             notices.append(f"{len(kept[0]) - len(train)} training pairs dropped: their prompts are held out")
@@ -77,13 +112,14 @@ def load_preferences(config: PreferencesConfig) -> Preferences:
         train, test = _split(kept[0], config)
     if not train or not test:
         raise UserError(
-            f"the preference data gives {len(train)} training and {len(test)} held-out pairs: {_why_one_side(kept)}"
+            f"the preference data gives {len(train)} training and {len(test)} held-out pairs: "
+            f"{_reason_for_empty_side(kept)}"
         )
     return Preferences(train=train, test=test, notices=tuple(notices))
 
 
-def _why_one_side(sides: Sequence[Sequence[PreferencePair]]) -> str:
-    """What leaves one side without pairs, and the fix."""
+def _reason_for_empty_side(sides: Sequence[Sequence[PreferencePair]]) -> str:
+    """The reason why one side has no pairs, and the fix."""
     if not any(sides):
         return "there are no rows in the files, or ties only"
     if len(sides) == 2:
@@ -92,12 +128,6 @@ def _why_one_side(sides: Sequence[Sequence[PreferencePair]]) -> str:
         "if their prompts are the training prompts of a task.type=rows, which holds out by the same hash, they all "
         "fall on the training side under the same task.seed: set another one; else change task.test_fraction"
     )
-
-
-def preference_examples(config: PreferencesConfig) -> tuple[tuple[Example, ...], tuple[Example, ...], tuple[str, ...]]:
-    """Train, test and notices for RLHF: one example per prompt, whose gold answer is the first chosen one."""
-    loaded = load_preferences(config)
-    return _examples(loaded.train), _examples(loaded.test), loaded.notices
 
 
 def _examples(pairs: Iterable[PreferencePair]) -> tuple[Example, ...]:
@@ -133,32 +163,34 @@ def _sources(config: PreferencesConfig) -> list[tuple[str, Iterator[Row]]]:
 
 
 def _read(rows: Iterable[Row], *, prefix: str) -> Iterator[PreferencePair | str | None]:
-    """A pair per row, None for a tie, words for a row without a prompt or a chosen answer."""
+    """Per row a pair, None for a tie, or an error message where the prompt or the chosen answer is empty."""
     for index, row in enumerate(rows):
         if "preference" in row.values and "output_1" in row.values:
-            read = _alpaca(row)
+            comparison = _alpaca_farm(row)
         elif "chosen" in row.values and "rejected" in row.values:
-            read = _chosen_rejected(row)
+            comparison = _chosen_rejected(row)
         else:
-            raise UserError(f"{row.where}: columns {', '.join(row.values)}; preference rows have {_LAYOUTS}")
-        prompt, chosen, rejected, extra = read
-        empty = next((part for part, text in (("prompt", prompt), ("chosen answer", chosen)) if not text.strip()), None)
+            raise UserError(f"{row.where}: columns {', '.join(row.values)}; preference rows have {_FORMATS}")
+        prompt, chosen, rejected, extra = comparison
+        empty = next((name for name, text in (("prompt", prompt), ("chosen answer", chosen)) if not text.strip()), None)
         if chosen == rejected:
             yield None
         elif empty:
             yield f"{row.where}: the {empty} is empty; repair or remove the row"
         else:
-            own = {**row.values, **extra}
-            yield PreferencePair(id=f"{prefix}{index}", prompt=prompt, chosen=chosen, rejected=rejected, columns=own)
+            columns = {**row.values, **extra}
+            yield PreferencePair(
+                id=f"{prefix}{index}", prompt=prompt, chosen=chosen, rejected=rejected, columns=columns
+            )
 
 
-_Read = tuple[str, str, str, dict[str, Any]]
+_Comparison = tuple[str, str, str, dict[str, Any]]
+"""Prompt, chosen answer, rejected answer, additional columns; the two answers of a tie are equal."""
 
 
-def _alpaca(row: Row) -> _Read:
+def _alpaca_farm(row: Row) -> _Comparison:
     instruction, first, second = (_text(row, column) for column in ("instruction", "output_1", "output_2"))
-    given = row.values.get("input")
-    prompt = f"{instruction}\n\n{_text(row, 'input')}" if given else instruction
+    prompt = f"{instruction}\n\n{_text(row, 'input')}" if row.values.get("input") else instruction
     label = row.values["preference"]
     try:
         number = float(label)
@@ -171,31 +203,31 @@ def _alpaca(row: Row) -> _Read:
     return (prompt, first, second, {}) if number == 1 else (prompt, second, first, {})
 
 
-def _chosen_rejected(row: Row) -> _Read:
+def _chosen_rejected(row: Row) -> _Comparison:
     chosen, rejected, prompt = (row.values.get(column) for column in ("chosen", "rejected", "prompt"))
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
             text, extra = _prompt(row, prompt)
             return text, chosen, rejected, extra
         return *_transcripts(row, chosen, rejected), {}
-    turns = [_messages(row, column) for column in ("chosen", "rejected")]
+    conversations = [_messages(row, column) for column in ("chosen", "rejected")]
     before = _messages(row, "prompt") if isinstance(prompt, list | tuple) else None
     if before is None and isinstance(prompt, str):
-        # The whole conversations, or the answers alone: the last message is the answer either way.
-        answers = [_last_answer(row, messages) for messages in turns]
+        # Whole conversations, or the answers alone: the last message is the answer either way.
+        answers = [_last_answer(row, messages) for messages in conversations]
         return prompt, answers[0], answers[1], {}
     if before is None:
-        before = _shared(turns[0][:-1], turns[1][:-1])
-        if not before or any(len(messages) != len(before) + 1 for messages in turns):
+        before = _shared(conversations[0][:-1], conversations[1][:-1])
+        if not before or any(len(messages) != len(before) + 1 for messages in conversations):
             raise UserError(
                 f"{row.where}: chosen and rejected do not share all messages but their last; give the prompt by itself"
             )
     text = conversation_text(before)
-    return text, _last_answer(row, turns[0]), _last_answer(row, turns[1]), {"messages": before}
+    return text, _last_answer(row, conversations[0]), _last_answer(row, conversations[1]), {"messages": before}
 
 
 def conversation_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """A conversation as text: a lone user message as it is, else one paragraph per turn, `role: content`."""
+    """A conversation as text: a single user message unchanged, else one paragraph per message, `role: content`."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -209,8 +241,8 @@ def _prompt(row: Row, prompt: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _transcripts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Two transcripts, alike up to their last assistant turn: what stands before its words, and both answers."""
-    prompts, answers = zip(*(_cut(text) for text in (chosen, rejected)), strict=True)
+    """The common prompt of two transcripts that are equal up to their last `Assistant:`, and both answers."""
+    prompts, answers = zip(*(_split_transcript(text) for text in (chosen, rejected)), strict=True)
     if prompts[0] is None or prompts[0] != prompts[1]:
         raise UserError(
             f"{row.where}: no column 'prompt', and chosen and rejected do not share a transcript that ends with "
@@ -219,8 +251,8 @@ def _transcripts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:
     return prompts[0], answers[0], answers[1]
 
 
-def _cut(transcript: str) -> tuple[str | None, str]:
-    head, mark, answer = transcript.rpartition(_TRANSCRIPT_TURN)
+def _split_transcript(transcript: str) -> tuple[str | None, str]:
+    head, mark, answer = transcript.rpartition(_ANSWER_MARK)
     return ((head + mark).strip() if mark else None), answer.strip()
 
 
@@ -228,13 +260,15 @@ def _messages(row: Row, column: str) -> list[dict[str, str]]:
     value = row.values.get(column)
     well_formed = isinstance(value, list | tuple) and value
     if not well_formed or not all(
-        isinstance(one, Mapping) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in value or ()
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value or ()
     ):
         raise UserError(
             f"{row.where}: column {column!r} is neither text nor a list of messages with role and content; repair it"
         )
-    return [{"role": one["role"], "content": one["content"]} for one in value or ()]
+    return [{"role": message["role"], "content": message["content"]} for message in value or ()]
 
 
 def _shared(first: Sequence[dict[str, str]], second: Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -250,17 +284,17 @@ def _last_answer(row: Row, messages: Sequence[dict[str, str]]) -> str:
 def _text(row: Row, column: str) -> str:
     value = row.values.get(column)
     if not isinstance(value, str):
-        raise UserError(f"{row.where}: no text in column {column!r}; preference rows have {_LAYOUTS}")
+        raise UserError(f"{row.where}: no text in column {column!r}; preference rows have {_FORMATS}")
     return value
 
 
-def _without_repeats(read: Iterable[PreferencePair | str | None]) -> tuple[tuple[PreferencePair, ...], list[str]]:
-    """The distinct pairs, and notices of what was dropped or stands against another. UserError where more than a share
-    of `UNUSABLE` of the rows is empty."""
+def _without_repeats(pairs: Iterable[PreferencePair | str | None]) -> tuple[tuple[PreferencePair, ...], list[str]]:
+    """The distinct pairs, and notices of what was dropped or contradicts another. UserError where more than a share of
+    `MAX_UNUSABLE` of the rows is empty."""
     distinct: dict[tuple[str, str, str], PreferencePair] = {}
     ties = repeats = total = 0
     unusable: list[str] = []
-    for pair in read:
+    for pair in pairs:
         total += 1
         if pair is None:
             ties += 1
@@ -270,16 +304,16 @@ def _without_repeats(read: Iterable[PreferencePair | str | None]) -> tuple[tuple
             repeats += 1
         else:
             distinct[key] = pair
-    if len(unusable) > UNUSABLE * total:
+    if len(unusable) > MAX_UNUSABLE * total:
         raise UserError(unusable[0])
-    against = sum((prompt, rejected, chosen) in distinct for prompt, chosen, rejected in distinct)
-    counted = {
+    contradicted = sum((prompt, rejected, chosen) in distinct for prompt, chosen, rejected in distinct)
+    counts = {
         "ties dropped (no preference, or equal answers)": ties,
         "repeated pairs dropped": repeats,
         "pairs without a prompt or a chosen answer dropped": len(unusable),
-        "pairs kept although others prefer the opposite": against,
+        "pairs kept although others prefer the opposite": contradicted,
     }
-    return tuple(distinct.values()), [f"{count} {what}" for what, count in counted.items() if count]
+    return tuple(distinct.values()), [f"{count} {description}" for description, count in counts.items() if count]
 
 
 def _split(
@@ -287,5 +321,5 @@ def _split(
 ) -> tuple[tuple[PreferencePair, ...], tuple[PreferencePair, ...]]:
     sides: tuple[list[PreferencePair], list[PreferencePair]] = ([], [])
     for pair in pairs:
-        sides[held_out(question_key(pair.prompt), fraction=config.test_fraction, seed=config.seed)].append(pair)
+        sides[is_held_out(question_key(pair.prompt), fraction=config.test_fraction, seed=config.seed)].append(pair)
     return tuple(sides[0]), tuple(sides[1])

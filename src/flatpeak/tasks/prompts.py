@@ -1,4 +1,4 @@
-"""How a question becomes the tokens that the model continues."""
+"""Prompts: the template around a question, the tokens of the result, and what happens to prompts that are too long."""
 
 from __future__ import annotations
 
@@ -6,60 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, Final, Literal
 
-from jinja2.exceptions import TemplateError
+from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
 from flatpeak.protocols import Tokenizer
-from flatpeak.tasks.config import PromptConfig
 from flatpeak.types import Example, Message, Prompt
+from flatpeak.utils.schema import StrictConfig
 
-
-def field_names(template: str, *, option: str) -> tuple[str, ...]:
-    """The names between braces, in order. UserError where braces do not pair up or nothing stands between them."""
-    try:
-        parts = [(name, conversion) for _, name, _, conversion in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise UserError(f"{option}={template!r}: {error}; write {{{{ or }}}} for a brace in the text") from error
-    for name, conversion in parts:
-        if not name or conversion:
-            raise UserError(f"{option}={template!r}: fields look like {{name}}, write {{{{ or }}}} for a brace")
-    return tuple(name for name, _ in parts)
-
-
-def check_fields(template: str, *, allowed: Iterable[str], required: Iterable[str] = (), option: str) -> None:
-    """UserError unless every field of the template is allowed and every required one is there."""
-    names = field_names(template, option=option)
-    allowed = tuple(allowed)
-    listed = ", ".join(f"{{{name}}}" for name in allowed)
-    for name in names:
-        if name not in allowed:
-            raise UserError(
-                f"{option}={template!r}: unknown field {{{name}}}{did_you_mean(name, allowed)}; use {listed}"
-            )
-    for name in required:
-        if name not in names:
-            raise UserError(
-                f"{option}={template!r}: {{{name}}} is missing; without it two problems would read the same"
-            )
-
-
-def fill(template: str, values: Mapping[str, object], *, option: str) -> str:
-    """The template with every field replaced by its value; a field's name is looked up whole, dots and all."""
-    pieces = []
-    for literal, name, spec, _ in Formatter().parse(template):
-        pieces.append(literal)
-        if name is not None:
-            try:
-                pieces.append(format(values[name], spec or ""))
-            except ValueError as error:
-                raise UserError(f"{option}={template!r}: field {{{name}:{spec}}}: {error}") from error
-    return "".join(pieces)
-
-
-PLACEHOLDER = "{question}"
-R1_ZERO = (
+PLACEHOLDER: Final = "{question}"
+R1_ZERO: Final = (
     "What follows is a dialogue. A User poses a problem and an Assistant works it out: it reasons step by step first, "
     "and only then states its result. It writes the reasoning between <think> and </think> and the result between "
     "<answer> and </answer>, like this: <think> the reasoning </think> <answer> the result </answer>.\n"
@@ -68,52 +25,70 @@ R1_ZERO = (
 )
 """The protocol of DeepSeek-R1-Zero (arXiv 2501.12948, table 1): its roles, tags and order, with the opening tag of the
 reasoning already written. The wording is flatpeak's; a published one can be given as a file."""
-TEXT_TEMPLATES = {"plain": PLACEHOLDER, "question_only": PLACEHOLDER, "r1_zero": R1_ZERO}
-CHAT = "chat"
+TEXT_TEMPLATES: Final = {"plain": PLACEHOLDER, "question_only": PLACEHOLDER, "r1_zero": R1_ZERO}
+CHAT: Final = "chat"
+
+
+class PromptConfig(StrictConfig):
+    """The wording of prompts: the template around each question, and the limit on their length."""
+
+    template: str = "plain"
+    """plain, r1_zero, question_only, chat, or the path of a text file with {question} in it."""
+    system: str | None = None
+    """System message of the chat template."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the tokenizer's chat template (enable_thinking: false, say)."""
+    max_tokens: int | None = None
+    """Longest prompt; null: what the model's context leaves beside rollout.max_new_tokens."""
+    overlong: Literal["error", "drop", "truncate_left"] = "error"
+    """The treatment of longer prompts. truncate_left shortens the question and keeps the template around it whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """Prompts that fit, and what was done to those that did not."""
+    """The prompts that fit the limit, and counts of those that did not."""
 
     prompts: tuple[Prompt, ...]
     """In the order of the examples."""
     dropped: int
-    """How many were left out as too long."""
+    """The number left out because they are too long."""
     truncated: int
-    """How many had their question shortened."""
+    """The number whose question was shortened."""
     fewer_shots: int = 0
-    """How many of the prompts had worked examples left out so that they fit."""
+    """The number that lost worked examples in order to fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wording:
+    """A question inside its template, as text and as tokens."""
+
     text: str
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] | None = None
 
 
 _Word = Callable[[str], _Wording]
+"""A template, from a question to its wording."""
 
 
 def build_prompts(
     examples: Sequence[Example], tokenizer: Tokenizer, config: PromptConfig, *, max_tokens: int
 ) -> PromptSet:
-    """Word and tokenize the examples: preamble, shots and question stand where the template has `{question}`.
+    """Word and tokenize the examples: preamble, shots and question replace `{question}` in the template.
 
     A prompt may have `max_tokens` tokens (what the context leaves beside the completion), or `config.max_tokens` where
-    that is less. Of a longer one, shots are left out from the last on until it fits; `overlong` decides on those that
-    are too long without any. UserError for a template that cannot be used, an empty prompt, and, with
-    `overlong=error`, for prompts that are too long.
+    that is less. A longer one loses shots, the last first, until it fits; `overlong` decides on those that are too long
+    without any. UserError for an unusable template, an empty prompt, and, with `overlong=error`, for prompts that are
+    too long.
     """
-    limit = _longest(config, max_tokens)
+    limit = _token_limit(config, max_tokens)
     word = _chat_wording(tokenizer, config) if config.template == CHAT else _text_wording(tokenizer, config)
     prompts: list[Prompt] = []
     too_long: list[int] = []
     fewer_shots = 0
-    shared: dict[int, int] = {}
+    interned: dict[int, int] = {}
     for example in examples:
-        wording, left_out = _fitted(example, word, limit=limit)
+        wording, shots_left_out = _fit_shots(example, word, limit=limit)
         if not wording.token_ids:
             raise UserError(
                 f"example {example.id!r} makes an empty prompt: give it a question, or use a prompt.template"
@@ -122,20 +97,20 @@ def build_prompts(
             too_long.append(len(wording.token_ids))
             if config.overlong != "truncate_left":
                 continue
-            wording = _shortened(example, word, limit=limit)
-        fewer_shots += left_out > 0
+            wording = _shorten_question(example, word, limit=limit)
+        fewer_shots += shots_left_out > 0
         prompts.append(
             Prompt(
                 id=example.id,
-                # One object per token id: thousands of long prompts would hold millions of equal ones.
-                token_ids=tuple(shared.setdefault(token, token) for token in wording.token_ids),
+                # One int object per token id: thousands of long prompts would otherwise hold millions of equal ones.
+                token_ids=tuple(interned.setdefault(token, token) for token in wording.token_ids),
                 text=wording.text,
                 example=example,
                 messages=wording.messages,
             )
         )
     if too_long and (config.overlong == "error" or not prompts):
-        raise UserError(_overlong(too_long, config, total=len(examples), limit=limit))
+        raise UserError(_overlong_message(too_long, config, total=len(examples), limit=limit))
     truncated = len(too_long) if config.overlong == "truncate_left" else 0
     return PromptSet(
         prompts=tuple(prompts), dropped=len(too_long) - truncated, truncated=truncated, fewer_shots=fewer_shots
@@ -143,19 +118,21 @@ def build_prompts(
 
 
 def prompt_texts(examples: Sequence[Example], config: PromptConfig) -> list[str]:
-    """The worded questions as text alone, which a new tokenizer is built from; then every preamble and shot, once."""
+    """The worded questions as text, then each distinct preamble and shot: the corpus of a new tokenizer."""
     if config.template == CHAT:
         raise UserError(
             "prompt.template=chat needs a tokenizer with a chat template, which a new model (model.new) lacks"
         )
     template = _template(config.template)
-    parts = dict.fromkeys(part for example in examples for part in (example.preamble, *example.shots) if part)
-    return [*(template.replace(PLACEHOLDER, example.question) for example in examples), *parts]
+    contexts = dict.fromkeys(text for example in examples for text in (example.preamble, *example.shots) if text)
+    return [*(template.replace(PLACEHOLDER, example.question) for example in examples), *contexts]
 
 
 def word_messages(tokenizer: Tokenizer, messages: Sequence[Message], config: PromptConfig) -> tuple[str, list[int]]:
-    """A conversation by the tokenizer's chat template, up to and including the header of the assistant's turn, as text
+    """A conversation in the tokenizer's chat template, up to and including the header of the assistant's turn, as text
     and as token ids. UserError where the template cannot be used."""
+    from jinja2.exceptions import TemplateError  # imported here: slow, and recipes are checked without it
+
     if not tokenizer.chat_template:
         raise UserError(
             "prompt.template=chat: this tokenizer has no chat template; use prompt.template=r1_zero, plain or a file, "
@@ -177,7 +154,7 @@ def word_messages(tokenizer: Tokenizer, messages: Sequence[Message], config: Pro
 
 
 def _text_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
-    """A wording that puts the question into a text."""
+    """The wording that inserts the question into a text template."""
     if config.system is not None or config.chat_template_kwargs:
         key = "system" if config.system is not None else "chat_template_kwargs"
         raise UserError(f"prompt.{key} needs a chat template: set prompt.template=chat, or remove prompt.{key}")
@@ -206,12 +183,12 @@ def _template(name: str) -> str:
         raise UserError(f"prompt.template={name}: not UTF-8 text; save the file as UTF-8") from error
     if PLACEHOLDER not in text:
         raise UserError(f"prompt.template={name}: no {PLACEHOLDER} in the file; write it where the question belongs")
-    # Editors end a file with a line break that nobody means as part of the prompt; a second one is meant.
+    # Editors end a file with a line break that is not meant as part of the prompt; a second one is.
     return text.removesuffix("\n")
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids with the beginning-of-sequence token where the tokenizer has one, and no end that it appended."""
+    """Token ids with the beginning-of-sequence token where the tokenizer has one, without an appended end token."""
     ids = tokenizer.encode(text, add_special_tokens=True)
     if ids and ids[-1] == tokenizer.eos_token_id:
         bare = tokenizer.encode(text, add_special_tokens=False)
@@ -221,9 +198,9 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _chat_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
-    """A wording of single questions by the tokenizer's chat template."""
+    """The wording that inserts the question into the tokenizer's chat template, as the user's message."""
     system: tuple[Message, ...] = () if config.system is None else ({"role": "system", "content": config.system},)
-    word_messages(tokenizer, (*system, {"role": "user", "content": "?"}), config)  # refuses at once what it cannot use
+    word_messages(tokenizer, (*system, {"role": "user", "content": "?"}), config)  # fails early on an unusable template
 
     def word(question: str) -> _Wording:
         messages = (*system, {"role": "user", "content": question})
@@ -233,8 +210,8 @@ def _chat_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
     return word
 
 
-def _longest(config: PromptConfig, max_tokens: int) -> int:
-    """How many tokens a prompt may have. UserError where that is none."""
+def _token_limit(config: PromptConfig, max_tokens: int) -> int:
+    """The most tokens that a prompt may have. UserError where that is none."""
     if config.max_tokens is not None and config.max_tokens < 1:
         raise UserError(f"prompt.max_tokens={config.max_tokens}: a prompt has at least 1 token; raise it")
     if max_tokens < 1:
@@ -245,8 +222,8 @@ def _longest(config: PromptConfig, max_tokens: int) -> int:
     return max_tokens if config.max_tokens is None else min(max_tokens, config.max_tokens)
 
 
-def _fitted(example: Example, word: _Word, *, limit: int) -> tuple[_Wording, int]:
-    """The wording with as many shots as fit, from the first on, and how many were left out."""
+def _fit_shots(example: Example, word: _Word, *, limit: int) -> tuple[_Wording, int]:
+    """The wording with as many shots as fit, from the first on, and the number left out."""
     for kept in range(len(example.shots), -1, -1):
         wording = word("".join((example.preamble, *example.shots[:kept], example.question)))
         if len(wording.token_ids) <= limit:
@@ -254,9 +231,8 @@ def _fitted(example: Example, word: _Word, *, limit: int) -> tuple[_Wording, int
     return wording, len(example.shots) - kept
 
 
-def _shortened(example: Example, word: _Word, *, limit: int) -> _Wording:
-    """The wording without shots and with the longest end of the question that fits, by bisection over where that end
-    starts."""
+def _shorten_question(example: Example, word: _Word, *, limit: int) -> _Wording:
+    """The wording without shots and with the longest suffix of the question that fits, by bisection over its start."""
     preamble, question = example.preamble, example.question
     too_early, start = 0, len(question) - 1
     best = word(preamble + question[start:])
@@ -276,10 +252,52 @@ def _shortened(example: Example, word: _Word, *, limit: int) -> _Wording:
     return best
 
 
-def _overlong(lengths: Sequence[int], config: PromptConfig, *, total: int, limit: int) -> str:
+def _overlong_message(lengths: Sequence[int], config: PromptConfig, *, total: int, limit: int) -> str:
     choices = "prompt.overlong=truncate_left" if config.overlong == "drop" else "prompt.overlong=drop or truncate_left"
     room = "a larger prompt.max_tokens" if config.max_tokens == limit else "a smaller rollout.max_new_tokens"
     return (
         f"{len(lengths)} of {total} prompts exceed {limit} tokens (the longest has {max(lengths)}): set {choices}, "
         f"or {room}"
     )
+
+
+def field_names(template: str, *, option: str) -> tuple[str, ...]:
+    """The names between braces, in order. UserError where braces are unbalanced or empty."""
+    try:
+        fields = [(name, conversion) for _, name, _, conversion in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise UserError(f"{option}={template!r}: {error}; write {{{{ or }}}} for a brace in the text") from error
+    for name, conversion in fields:
+        if not name or conversion:
+            raise UserError(f"{option}={template!r}: fields look like {{name}}, write {{{{ or }}}} for a brace")
+    return tuple(name for name, _ in fields)
+
+
+def check_fields(template: str, *, allowed: Iterable[str], required: Iterable[str] = (), option: str) -> None:
+    """Check that every field of a template is allowed and every required one present; UserError otherwise."""
+    names = field_names(template, option=option)
+    allowed = tuple(allowed)
+    listed = ", ".join(f"{{{name}}}" for name in allowed)
+    for name in names:
+        if name not in allowed:
+            raise UserError(
+                f"{option}={template!r}: unknown field {{{name}}}{did_you_mean(name, allowed)}; use {listed}"
+            )
+    for name in required:
+        if name not in names:
+            raise UserError(
+                f"{option}={template!r}: {{{name}}} is missing; without it two problems would read the same"
+            )
+
+
+def fill(template: str, values: Mapping[str, object], *, option: str) -> str:
+    """The template with every field replaced by its value. A name with dots is one key, not an attribute path."""
+    pieces = []
+    for literal, name, spec, _ in Formatter().parse(template):
+        pieces.append(literal)
+        if name is not None:
+            try:
+                pieces.append(format(values[name], spec or ""))
+            except ValueError as error:
+                raise UserError(f"{option}={template!r}: field {{{name}:{spec}}}: {error}") from error
+    return "".join(pieces)

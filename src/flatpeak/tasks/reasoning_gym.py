@@ -1,8 +1,7 @@
 """Data sets of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760): generated, and scored by their own code.
 
-An example's columns are what the reward `reasoning_gym` needs to ask the data set for a score in any process:
-`reasoning_gym`, a text that holds the data set's name, its arguments and the whole row, which
-rewards/reasoning_gym.py reads.
+The reward `reasoning_gym` scores an answer, in any process, by the example's column of that name: JSON with the data
+set's name, its arguments and the whole row, which rewards/reasoning_gym.py reads.
 """
 
 from __future__ import annotations
@@ -13,51 +12,68 @@ import json
 import os
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.config import ReasoningGymConfig
+from flatpeak.tasks.data_files import ExampleTask
 from flatpeak.types import Example
+from flatpeak.utils.schema import StrictConfig
 
-TEST_SEEDS: Final = 1_000_000_000
-"""What is added to the seed for the held-out rows: row i of a data set comes from seed + i, in nearly all of them."""
-_ORDER_OF_SETS: Final = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
-"""Data sets of version 0.1.25 that iterate over sets of strings, whose order is another one in each process."""
+TEST_SEED_OFFSET: Final = 1_000_000_000
+"""Added to the seed for the held-out rows: in nearly all data sets row i is made from seed + i."""
+_HASH_ORDERED: Final = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
+"""Data sets of version 0.1.25 that iterate over sets of strings, whose order differs between processes."""
 
 
-def reasoning_gym_examples(
-    config: ReasoningGymConfig,
-) -> tuple[tuple[Example, ...], tuple[Example, ...], tuple[str, ...]]:
-    """Train, test and notices. Held-out rows have seeds of their own; training rows that ask the same are dropped."""
-    wanted = _wanted(config)
-    shares = {side: _shares(size, len(wanted)) for side, size in (("train", config.size), ("test", config.test_size))}
-    sides: dict[str, list[Example]] = {"train": [], "test": []}
-    notices = []
-    for place, (name, arguments) in enumerate(wanted.items()):
-        test = _rows(name, arguments, size=shares["test"][place], seed=config.seed + TEST_SEEDS, side="test")
-        train = _rows(name, arguments, size=shares["train"][place], seed=config.seed, side="train")
-        asked = {example.question for example in test}
-        kept = [example for example in train if example.question not in asked]
-        if len(kept) < len(train):
-            notices.append(
-                f"{name}: {len(train) - len(kept)} of {len(train)} training rows dropped, held-out rows ask the same"
+class ReasoningGymConfig(StrictConfig):
+    """Data sets of reasoning-gym (arXiv 2505.24760), generated and scored by their own code; `flatpeak[tasks]`."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str | None = None
+    """One data set by name, with `arguments`; or several in `datasets`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Settings of that data set, by its own names."""
+    datasets: dict[str, dict[str, Any]] | None = None
+    """Several, each name with its arguments; sizes are shared out evenly."""
+    size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 2000
+    test_size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 200
+    seed: Annotated[int, Field(ge=0, lt=1_000_000_000)] = 0
+
+    def load(self) -> ExampleTask:
+        """Generate the rows. Held-out rows have seeds of their own; training rows that ask the same are dropped."""
+        datasets = _datasets(self)
+        test_sizes, train_sizes = (_shares(size, len(datasets)) for size in (self.test_size, self.size))
+        train: list[Example] = []
+        test: list[Example] = []
+        notices = []
+        for index, (name, arguments) in enumerate(datasets.items()):
+            test_rows = _rows(name, arguments, size=test_sizes[index], seed=self.seed + TEST_SEED_OFFSET, side="test")
+            train_rows = _rows(name, arguments, size=train_sizes[index], seed=self.seed, side="train")
+            test_questions = {example.question for example in test_rows}
+            kept = [example for example in train_rows if example.question not in test_questions]
+            if len(kept) < len(train_rows):
+                notices.append(
+                    f"{name}: {len(train_rows) - len(kept)} of {len(train_rows)} training rows dropped, held-out rows "
+                    "ask the same"
+                )
+            if name in _HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+                notices.append(
+                    f"{name}: its rows depend on Python's hash seed; set PYTHONHASHSEED=0, or a resumed run has others"
+                )
+            train += kept
+            test += test_rows
+        if not train:
+            raise UserError(
+                f"task: {', '.join(datasets)} has no training row that no held-out row repeats; lower task.test_size, "
+                "or widen the data set by its arguments"
             )
-        if name in _ORDER_OF_SETS and os.environ.get("PYTHONHASHSEED", "random") == "random":
-            notices.append(
-                f"{name}: its rows depend on Python's hash seed; set PYTHONHASHSEED=0, or a resumed run has others"
-            )
-        sides["train"] += kept
-        sides["test"] += test
-    if not sides["train"]:
-        raise UserError(
-            f"task: {', '.join(wanted)} has no training row that no held-out row repeats; lower task.test_size, or "
-            "widen the data set by its arguments"
-        )
-    return tuple(sides["train"]), tuple(sides["test"]), tuple(notices)
+        return ExampleTask(name=self.type, train=tuple(train), test=tuple(test), notices=tuple(notices))
 
 
-def _wanted(config: ReasoningGymConfig) -> dict[str, dict[str, Any]]:
-    """Arguments by data set name."""
+def _datasets(config: ReasoningGymConfig) -> dict[str, dict[str, Any]]:
+    """The arguments of each data set, by its name."""
     if config.dataset is not None and not config.datasets:
         return {config.dataset: config.arguments}
     if config.dataset is not None:
@@ -74,18 +90,18 @@ def _wanted(config: ReasoningGymConfig) -> dict[str, dict[str, Any]]:
     return config.datasets
 
 
-def _shares(size: int, parts: int) -> list[int]:
-    return [size // parts + (part < size % parts) for part in range(parts)]
+def _shares(size: int, count: int) -> list[int]:
+    return [size // count + (index < size % count) for index in range(count)]
 
 
 def _rows(name: str, arguments: Mapping[str, Any], *, size: int, seed: int, side: str) -> list[Example]:
     factory = _factory(name)
     try:
-        # Some of them print while they work.
+        # Some data sets print while they generate rows.
         with contextlib.redirect_stdout(io.StringIO()):
             dataset = factory.create_dataset(name, **{**arguments, "size": size, "seed": seed})
             entries = [dataset[index] for index in range(size)]
-    except Exception as error:  # a data set raises what it likes about its arguments
+    except Exception as error:  # data sets raise errors of any type about their arguments
         raise UserError(
             f"reasoning-gym data set {name} with {dict(arguments)}: {type(error).__name__}: {error}; "
             "change its arguments"
@@ -95,7 +111,7 @@ def _rows(name: str, arguments: Mapping[str, Any], *, size: int, seed: int, side
 
 def _factory(name: str) -> Any:
     try:
-        from reasoning_gym import factory  # slow to import, and an extra
+        from reasoning_gym import factory  # imported here: slow, and an optional dependency
     except ImportError as error:
         raise UserError(
             f'task.type=reasoning_gym needs the package reasoning-gym ({error}): pip install "flatpeak[tasks]"'
@@ -113,7 +129,7 @@ def _factory(name: str) -> Any:
 def _example(entry: Mapping[str, Any], name: str, arguments: Mapping[str, Any], *, id: str) -> Example:
     answer = entry["answer"]
     try:
-        scored_by = json.dumps({"dataset": name, "arguments": plain(arguments), "entry": plain(entry)})
+        scoring = json.dumps({"dataset": name, "arguments": plain(arguments), "entry": plain(entry)})
     except TypeError as error:
         raise UserError(
             f"reasoning-gym data set {name}: its rows hold {error}, which cannot be stored; take another data set"
@@ -121,20 +137,20 @@ def _example(entry: Mapping[str, Any], name: str, arguments: Mapping[str, Any], 
     return Example(
         id=id,
         question=str(entry["question"]),
-        # Some data sets know no single answer, only how to score one.
+        # Some data sets have no single answer, only a function that scores answers.
         gold="" if answer is None else str(answer),
-        columns={"reasoning_gym": scored_by, "dataset": name},
+        columns={"reasoning_gym": scoring, "dataset": name},
         subsets={"dataset": name},
     )
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it, every collection as a list that begins with its kind: `["tuple", 1, 2]`.
+    """A JSON-serializable form of a value, every collection as a list that begins with its type: `["tuple", 1, 2]`.
 
-    JSON itself makes lists of tuples and texts of numbers that are keys, and some scorers tell them apart. TypeError
-    where there is something else in it.
+    JSON itself turns tuples into lists and numeric keys into strings, which some scorers distinguish. TypeError for a
+    value of another type.
     """
-    if hasattr(value, "tolist"):  # NumPy, its numbers and texts too
+    if hasattr(value, "tolist"):  # NumPy arrays and scalars
         value = value.tolist()
     match value:
         case None | bool() | int() | float() | str():

@@ -1,12 +1,12 @@
 """Open-ended science questions with reference answers, for a judge: CamelAI and Dr. SCI.
 
 CamelAI (Li et al. 2023, arXiv 2303.17760): per subject 20,000 problems, 32 for each of 25 sub-topics of 25 topics, with
-solutions by GPT-4 that nobody checked: a noisy reference. Dr. SCI (arXiv 2602.08321): about a million questions
+unchecked solutions by GPT-4: a noisy reference. Dr. SCI (arXiv 2602.08321): about a million questions
 gathered from other sets; the published files are those of an unofficial reproduction.
 
-Both are published as one split. Whole topics are held out by a hash, so that the sides share no cell and more rows move
-none across; before that, repeated and nearly repeated questions are dropped from all of it, and after it training rows
-that overlap an evaluation set.
+Both are published as one split. Equal and nearly equal questions are dropped first. Whole cells (topics) are then held
+out by a hash, so that the sides share none and additional rows move none across. Training rows that overlap an
+evaluation set are dropped last.
 """
 
 from __future__ import annotations
@@ -14,44 +14,89 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.config import CamelAIConfig, DrSCIConfig
-from flatpeak.tasks.data_files import Row, directory, fetch_file, read_file, read_objects
-from flatpeak.tasks.decontamination import find_overlap, first_of_near, held_out, question_key
-from flatpeak.tasks.rows import source_questions
+from flatpeak.tasks.data_files import ExampleTask, Row, directory, fetch_file, read_file, read_objects
+from flatpeak.tasks.decontamination import OverlapConfig, first_occurrences, is_held_out, question_key
+from flatpeak.tasks.rows import drop_overlap
 from flatpeak.types import Example
+from flatpeak.utils.schema import StrictConfig
 
-DR_SCI_HUB: Final = "MiniByte-666/Dr.SCI"
-_LOCAL: Final = "task.path, a directory with the file"
-UNUSABLE: Final = 0.01
-"""Up to this share of rows may have an empty question or answer; they are dropped. More is an error."""
+DR_SCI_HUB_NAME: Final = "MiniByte-666/Dr.SCI"
+MAX_UNUSABLE: Final = 0.01
+"""The largest share of rows with an empty question or answer, which are dropped; more is an error."""
+_LOCAL_FILE: Final = "task.path, a directory with the file"
 
-Loaded = tuple[tuple[Example, ...], tuple[Example, ...], tuple[str, ...]]
+
+class CamelAIConfig(StrictConfig):
+    """CamelAI science: `camel-ai/biology`, `chemistry`, `physics` from the Hub, or from a local directory."""
+
+    type: Literal["camel_ai"] = "camel_ai"
+    subjects: tuple[Literal["biology", "chemistry", "physics"], ...] = Field(
+        default=("biology", "chemistry", "physics"), min_length=1
+    )
+    path: str | None = None
+    """A directory with, per subject, `biology.zip`, a folder `biology` of JSON files, or `biology.jsonl` or `.json`;
+    null loads the zips from the Hub."""
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """The share of (subject, topic, sub-topic) cells held out, by a seeded hash of the cell."""
+    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
+    """Of questions this similar (Jaccard of word sets, numbers masked) the first is kept; null: of equal ones only."""
+    overlap: OverlapConfig | None = None
+    seed: int = 0
+
+    def load(self) -> ExampleTask:
+        """Read the problems. `gold` is the whole published solution; subsets are subject and topic."""
+        questions, notices = _usable(row for subject in self.subjects for row in _camel_rows(subject, self))
+        return _split_by_cell(questions, self, notices)
+
+
+class DrSCIConfig(StrictConfig):
+    """Dr. SCI as reproduced in `MiniByte-666/Dr.SCI` (arXiv 2602.08321): two parquet files, from the Hub or local.
+
+    Columns are named by their path: `extra_info.question` is the field `question` of the column `extra_info`.
+    """
+
+    type: Literal["dr_sci"] = "dr_sci"
+    parts: tuple[Literal["open-ended", "verifiable"], ...] = Field(default=("open-ended",), min_length=1)
+    path: str | None = None
+    """A directory with `Dr_SCI_open-ended.parquet` and `Dr_SCI_verifiable.parquet`; null loads them from the Hub."""
+    rows: Annotated[int, Field(ge=1)] | None = None
+    """The number of rows to read of each file; null is all (about 476,000 and 415,000)."""
+    subjects: tuple[str, ...] = ()
+    """Keep only these; empty keeps all."""
+    question: str = "extra_info.question"
+    answer: str = "reward_model.ground_truth"
+    rubric: str = "reward_model.rubric"
+    """A list of {title, description, weight}; becomes the example's column `rubric`, empty where there is none."""
+    subject: str = "extra_info.subject"
+    topic: str | None = None
+    """The column whose values the split keeps together; null: each question alone (published files have no topic)."""
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
+    """Of questions this similar (Jaccard of word sets, numbers masked) the first is kept; null: of equal ones only."""
+    overlap: OverlapConfig | None = None
+    seed: int = 0
+
+    def load(self) -> ExampleTask:
+        """Read the questions. The column `rubric` holds the row's criteria as {title, description, weight}."""
+        questions, notices = _usable(row for source in self.parts for row in _dr_sci_rows(source, self))
+        return _split_by_cell(questions, self, notices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Question:
+    """An example, and the cell that the split keeps together."""
+
     example: Example
     cell: str
-    """What the split keeps together."""
-
-
-def camel_ai_examples(config: CamelAIConfig) -> Loaded:
-    """Train, test and notices. `gold` is the whole published solution; subsets are subject and topic."""
-    questions, notices = _usable(row for subject in config.subjects for row in _camel_rows(subject, config))
-    return _divided(questions, config, notices)
-
-
-def dr_sci_examples(config: DrSCIConfig) -> Loaded:
-    """Train, test and notices. The column `rubric` holds the row's criteria as {title, description, weight}."""
-    questions, notices = _usable(row for part in config.parts for row in _dr_sci_rows(part, config))
-    return _divided(questions, config, notices)
 
 
 def _usable(rows: Iterable[tuple[str, _Question | None]]) -> tuple[list[_Question], list[str]]:
-    """The questions; those without text are dropped and counted, up to a share of `UNUSABLE`."""
+    """The questions; those without text are dropped and counted, up to a share of `MAX_UNUSABLE`."""
     questions: list[_Question] = []
     empty: list[str] = []
     for where, question in rows:
@@ -62,7 +107,7 @@ def _usable(rows: Iterable[tuple[str, _Question | None]]) -> tuple[list[_Questio
     total = len(questions) + len(empty)
     if not total:
         raise UserError("no rows: the files under task.path are empty, or nothing in them is of task.subjects")
-    if len(empty) > UNUSABLE * total:
+    if len(empty) > MAX_UNUSABLE * total:
         raise UserError(
             f"{len(empty)} of {total} rows lack a question, an answer or a topic ({', '.join(empty[:3])}); "
             "check the files under task.path, or fetch them again"
@@ -72,28 +117,27 @@ def _usable(rows: Iterable[tuple[str, _Question | None]]) -> tuple[list[_Questio
     ] if empty else []
 
 
-def _divided(questions: Sequence[_Question], config: CamelAIConfig | DrSCIConfig, notices: list[str]) -> Loaded:
-    keep = first_of_near([one.example.question for one in questions], threshold=config.near_duplicates)
-    kept = [one for one, is_kept in zip(questions, keep, strict=True) if is_kept]
+def _split_by_cell(
+    questions: Sequence[_Question], config: CamelAIConfig | DrSCIConfig, notices: list[str]
+) -> ExampleTask:
+    keep = first_occurrences([question.example.question for question in questions], threshold=config.near_duplicates)
+    kept = [question for question, is_first in zip(questions, keep, strict=True) if is_first]
     if len(kept) < len(questions):
         notices.append(f"{len(questions) - len(kept)} of {len(questions)} rows dropped: their questions repeat others")
     sides: tuple[list[Example], list[Example]] = ([], [])
-    for one in kept:
-        sides[held_out(one.cell, fraction=config.test_fraction, seed=config.seed)].append(one.example)
-    train, test = sides
+    for question in kept:
+        sides[is_held_out(question.cell, fraction=config.test_fraction, seed=config.seed)].append(question.example)
+    train, test = map(tuple, sides)
     if not train or not test:
+        cells = {question.cell for question in kept}
         raise UserError(
-            f"task.test_fraction={config.test_fraction} splits {len(kept)} rows in {len({one.cell for one in kept})} "
-            f"cells into {len(train)} train and {len(test)} test: change task.test_fraction or task.seed"
+            f"task.test_fraction={config.test_fraction} splits {len(kept)} rows in {len(cells)} cells into "
+            f"{len(train)} train and {len(test)} test: change task.test_fraction or task.seed"
         )
     if config.overlap is not None:
-        evaluation = source_questions(config.overlap.sources, option="task.overlap.sources")
-        overlap = find_overlap([one.question for one in train], evaluation=evaluation, config=config.overlap)
-        train = [one for one, found in zip(train, overlap.found, strict=True) if not found]
-        notices.append(overlap.notice)
-    if not train:
-        raise UserError("every training row overlaps task.overlap: take the training data out of its sources")
-    return tuple(train), tuple(test), tuple(notices)
+        train, notice = drop_overlap(train, config.overlap)
+        notices.append(notice)
+    return ExampleTask(name=config.type, train=train, test=test, notices=tuple(notices))
 
 
 def _camel_rows(subject: str, config: CamelAIConfig) -> Iterator[tuple[str, _Question | None]]:
@@ -116,56 +160,56 @@ def _camel_rows(subject: str, config: CamelAIConfig) -> Iterator[tuple[str, _Que
 
 def _camel_files(subject: str, config: CamelAIConfig) -> Iterator[Row]:
     if config.path is None:
-        file = fetch_file(f"camel-ai/{subject}", f"{subject}.zip", path_option=_LOCAL)
+        file = fetch_file(f"camel-ai/{subject}", f"{subject}.zip", path_option=_LOCAL_FILE)
         return read_objects(str(file), option="task.path")
-    place = directory(config.path, option="task.path")
+    folder = directory(config.path, option="task.path")
     for name in (f"{subject}.zip", subject):
-        if (place / name).exists():
-            return read_objects(str(place / name), option="task.path")
+        if (folder / name).exists():
+            return read_objects(str(folder / name), option="task.path")
     for name in (f"{subject}.jsonl", f"{subject}.json"):
-        if (place / name).is_file():
-            return read_file(str(place / name), option="task.path")
+        if (folder / name).is_file():
+            return read_file(str(folder / name), option="task.path")
     raise UserError(
         f"task.path={config.path}: neither {subject}.zip, nor a folder {subject}, {subject}.jsonl or {subject}.json in "
         "it; put one there, or leave the subject out of task.subjects"
     )
 
 
-def _dr_sci_rows(part: str, config: DrSCIConfig) -> Iterator[tuple[str, _Question | None]]:
-    file = f"Dr_SCI_{part}.parquet"
+def _dr_sci_rows(source: str, config: DrSCIConfig) -> Iterator[tuple[str, _Question | None]]:
+    name = f"Dr_SCI_{source}.parquet"
     if config.path is None:
-        place = fetch_file(DR_SCI_HUB, file, path_option=_LOCAL)
+        file = fetch_file(DR_SCI_HUB_NAME, name, path_option=_LOCAL_FILE)
     else:
-        place = directory(config.path, option="task.path") / file
-    if not place.is_file():
-        raise UserError(f"task.path={config.path}: no {file} in it; put it there, or leave {part} out of task.parts")
-    for index, row in enumerate(islice(read_file(str(place), option="task.path"), config.rows)):
-        subject = str(_at(row, config.subject, option="task.subject") or "")
+        file = directory(config.path, option="task.path") / name
+    if not file.is_file():
+        raise UserError(f"task.path={config.path}: no {name} in it; put it there, or leave {source} out of task.parts")
+    for index, row in enumerate(islice(read_file(str(file), option="task.path"), config.rows)):
+        subject = str(_value_at(row, config.subject, option="task.subject") or "")
         if config.subjects and subject not in config.subjects:
             continue
         question, gold = (
-            str(_at(row, path, option=f"task.{option}") or "").strip()
+            str(_value_at(row, path, option=f"task.{option}") or "").strip()
             for path, option in ((config.question, "question"), (config.answer, "answer"))
         )
         if not question or not gold:
             yield row.where, None
             continue
-        topic = None if config.topic is None else str(_at(row, config.topic, option="task.topic"))
-        # Open-ended rows have a rubric; the verifiable file has no such field. Prompts repeat the question at length.
-        rubric = _at(row, config.rubric, option="task.rubric") if part == "open-ended" else None
+        topic = None if config.topic is None else str(_value_at(row, config.topic, option="task.topic"))
+        # Only the open-ended file has rubrics. The column `prompt` repeats the question at length.
+        rubric = _value_at(row, config.rubric, option="task.rubric") if source == "open-ended" else None
         example = Example(
-            id=f"{part}/{index}",
+            id=f"{source}/{index}",
             question=question,
             gold=gold,
             columns={name: value for name, value in row.values.items() if name != "prompt"} | {"rubric": rubric or []},
-            subsets={"part": part, "subject": subject} | ({} if topic is None else {"topic": topic}),
+            subsets={"part": source, "subject": subject} | ({} if topic is None else {"topic": topic}),
         )
         cell = question_key(question) if topic is None else f"{subject}/{topic}"
         yield row.where, _Question(example=example, cell=cell)
 
 
-def _at(row: Row, path: str, *, option: str) -> Any:
-    """The value at a path such as `extra_info.question`; UserError where a name on the way is not there."""
+def _value_at(row: Row, path: str, *, option: str) -> Any:
+    """The value at a path such as `extra_info.question`; UserError where a name in it is missing."""
     value: Any = row.values
     for name in path.split("."):
         if not isinstance(value, dict) or name not in value:
