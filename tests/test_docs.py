@@ -16,7 +16,7 @@ import pytest
 from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.policy.compatibility import PROVEN
 from flatpeak.rewards.base import PartScores
-from flatpeak.runs.directory import WRITTEN
+from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from support.recipes import unsaid
@@ -106,7 +106,7 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
 
 def test_docs_list_every_file_that_a_run_writes() -> None:
     listed = re.findall(r"^\| `([\w.]+)", read(ROOT / "docs" / "metrics.md").partition("## Files of a run")[2], re.M)
-    assert sorted(listed) == sorted(WRITTEN)
+    assert sorted(listed) == sorted(RUN_FILES)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)

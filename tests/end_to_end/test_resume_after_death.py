@@ -70,16 +70,16 @@ def test_a_run_that_died_between_checkpoints_ends_the_same(
 def test_a_run_that_died_before_it_pointed_at_its_new_checkpoint_ends_the_same(
     make_run: MakeRun, uninterrupted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, link: str
 ) -> None:
-    original = recorder.point
+    original = recorder.link_checkpoint
 
-    def point(parent: Path, name: str, target: Path) -> None:
+    def link_checkpoint(parent: Path, name: str, target: Path) -> None:
         if (name, target.name) == (link, "step_000002") and parent.name == "checkpoints":
             raise Death
         original(parent, name, target)
 
     run = make_run()
     with monkeypatch.context() as patch, pytest.raises(Death):
-        patch.setattr(recorder, "point", point)
+        patch.setattr(recorder, "link_checkpoint", link_checkpoint)
         run.start()
     assert run.start(resume=True).exit_code == 0
     assert_same(outcome(run.path), uninterrupted)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import flatpeak
 from flatpeak.cli.train import fork as fork_command
 from flatpeak.errors import DivergedError, UserError
-from flatpeak.runs.checkpoints import seal
+from flatpeak.runs.checkpoints import write_manifest
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from flatpeak.training.recorder import Recorder
@@ -207,7 +207,7 @@ def test_a_fork_whose_best_checkpoint_is_gone_takes_the_best_of_those_at_hand(re
     state["history"] |= {"best_step": 1, "best_value": 0.9}
     (path / "trainer" / "state.json").write_text(json.dumps(state))
     (path / "manifest.json").unlink()
-    seal(path, step=3)
+    write_manifest(path, step=3)
     forked = flatpeak.fork(first, 3, name="second", reward=odd)
     assert forked.summary.best_step == read_summary(first / "summary.json").best_step
     assert forked.best.resolve().name == f"step_{forked.summary.best_step:06d}"

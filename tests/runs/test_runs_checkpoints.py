@@ -11,13 +11,13 @@ from flatpeak.runs.checkpoints import (
     MANIFEST,
     CheckpointError,
     checkpoint_steps,
+    link_checkpoint,
     newest_valid,
-    point,
     prune,
     read_checkpoint,
-    seal,
-    tidy,
+    remove_leftovers,
     write_checkpoint,
+    write_manifest,
 )
 
 FILES = (
@@ -154,7 +154,7 @@ def test_a_pickle_is_refused_and_never_run(tmp_path, write):
     path = write(tmp_path, 1)
     (path / "trainer/state.safetensors").write_bytes(pickle.dumps(Malicious()))
     (path / MANIFEST).unlink()
-    seal(path, step=1)
+    write_manifest(path, step=1)
     with pytest.raises(UserError, match="not a trainer's checkpoint"):
         read_checkpoint(path)
     assert not canary.exists()
@@ -162,8 +162,8 @@ def test_a_pickle_is_refused_and_never_run(tmp_path, write):
 
 def test_best_and_last_are_relative_links_that_move(tmp_path, write):
     first, second = write(tmp_path / "a", 1), write(tmp_path / "a", 2)
-    point(tmp_path / "a", "last", first)
-    point(tmp_path / "a", "last", second)
+    link_checkpoint(tmp_path / "a", "last", first)
+    link_checkpoint(tmp_path / "a", "last", second)
     assert (tmp_path / "a" / "last").readlink() == Path("step_000002")
     (tmp_path / "a").rename(tmp_path / "moved")
     assert read_checkpoint(tmp_path / "moved" / "last").step == 2
@@ -171,8 +171,8 @@ def test_best_and_last_are_relative_links_that_move(tmp_path, write):
 
 def test_pruning_keeps_the_first_the_best_the_last_and_the_newest(tmp_path, write):
     paths = {step: write(tmp_path, step) for step in (0, 10, 20, 30, 40, 50)}
-    point(tmp_path, "best", paths[20])
-    point(tmp_path, "last", paths[50])
+    link_checkpoint(tmp_path, "best", paths[20])
+    link_checkpoint(tmp_path, "last", paths[50])
     assert prune(tmp_path, keep=1) == [paths[10], paths[30]]
     assert checkpoint_steps(tmp_path) == [0, 20, 40, 50]
     assert prune(tmp_path, keep=1) == []
@@ -199,7 +199,7 @@ def test_stale_temporary_directories_are_ignored_and_cleared_by_the_next_write(t
 
 def test_a_replacement_that_was_cut_short_gives_the_old_one_back(tmp_path, write):
     write(tmp_path, 4).rename(tmp_path / ".replaced-step_000004")
-    tidy(tmp_path)
+    remove_leftovers(tmp_path)
     assert read_checkpoint(tmp_path / "step_000004").step == 4
 
 

@@ -15,11 +15,11 @@ from flatpeak.runs.checkpoints import (
     CheckpointError,
     checkpoint_name,
     checkpoint_steps,
+    link_checkpoint,
     newest_valid,
-    point,
     prune,
     read_checkpoint,
-    tidy,
+    remove_leftovers,
     write_checkpoint,
 )
 
@@ -75,7 +75,7 @@ def save_step(parent: Path, step: int, value: float) -> None:
     path = write_checkpoint(
         parent, step, save_model=save_model, tensors={"value": torch.tensor(value)}, state={"value": value}
     )
-    point(parent, "last", path)
+    link_checkpoint(parent, "last", path)
     prune(parent, keep=1)
 
 
@@ -91,7 +91,7 @@ def killed_at_every_point(directory: Path, *, before: list[int], step: int) -> i
             save_step(parent, step, 2.0)
 
         status = in_child(work)
-        tidy(parent)
+        remove_leftovers(parent)
         # Every directory that goes by a checkpoint's name is whole, not only the newest.
         loaded = [read_checkpoint(parent / checkpoint_name(one)) for one in checkpoint_steps(parent)][-1]
         found = newest_valid(parent)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flatpeak.runs.checkpoints import MANIFEST, checkpoint_name, checkpoint_steps, seal
+from flatpeak.runs.checkpoints import MANIFEST, checkpoint_name, checkpoint_steps, write_manifest
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
 from flatpeak.runs.summary import read_summary
@@ -97,7 +97,7 @@ def as_before(run: Path) -> None:
             (path / "trainer" / f"state.{kind}").rename(path / f"trainer.{kind}")
         (path / "trainer").rmdir()
         (path / MANIFEST).unlink()
-        seal(path, step=int(path.name.removeprefix("step_")))
+        write_manifest(path, step=int(path.name.removeprefix("step_")))
 
 
 class Run:

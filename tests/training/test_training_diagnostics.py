@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatpeak.runs.files import silence
+from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.types import Scores
@@ -94,7 +94,7 @@ def test_a_loss_with_other_terms_moves_weights_all_the_same() -> None:
     ],
 )
 def test_the_sentence_gives_the_figures_that_there_are(figures: dict[str, Any], found: str) -> None:
-    assert found in silence("4 of 4 RL steps", truncated=0.93, limit=None, **figures)
+    assert found in no_signal_message("4 of 4 RL steps", truncated=0.93, limit=None, **figures)
 
 
 def test_a_run_that_learns_nothing_says_so_and_its_report_too(recipe: Any, watch: Any, monkeypatch: Any) -> None:

@@ -211,7 +211,7 @@ def _imitate(config: RunConfig, parts: Parts, recorder: Recorder, saved: Checkpo
     )
     if saved is not None:
         trainer.load(saved.state, saved.tensors)
-        saved.forget_tensors()
+        saved.free_tensors()
     trainer.train(first_step=saved.step + 1 if saved else 1)
 
 
@@ -241,7 +241,7 @@ def _reinforce(config: RunConfig, parts: Parts, recorder: Recorder, saved: Saved
     )
     if saved.train is not None:
         trainer.load(saved.train.state, saved.train.tensors)
-        saved.train.forget_tensors()
+        saved.train.free_tensors()
     trainer.train(first_step=saved.train.step + 1 if saved.train else 1)
 
 

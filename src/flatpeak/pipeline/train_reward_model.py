@@ -93,7 +93,7 @@ def train_reward_model(
 def _train(config: RunConfig, parts: _Parts, recorder: Recorder, saved: CheckpointState | None) -> None:
     trainer = parts.trainer(config, recorder, saved)
     if saved is not None:
-        saved.forget_tensors()
+        saved.free_tensors()
     trainer.train(first_step=saved.step + 1 if saved else 1)
 
 

@@ -27,9 +27,9 @@ from flatpeak.report.evaluations import (
     subset_tables,
 )
 from flatpeak.runs.directory import RunPaths, run_hint
-from flatpeak.runs.files import silence, write_atomic
+from flatpeak.runs.files import write_atomic
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.runs.notices import START, read_notices
+from flatpeak.runs.notices import START, no_signal_message, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
@@ -117,7 +117,7 @@ def silent_steps(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], co
     recipe = yaml.safe_load(config) if config else None
     failed = [found.metrics.get("extraction_failed") for found in evaluations]
     rewards = [row["reward/mean"] for row in silent if row.get("reward/mean") is not None]
-    return silence(
+    return no_signal_message(
         f"{len(silent)} of {len(trained)} RL steps",
         reward=sum(rewards) / len(rewards) if rewards else None,
         truncated=sum(row["rollout/truncated_fraction"] for row in silent) / len(silent),

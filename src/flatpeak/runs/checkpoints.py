@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: written aside, synced, sealed by checksums, then renamed into place.
+"""Checkpoints that are whole or absent: written aside, synced, listed with checksums, then renamed into place.
 
 ```
 checkpoints/step_000050/  the model in Hugging Face format  trainer/state.safetensors  trainer/state.json  manifest.json
@@ -34,85 +34,9 @@ if TYPE_CHECKING:
 
     from flatpeak.protocols import SavesModel
 
-MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BrokenFile:
-    """The first file found that is not as it was sealed."""
-
-    name: str
-    """Relative to the directory."""
-    problem: str
-
-
-def seal(directory: Path, *, step: int) -> None:
-    """Sync every file, then write the manifest and sync it, then the directories. Nothing may be written after."""
-    files = {}
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            fsync_path(path)
-            files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    with (directory / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(_render({"step": step, "files": files}))
-        file.flush()
-        os.fsync(file.fileno())
-    for path in [*(path for path in directory.rglob("*") if path.is_dir()), directory]:
-        fsync_path(path)
-
-
-def broken_file(directory: Path) -> BrokenFile | None:
-    """The first file that is missing, cut or changed since the directory was sealed; None if all is well."""
-    try:
-        manifest = read_manifest(directory)
-    except FileNotFoundError:
-        return BrokenFile(name=MANIFEST, problem="missing, so the checkpoint was never finished")
-    except (ValueError, KeyError, TypeError, OSError):
-        return BrokenFile(name=MANIFEST, problem="damaged")
-    for name, sealed in manifest["files"].items():
-        problem = _problem(directory / name, size=sealed["bytes"], sha256=sealed["sha256"])
-        if problem is not None:
-            return BrokenFile(name=name, problem=problem)
-    return None
-
-
-def _problem(path: Path, *, size: int, sha256: str) -> str | None:
-    try:
-        found = path.stat().st_size
-        if found != size:
-            return f"has {found} bytes, was written with {size}"
-        return None if _sha256(path) == sha256 else "damaged: its SHA-256 is not the one it was written with"
-    except FileNotFoundError:
-        return "missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, `{"step": ..., "files": {name: {"bytes": ..., "sha256": ...}}}`; ValueError if it was changed."""
-    text = (directory / MANIFEST).read_text(encoding="utf-8")
-    content: dict[str, Any] = json.loads(text)
-    del content["sha256"]
-    # Rendering it again also checks the bytes that parsing ignores.
-    if _render(content) != text:
-        raise ValueError(f"{directory / MANIFEST}: changed since it was written")
-    return content
-
-
-def _render(content: dict[str, Any]) -> str:
-    """The manifest's text, with its own checksum in it."""
-    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return json.dumps(content | {"sha256": own}, indent=1, sort_keys=True) + "\n"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 JSON = Any
-"""What JSON holds: text, numbers, booleans, None, and lists and text-keyed dictionaries of them."""
-
+"""A JSON value: text, numbers, booleans, None, and lists and text-keyed dictionaries of them."""
+MANIFEST = "manifest.json"
 BEST = "best"
 LAST = "last"
 _TRAINER = "trainer"
@@ -126,22 +50,22 @@ _REPLACED = ".replaced-"
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written; those already there are untouched."""
+    """The failure to write a checkpoint; those already there are untouched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointState:
-    """What a trainer needs to go on."""
+    """The whole state of a trainer, read from a checkpoint."""
 
     tensors: dict[str, Tensor]
-    """Everything it keeps in tensors (optimizer moments, generator states), on the CPU, bit for bit as saved."""
+    """The trainer's tensors (optimizer moments, generator states), on the CPU, bit for bit as saved."""
     state: dict[str, JSON]
-    """Everything else."""
+    """The trainer's state other than tensors."""
     step: int
     path: Path
     """The checkpoint's directory, which `from_pretrained` loads."""
 
-    def forget_tensors(self) -> None:
+    def free_tensors(self) -> None:
         """Free the memory of the tensors, once they are loaded."""
         self.tensors.clear()
 
@@ -154,22 +78,22 @@ def write_checkpoint(
     Raises CheckpointError where it cannot be written (a full disk, say); nothing is left behind then.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    tidy(parent)
+    remove_leftovers(parent)
     final = parent / checkpoint_name(step)
     temporary = parent / f"{_TEMPORARY}{final.name}"
     temporary.mkdir()
     try:
         _write_files(temporary, save_model=save_model, tensors=tensors, state=state)
-        seal(temporary, step=step)
+        write_manifest(temporary, step=step)
         _rename_into_place(temporary, final)
     except Exception as error:
         # Not only OSError: safetensors reports a full disk as an error of its own.
-        tidy(parent)
+        remove_leftovers(parent)
         raise CheckpointError(
             f"{final}: not written ({error}); free space or fix the cause, then resume: earlier checkpoints are whole"
         ) from error
     except BaseException:
-        tidy(parent)
+        remove_leftovers(parent)
         raise
     return final
 
@@ -186,7 +110,7 @@ def _write_files(
 
 
 def _rename_into_place(temporary: Path, final: Path) -> None:
-    """Rename; a directory cannot replace another in one call, so an older one of the same step steps aside first."""
+    """Rename; a directory cannot replace another in one call, so an older one of the same step is renamed first."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     if final.exists():
         final.rename(replaced)
@@ -248,7 +172,7 @@ def newest_valid(parent: Path, *, notice: Callable[[str], None] = warn) -> Path 
 
 
 def checkpoint_name(step: int) -> str:
-    """`step_000050`."""
+    """The directory name of a step's checkpoint, such as `step_000050`."""
     return f"step_{step:06d}"
 
 
@@ -263,7 +187,7 @@ def checkpoint_steps(parent: Path) -> list[int]:
     )
 
 
-def point(parent: Path, name: str, target: Path) -> None:
+def link_checkpoint(parent: Path, name: str, target: Path) -> None:
     """Make `parent/name` a relative symbolic link to the checkpoint `target`; a reader sees the old one or the new."""
     temporary = parent / f"{_TEMPORARY}{name}"
     temporary.unlink(missing_ok=True)
@@ -285,8 +209,8 @@ def prune(parent: Path, *, keep: int) -> list[Path]:
     return deleted
 
 
-def tidy(parent: Path) -> None:
-    """Clear away what a kill left behind. Only for the trainer that holds the run's lock."""
+def remove_leftovers(parent: Path) -> None:
+    """Clear away the leftovers of a killed process. Only for the trainer that holds the run's lock."""
     if not parent.is_dir():
         return
     for path in parent.glob(f"{_REPLACED}*"):
@@ -304,3 +228,76 @@ def _remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokenFile:
+    """The first file of a checkpoint that differs from the manifest."""
+
+    name: str
+    """Path relative to the directory."""
+    problem: str
+
+
+def write_manifest(directory: Path, *, step: int) -> None:
+    """Sync every file, write the manifest with their checksums, and sync it and the directories: nothing may follow."""
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            fsync_path(path)
+            files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    with (directory / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(_render({"step": step, "files": files}))
+        file.flush()
+        os.fsync(file.fileno())
+    for path in [*(path for path in directory.rglob("*") if path.is_dir()), directory]:
+        fsync_path(path)
+
+
+def broken_file(directory: Path) -> BrokenFile | None:
+    """The first file that is missing, cut or changed since the manifest was written; None if all is well."""
+    try:
+        manifest = read_manifest(directory)
+    except FileNotFoundError:
+        return BrokenFile(name=MANIFEST, problem="missing, so the checkpoint was never finished")
+    except (ValueError, KeyError, TypeError, OSError):
+        return BrokenFile(name=MANIFEST, problem="damaged")
+    for name, written in manifest["files"].items():
+        problem = _problem(directory / name, size=written["bytes"], sha256=written["sha256"])
+        if problem is not None:
+            return BrokenFile(name=name, problem=problem)
+    return None
+
+
+def _problem(path: Path, *, size: int, sha256: str) -> str | None:
+    try:
+        actual = path.stat().st_size
+        if actual != size:
+            return f"has {actual} bytes, was written with {size}"
+        return None if _sha256(path) == sha256 else "damaged: its SHA-256 is not the one it was written with"
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, `{"step": ..., "files": {name: {"bytes": ..., "sha256": ...}}}`; ValueError if it was changed."""
+    text = (directory / MANIFEST).read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
+    del content["sha256"]
+    # Rendering it again also checks the bytes that parsing ignores.
+    if _render(content) != text:
+        raise ValueError(f"{directory / MANIFEST}: changed since it was written")
+    return content
+
+
+def _render(content: dict[str, Any]) -> str:
+    """The manifest's text, with its own checksum in it."""
+    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps(content | {"sha256": own}, indent=1, sort_keys=True) + "\n"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,7 +10,7 @@ from flatpeak.utils.schema import StrictConfig
 
 
 class RunSectionConfig(StrictConfig):
-    """Where a run lives, what it keeps, and the seed everything random derives from."""
+    """Name, directory, checkpoints and logs of a run, its grading processes, and the seed of everything random."""
 
     name: str = "run"
     directory: str = "runs"
@@ -18,7 +18,7 @@ class RunSectionConfig(StrictConfig):
     checkpoint_every: Annotated[int, Field(ge=0)] = 50
     """0: only at the start and the end."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """How many periodic checkpoints stay beside the first, the best and the last."""
+    """The number of periodic checkpoints that stay beside the first, the best and the last."""
     log_rollouts_every: Annotated[int, Field(ge=0)] = 1
     """0: never."""
     threads: Annotated[int, Field(ge=1)] | None = None

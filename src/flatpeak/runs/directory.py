@@ -1,4 +1,4 @@
-"""The directory of a run: who may write to it, and where everything in it lies."""
+"""The directory of a run: its paths, its lock, and the rules for starting, resuming and replacing a run in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO, Any
 import yaml
 
 from flatpeak.errors import UserError, nearest
-from flatpeak.runs.checkpoints import checkpoint_steps, tidy
+from flatpeak.runs.checkpoints import checkpoint_steps, remove_leftovers
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.manifest import check_resumable, describe_start
@@ -26,6 +26,24 @@ from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
 from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import truncate_rollouts
 from flatpeak.utils.redaction import redact
+
+DEFAULT_DIRECTORY = Path("runs")
+"""The directory of runs unless `run.directory` names another."""
+_LOCK = ".lock"
+RUN_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "notices.jsonl",
+    "rollouts",
+    "evaluations",
+    "judge",
+    "checkpoints",
+    "summary.json",
+    "report.html",
+    "errors.log",
+    "manifest.json",
+)
+"""Files and folders of a run, in the order in which they are deleted."""
 
 
 class RunLock:
@@ -44,24 +62,24 @@ class RunLock:
             error = _held_by_another(path, self._file)
             self._file.close()
             raise error from None
-        _held.add(self)
+        _open_locks.add(self)
         self._file.truncate(0)
         json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)
         self._file.flush()
 
     def release(self) -> None:
-        """Let go; harmless when called twice."""
+        """Release the lock; harmless when called twice."""
         if not self._file.closed:
             self._file.truncate(0)
             self._file.close()
 
-    def forget(self) -> None:
-        """Close the file without a word in it."""
+    def close_in_child(self) -> None:
+        """Close the file in a forked process, and leave its content and the parent's lock alone."""
         self._file.close()
 
 
 def check_unlocked(path: Path) -> None:
-    """UserError naming the process that holds the lock; it is neither taken nor made."""
+    """Raise UserError naming the process that holds the lock; the lock is neither taken nor made."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
@@ -71,16 +89,16 @@ def check_unlocked(path: Path) -> None:
             raise _held_by_another(path, file) from None
 
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_open_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
-    for lock in list(_held):
-        lock.forget()
+def _close_in_child() -> None:
+    for lock in list(_open_locks):
+        lock.close_in_child()
 
 
 # A forked worker shares the locked file: one that outlives a killed trainer would keep the run locked.
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _held_by_another(path: Path, file: IO[str]) -> UserError:
@@ -93,29 +111,12 @@ def _holder(file: IO[str]) -> str:
         content = json.loads(file.read())
         return f"process {content['pid']} on {content['host']}"
     except (ValueError, KeyError, TypeError):
-        # Between taking the lock and writing its name, the holder is nameless.
+        # Between taking the lock and writing to it, the holder is nameless.
         return "another process"
 
 
-_LOCK = ".lock"
-WRITTEN = (
-    "config.yaml",
-    "metrics.jsonl",
-    "notices.jsonl",
-    "rollouts",
-    "evaluations",
-    "judge",
-    "checkpoints",
-    "summary.json",
-    "report.html",
-    "errors.log",
-    "manifest.json",
-)
-"""Files and folders of a run, in the order in which they are deleted."""
-
-
 class RunPaths:
-    """Where everything lies in a run's directory; reading needs no lock."""
+    """The paths in a run's directory; reading needs no lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,8 +139,8 @@ class RunPaths:
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def is_stillborn(self) -> bool:
-        """Whether the run failed before its first step was done: there is nothing in it to lose or to go on from."""
+    def failed_before_first_step(self) -> bool:
+        """Whether the run failed before its first step was done: there is nothing in it to keep or to resume."""
         try:
             failed = json.loads(self.summary.read_text(encoding="utf-8"))["status"] == "failed"
         except (OSError, ValueError, KeyError, TypeError):
@@ -173,8 +174,8 @@ class RunDirectory(RunPaths):
 
         `resolved` is the whole recipe as plain data, `chosen` the same without its defaults. A used name is
         refused without `resume` or `overwrite`; with `resume`, a run that does not exist yet is started, so that one
-        command can be repeated until it is done. A run that failed before its first step was done gives its name away.
-        `before` is called once the name is ours and before anything is deleted or written: what it raises leaves an
+        command can be repeated until it is done. A run that failed before its first step was done is replaced.
+        `before` is called once the lock is taken and before anything is deleted or written: an error in it leaves an
         earlier run as it was.
         Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
         """
@@ -192,15 +193,15 @@ class RunDirectory(RunPaths):
             before()
             if replaced:
                 run._clear()
-            run._start(_as_written(resolved), command, chosen)
+            run._start(_as_existing_files(resolved), command, chosen)
         except BaseException:
             lock.release()
             raise
         return run
 
     def _clear(self) -> None:
-        """Delete what a run writes and nothing else; last the manifest, which says that this is a run's directory."""
-        for path in _written(self.path):
+        """Delete the files of a run and nothing else; last the manifest, which marks a run's directory."""
+        for path in _existing_files(self.path):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -212,8 +213,8 @@ class RunDirectory(RunPaths):
             changed = _check_recipe(self, resolved, chosen)
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
             manifest.setdefault("resumed", []).append(start | {"changed": changed})
-            tidy(self.checkpoints)
-            tidy(self.sft_checkpoints)
+            remove_leftovers(self.checkpoints)
+            remove_leftovers(self.sft_checkpoints)
         else:
             manifest = start
         write_atomic(self.manifest, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
@@ -222,10 +223,10 @@ class RunDirectory(RunPaths):
         self.checkpoints.mkdir(exist_ok=True)
 
     def rewind(self, step: int | None, *, stage: str = "train", evaluated: bool = True) -> None:
-        """Forget what was logged after `step` of `stage`, so that the files equal those of a run never interrupted.
+        """Cut the logs after `step` of `stage`, so that the files equal those of a run never interrupted.
 
-        None forgets everything: the run starts anew. All of a step, its evaluation included, is logged before the
-        step's checkpoint is written; with `evaluated` false all but its evaluation, which is forgotten too.
+        None cuts everything: the run starts anew. All of a step, its evaluation included, is logged before the step's
+        checkpoint is written; with `evaluated` false all but its evaluation, which is cut too.
         """
         truncate_metrics(self.metrics, step=step, stage=stage, evaluated=evaluated)
         truncate_notices(self.notices, step=step, stage=stage)
@@ -234,7 +235,7 @@ class RunDirectory(RunPaths):
     def discard_if_empty(self) -> bool:
         """Delete a new run that failed before its first checkpoint: the same command works once the cause is gone.
 
-        Whether it was deleted.
+        Returns whether it was deleted.
         """
         kept = self.resumed or checkpoint_steps(self.checkpoints) or checkpoint_steps(self.sft_checkpoints)
         if not kept:
@@ -242,7 +243,7 @@ class RunDirectory(RunPaths):
         return not kept
 
     def log_error(self, text: str) -> bool:
-        """Add a traceback to errors.log, without its secrets; whether it could be written."""
+        """Add a traceback to errors.log, without its secrets; returns whether it could be written."""
         try:
             with self.errors.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{redact(text).rstrip()}\n\n")
@@ -260,7 +261,7 @@ class RunDirectory(RunPaths):
             )
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock on the directory."""
         self._lock.release()
 
     def __enter__(self) -> RunDirectory:
@@ -280,69 +281,65 @@ def check_start(
     overwrite: bool,
     chosen: Mapping[str, Any] | None,
 ) -> None:
-    """UserError where `RunDirectory.create` would refuse the start, whatever the model and the task are.
+    """Raise UserError where `RunDirectory.create` would refuse the start, whatever the model and the task are.
 
-    It writes nothing and loads no torch, so that a mistake is found before they are loaded. `create` looks again, once
-    the run is its own.
+    Nothing is written and torch is not loaded, so that a mistake is reported before they are loaded. `create` checks
+    again, once it holds the lock.
     """
     path = _run_path(config, resume=resume, overwrite=overwrite)
     run = RunPaths(path)
-    if not _written(path):
+    if not _existing_files(path):
         return
     with suppress(PermissionError):  # for `create` to say
         check_unlocked(path / _LOCK)
     _replaces(run, resume=resume, overwrite=overwrite)
     if resume and run.config.exists():
-        _check_recipe(run, _as_written(resolved), chosen)
+        _check_recipe(run, _as_existing_files(resolved), chosen)
 
 
 def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> dict[str, str]:
-    """What the recipe of a resumed run changes; UserError where it may not."""
+    """The keys that the recipe of a resumed run changes; UserError where it may not."""
     return check_resumable(yaml.safe_load(run.config.read_text(encoding="utf-8")), resolved, chosen=chosen)
 
 
-def _as_written(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as config.yaml holds it."""
+def _as_existing_files(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe as config.yaml holds it, without secrets."""
     recipe: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
     return recipe
 
 
 def _replaces(run: RunPaths, *, resume: bool, overwrite: bool) -> bool:
-    """Whether what is there gives way to the new run; UserError where it may not."""
-    replaced = overwrite or (not resume and run.is_stillborn())
-    if _written(run.path) and not replaced and not resume:
+    """Whether the new run replaces an earlier one; UserError where it may not."""
+    replaced = overwrite or (not resume and run.failed_before_first_step())
+    if _existing_files(run.path) and not replaced and not resume:
         raise UserError(
             f"{run.path} exists: continue it with --resume, delete it with --overwrite, or choose another run.name"
         )
     return replaced
 
 
-def _written(path: Path) -> list[Path]:
-    return [path / name for name in WRITTEN if (path / name).exists()]
+def _existing_files(path: Path) -> list[Path]:
+    return [path / name for name in RUN_FILES if (path / name).exists()]
 
 
 def _run_path(config: RunSectionConfig, *, resume: bool, overwrite: bool) -> Path:
-    """Where the run lies; UserError where the name, the options or what lies there cannot be."""
+    """The run's directory; UserError for an impossible name, contradicting options, or files that are no run's."""
     if resume and overwrite:
         raise UserError("--resume continues a run and --overwrite deletes it: give one of the two")
     parts = Path(config.name).parts
     if not parts or Path(config.name).is_absolute() or ".." in parts:
         raise UserError(f"run.name={config.name!r} must be a name inside run.directory, such as my-run or sweep/01")
     path = Path(config.directory) / config.name
-    if _written(path) and not RunPaths(path).is_run():
+    if _existing_files(path) and not RunPaths(path).is_run():
         raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")
     return path
 
 
-PARENT = Path("runs")
-"""Where runs lie unless `run.directory` says otherwise."""
-
-
 def suggested_run(name: str | Path) -> Path | None:
-    """`runs/NAME` where that is a run, else the run beside the path whose name is most similar; None without either."""
+    """The run `runs/NAME`, else the run beside the path whose name is most similar; None without either."""
     path = Path(name).expanduser()
-    if not path.is_absolute() and path.parts and RunPaths(PARENT / path).is_run():
-        return PARENT / path
+    if not path.is_absolute() and path.parts and RunPaths(DEFAULT_DIRECTORY / path).is_run():
+        return DEFAULT_DIRECTORY / path
     if len(path.parts) < 2:
         return None
     try:
@@ -354,6 +351,6 @@ def suggested_run(name: str | Path) -> Path | None:
 
 
 def run_hint(name: str | Path, *, after: str = ": ") -> str:
-    """`: did you mean runs/x?`, or nothing."""
-    found = suggested_run(name)
-    return "" if found is None else f"{after}did you mean {found}?"
+    """The hint `: did you mean runs/x?`, or nothing without a similar run."""
+    suggested = suggested_run(name)
+    return "" if suggested is None else f"{after}did you mean {suggested}?"

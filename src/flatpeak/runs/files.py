@@ -1,4 +1,4 @@
-"""Small files written so that a reader sees the old content or the new, never half of it."""
+"""Files that survive a crash: small ones replaced whole, and JSON lines of which only the last can be torn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+Row = dict[str, Any]
+"""One line of a JSON lines file."""
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -33,11 +36,8 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-Row = dict[str, Any]
-
-
 class LineWriter:
-    """Appends rows, each handed to the system before `write` returns: what ends the process later loses none."""
+    """A writer of JSON lines; each is handed to the system before `write` returns, so that a later crash loses none."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -55,15 +55,15 @@ class LineWriter:
         self._torn = False
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, whose lines are all written."""
         self._file.close()
 
 
 def read_lines(path: Path) -> list[tuple[int, Row]]:
-    """(byte offset of the line's end, row) of every whole line that has a step and a stage; none without a file."""
+    """Read (byte offset of the line's end, row) of every whole line with a step and a stage; none without a file."""
     if not path.is_file():
         return []
-    found: list[tuple[int, Row]] = []
+    rows: list[tuple[int, Row]] = []
     offset = 0
     for line in path.read_bytes().splitlines(keepends=True):
         offset += len(line)
@@ -74,30 +74,5 @@ def read_lines(path: Path) -> list[tuple[int, Row]]:
         except ValueError:
             continue
         if isinstance(row, dict) and "step" in row and "stage" in row:
-            found.append((offset, row))
-    return found
-
-
-def silence(
-    scope: str,
-    *,
-    reward: float | None,
-    truncated: float,
-    unanswered: float | None,
-    limit: int | None,
-    effect: str = "no weight changed",
-) -> str:
-    """`scope` ("the last 3 steps") had no group whose rewards differ; the figures that say why.
-
-    `reward` is the mean, None where every score is missing; `truncated` and `unanswered` are shares of completions, the
-    latter None where it is not known; `limit` is rollout.max_new_tokens, where that is known.
-    """
-    causes = ["no completion has a score" if reward is None else f"the mean reward is {reward:.3g}"]
-    if unanswered:
-        causes.append(f"no answer is found in {unanswered:.0%} of completions")
-    causes.append(f"{truncated:.0%} are cut at rollout.max_new_tokens" + (f"={limit}" if limit else ""))
-    listed = ", ".join(causes[:-1]) + f" and {causes[-1]}"
-    return (
-        f"no group of {scope} had rewards that differ, so {effect}: {listed}; see groups/informative_fraction in "
-        "docs/metrics.md"
-    )
+            rows.append((offset, row))
+    return rows

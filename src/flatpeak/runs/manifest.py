@@ -1,4 +1,4 @@
-"""What a reader needs to trust or repeat a run: the command, the versions, the commit and the hardware."""
+"""manifest.json, a run's command, versions, commit and hardware; and the check of the recipe of a resumed run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,34 @@ from typing import Any
 import flatpeak
 from flatpeak.errors import UserError
 
+CHANGEABLE = frozenset(
+    {
+        "run.name",
+        "run.directory",
+        "run.checkpoint_every",
+        "run.keep_checkpoints",
+        "run.log_rollouts_every",
+        "run.threads",
+        "run.grading_workers",
+        "run.grading_timeout",
+        "run.grading_memory",
+        "run.grading_budget",
+        "training.steps",
+        "training.activation_checkpointing",
+        "training.micro_batch_tokens",
+        "rollout.max_rows",
+    }
+)
+"""Keys that may change between the starts of one run: directory, checkpoints, logs, threads, length and memory.
+
+None of them alters what an earlier or later row of metrics.jsonl means.
+"""
+# Of a reward: its connection and its budget, none of which alters a score.
+_CHANGEABLE_OF_A_REWARD = re.compile(
+    r"rewards\.[^.]+\.(timeout|deadline|retries|retry_delay|concurrency|requests_per_minute|tokens_per_minute|cache"
+    r"|(budget|breaker)\..+|backend\.(base_url|api_key_env|price_input|price_output|device))"
+)
+_ABSENT = "(absent)"
 _GIB = 2**30
 
 
@@ -50,7 +78,7 @@ def hardware() -> dict[str, Any]:
 def git_commit(path: Path) -> str | None:
     """The commit that holds `path`, with `-dirty` where tracked files differ from it; None if git does not track it.
 
-    A package installed inside somebody's repository (`.venv/`) is not part of that repository's commits.
+    A package installed inside another repository (`.venv/`) is not part of that repository's commits.
     """
     directory = path if path.is_dir() else path.parent
     tracked = path.is_dir() or _git(directory, "ls-files", "--error-unmatch", path.name) is not None
@@ -84,50 +112,21 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-# What may change between the starts of one run: where it lives, how often it saves and logs, how many threads it uses,
-# how long it trains and how much memory it takes. None of it alters what an
-# earlier or later row of metrics.jsonl means.
-CHANGEABLE = frozenset(
-    {
-        "run.name",
-        "run.directory",
-        "run.checkpoint_every",
-        "run.keep_checkpoints",
-        "run.log_rollouts_every",
-        "run.threads",
-        "run.grading_workers",
-        "run.grading_timeout",
-        "run.grading_memory",
-        "run.grading_budget",
-        "training.steps",
-        "training.activation_checkpointing",
-        "training.micro_batch_tokens",
-        "rollout.max_rows",
-    }
-)
-# Of a reward: how it is reached and how much may be spent on it, not what its scores mean.
-_CHANGEABLE_OF_A_REWARD = re.compile(
-    r"rewards\.[^.]+\.(timeout|deadline|retries|retry_delay|concurrency|requests_per_minute|tokens_per_minute|cache"
-    r"|(budget|breaker)\..+|backend\.(base_url|api_key_env|price_input|price_output|device))"
-)
-_ABSENT = "(absent)"
-
-
 def check_resumable(
     old: Mapping[str, Any], new: Mapping[str, Any], *, chosen: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
     """The keys that changed, all of them allowed to, as {"training.steps": "100 -> 200"}.
 
-    `chosen` is the new recipe without what is at its default: a key that an earlier version did not know, and so did
-    not write, has not changed where nobody chose a value for it. None counts every such key.
+    `chosen` is the new recipe without the keys at their default: a key that an earlier version did not know, and so did
+    not write, has not changed unless `chosen` has it. None counts every such key.
 
     Raises UserError showing the others. `training.steps` may change only under a constant schedule: a linear or cosine
     one stretches with it, so that the steps already taken would have had other learning rates.
     """
     changed = changes(old, new)
     if chosen is not None:
-        unknown = _unknown_then(flatten(old), flatten(new)) - flatten(chosen).keys()
-        changed = {key: change for key, change in changed.items() if key not in unknown}
+        added = _added_keys(flatten(old), flatten(new)) - flatten(chosen).keys()
+        changed = {key: change for key, change in changed.items() if key not in added}
     allowed = set(CHANGEABLE)
     if flatten(new).get("optimizer.schedule", "constant") != "constant":
         allowed.discard("training.steps")
@@ -154,8 +153,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _unknown_then(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-    """Keys that only the new recipe has, in sections that both have; a part of a section that is new was added."""
+def _added_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """The keys that only the new recipe has, in sections that both have."""
     sections = {key.rpartition(".")[0] for key in old}
     return {key for key in new.keys() - old.keys() if key.rpartition(".")[0] in sections}
 

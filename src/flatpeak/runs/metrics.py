@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, one line a step, and the same to every tracker."""
+"""metrics.jsonl, one line a step, with the same metrics for every tracker."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STAGES = ("sft", "train")
 
 
 class MetricsWriter:
-    """Appends rows `{"step": n, "stage": "train", "reward/mean": 0.5, ...}`, each on disk before `write` returns.
+    """A writer of rows `{"step": n, "stage": "train", "reward/mean": 0.5, ...}`, each on disk before `write` returns.
 
-    A log is worth less than the run: where the disk is full or a tracker fails, `notice` is told once and training
+    A log is worth less than the run: where the disk is full or a tracker fails, `notice` is called once and training
     goes on. NaN and infinities are written as null, which is what JSON has.
     """
 
@@ -30,27 +30,27 @@ class MetricsWriter:
         self.path = path
         self._trackers = tuple(trackers)
         self._notice = notice
-        self._told: set[str] = set()
+        self._noticed: set[str] = set()
         self._lines = LineWriter(path)
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Append one row, and hand the metrics to every tracker."""
+        """Append one row, and pass the metrics to every tracker."""
         row = {"step": step, "stage": stage} | {name: _json_number(value) for name, value in metrics.items()}
         try:
             self._lines.write(row)
         except OSError as error:
-            self._tell_once("file", f"{self.path}: {error.strerror}; metrics are lost until there is room again")
+            self._notice_once("file", f"{self.path}: {error.strerror}; metrics are lost until there is room again")
         for tracker in self._trackers:
             try:
                 tracker.log(metrics, step=step)
             # A tracker is foreign code talking to a network: whatever it raises, training goes on.
             except Exception as error:
                 name = type(tracker).__name__
-                self._tell_once(name, f"{name} failed ({error}); metrics are still in {self.path}")
+                self._notice_once(name, f"{name} failed ({error}); metrics are still in {self.path}")
 
-    def _tell_once(self, key: str, text: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
+    def _notice_once(self, key: str, text: str) -> None:
+        if key not in self._noticed:
+            self._noticed.add(key)
             self._notice(text)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class MetricsWriter:
                 tracker.close()
             except Exception as error:
                 name = type(tracker).__name__
-                self._tell_once(f"{name}.close", f"{name} could not be closed ({error})")
+                self._notice_once(f"{name}.close", f"{name} could not be closed ({error})")
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -1,4 +1,4 @@
-"""notices.jsonl: the notices of a run, each with its time and step."""
+"""notices.jsonl, the notices of a run with the time and step of each; and a notice that training and report share."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from flatpeak.protocols import Progress
 
 START = "start"
-"""The stage of notices from before the first step."""
+"""The stage of notices that precede the first step."""
 _ORDER = (START, "sft", "train")
 
 
 def warn(text: str) -> None:
-    """Python's warnings: where notices go unless the caller says otherwise."""
+    """Give a notice through Python's warnings: the default where a caller passes no other way."""
     warnings.warn(text, stacklevel=3)
 
 
 class NoticeLog:
-    """Appends rows `{"time": ..., "stage": "train", "step": 12, "text": ...}`, without secrets.
+    """A log of rows `{"time": ..., "stage": "train", "step": 12, "text": ...}`, without secrets.
 
     Rows from before the run's directory exists wait in memory for `open`. A notice is worth less than the run: where
     the disk is full, `failed` is called once and training goes on.
@@ -38,13 +38,13 @@ class NoticeLog:
         self._lines: LineWriter | None = None
         self._waiting: list[Row] = []
         self._written_before: frozenset[str] = frozenset()
-        self._place: Row = {"stage": START, "step": 0}
+        self._position: Row = {"stage": START, "step": 0}
 
     def open(self, path: Path, *, stage: str = START, step: int = 0) -> None:
-        """Write down what waits, as of `step` of `stage`; from here on every notice is written at once.
+        """Write the waiting rows, dated by `step` of `stage`; from here on every notice is written at once.
 
-        A text that an earlier start of the run has written is not written again: each start repeats what it finds in
-        the recipe, and counts failures anew.
+        A text that an earlier start of the run has written is not written again: each start repeats the notices of the
+        recipe, and counts failures anew.
         """
         self._path = path
         self.begin_step(stage, step)
@@ -55,15 +55,15 @@ class NoticeLog:
         except OSError as error:
             self._failed(f"{path}: {error.strerror}; notices are not kept")
         for row in waiting:
-            self._write(row | self._place)
+            self._write(row | self._position)
 
     def begin_step(self, stage: str, step: int) -> None:
-        """Date what follows by this step, the evaluation and the checkpoint after it included."""
-        self._place = {"stage": stage, "step": step}
+        """Date the following notices by this step, those of its evaluation and checkpoint included."""
+        self._position = {"stage": stage, "step": step}
 
     def add(self, text: str) -> None:
-        """Keep one notice."""
-        row = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **self._place, "text": redact(text)}
+        """Add one notice, to be written at once or by `open`."""
+        row = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **self._position, "text": redact(text)}
         if self._lines is None:
             self._waiting.append(row)
         else:
@@ -79,25 +79,25 @@ class NoticeLog:
             failed(f"{self._path}: {error.strerror}; notices are not kept until there is room again")
 
     def close(self) -> None:
-        """Close the file; what comes later is not kept."""
+        """Close the file; later notices are not kept."""
         lines, self._lines = self._lines, None
         if lines is not None:
             lines.close()
 
 
 class RecordedProgress:
-    """A Progress whose notices are kept in a log too."""
+    """A Progress that also adds its notices to a log."""
 
     def __init__(self, progress: Progress, log: NoticeLog) -> None:
         self._progress = progress
         self._log = log
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """See protocols.Progress."""
+        """Pass an update on, as protocols.Progress defines it."""
         self._progress.update(stage, step=step, total=total, metrics=metrics)
 
     def notice(self, text: str) -> None:
-        """See protocols.Progress."""
+        """Log a notice and pass it on, as protocols.Progress defines it."""
         self._log.add(text)
         self._progress.notice(text)
 
@@ -122,3 +122,28 @@ def truncate_notices(path: Path, *, step: int | None, stage: str) -> None:
             break
         end = line_end
     os.truncate(path, end)
+
+
+def no_signal_message(
+    scope: str,
+    *,
+    reward: float | None,
+    truncated: float,
+    unanswered: float | None,
+    limit: int | None,
+    effect: str = "no weight changed",
+) -> str:
+    """The notice that `scope` ("the last 3 steps") had no group whose rewards differ, with the figures that explain it.
+
+    `reward` is the mean, None where every score is missing; `truncated` and `unanswered` are shares of completions, the
+    latter None where it is not known; `limit` is rollout.max_new_tokens, where that is known.
+    """
+    causes = ["no completion has a score" if reward is None else f"the mean reward is {reward:.3g}"]
+    if unanswered:
+        causes.append(f"no answer is found in {unanswered:.0%} of completions")
+    causes.append(f"{truncated:.0%} are cut at rollout.max_new_tokens" + (f"={limit}" if limit else ""))
+    listed = ", ".join(causes[:-1]) + f" and {causes[-1]}"
+    return (
+        f"no group of {scope} had rewards that differ, so {effect}: {listed}; see groups/informative_fraction in "
+        "docs/metrics.md"
+    )

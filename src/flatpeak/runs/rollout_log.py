@@ -1,4 +1,4 @@
-"""rollouts/step_000001.jsonl: every completion of a step, with all that decided what it did to the policy."""
+"""rollouts/step_000001.jsonl: every completion of a step with its tokens, rewards and advantage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flatpeak.utils.redaction import redact
 
 Row = dict[str, Any]
 LARGE = 2**30
-"""Bytes that a run's rollouts may take up before the user is told beforehand."""
+"""Bytes of a run's rollouts from which a notice is given beforehand."""
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
 def rollout_rows(
     groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float | None]]
 ) -> Iterator[Row]:
-    """One row per completion; `advantages` is [P][G] like `scores`. What is missing, or not finite, is null."""
+    """One row per completion; `advantages` is [P][G] like `scores`. Missing numbers, and those not finite, are null."""
     for p, group in enumerate(groups):
         for g, completion in enumerate(group.completions):
             prompt, text, gold = redact([group.prompt.text, completion.text, group.prompt.example.gold])
@@ -36,28 +36,28 @@ def rollout_rows(
                 "logprobs": [_finite(value) for value in completion.logprobs],
                 "finish_reason": completion.finish_reason,
                 "reward": _finite(scores.total[p][g]),
-                "rewards": {name: _finite(part[p][g]) for name, part in scores.parts.items()},
+                "rewards": {name: _finite(values[p][g]) for name, values in scores.parts.items()},
                 "advantage": _finite(advantages[p][g]),
                 "gold": gold,
             }
 
 
 class RolloutLog:
-    """Writes a step's rollouts to a file of their own; a full disk is told once and training goes on."""
+    """A writer of one file of rollouts per step; a full disk gives one notice and training goes on."""
 
     def __init__(self, directory: Path, *, notice: Callable[[str], None] = warn) -> None:
         self.directory = directory
         self._notice = notice
-        self._told = False
+        self._noticed = False
         self._size: int | None = None
-        """Bytes of the first file written, until `announce_size` has seen it."""
-        self._seen = False
+        """Bytes of the latest file; None before the first."""
+        self._announced = False
 
     def announce_size(self, step: int, *, total: int, every: int) -> None:
-        """Once, after the first file: a notice where files like it, one every so many steps, come to much."""
-        if self._seen or self._size is None:
+        """Give one notice, after the first file, where files like it, one every so many steps, come to much."""
+        if self._announced or self._size is None:
             return
-        self._seen = True
+        self._announced = True
         expected = self._size * (1 + (total - step) // every)
         if expected >= LARGE:
             self._notice(
@@ -84,8 +84,8 @@ class RolloutLog:
             temporary.replace(path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            if not self._told:
-                self._told = True
+            if not self._noticed:
+                self._noticed = True
                 self._notice(f"{path}: {error.strerror}; rollouts are not logged until there is room again")
 
 
@@ -103,12 +103,12 @@ def first_row(path: Path) -> Row:
 
 def logged_steps(directory: Path) -> dict[int, Path]:
     """The file of every logged step, in the order of the steps."""
-    found = {int(match[1]): path for path in directory.glob("step_*.jsonl") if (match := _FILE.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    files = {int(match[1]): path for path in directory.glob("step_*.jsonl") if (match := _FILE.fullmatch(path.name))}
+    return dict(sorted(files.items()))
 
 
 def truncate_rollouts(directory: Path, *, step: int) -> None:
-    """Delete the files of every later step, and what a crash left half written."""
+    """Delete the files of every later step, and those that a crash left half written."""
     for later, path in logged_steps(directory).items():
         if later > step:
             path.unlink()

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM become a request to stop at the next step boundary."""
+"""Stop signals: SIGINT and SIGTERM as a request to stop at the next step boundary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CAUGHT = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """While open, the first SIGINT or SIGTERM is only remembered; a second one raises KeyboardInterrupt.
+    """A context in which a first SIGINT or SIGTERM is only recorded, and a second one raises KeyboardInterrupt.
 
     The loop asks `stop.signal` wherever it can stop with its state whole, writes a checkpoint, and leaves. Outside the
     main thread, where Python delivers no signals, it does nothing.
@@ -23,7 +23,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number (130 for SIGINT, 143 for SIGTERM); 0 where none came."""
+        """The exit code, 128 + the signal's number (130 for SIGINT, 143 for SIGTERM); 0 where none came."""
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> StopSignals:

@@ -1,4 +1,4 @@
-"""summary.json: what a run came to, for tables and for the last line of a command."""
+"""summary.json: the outcome of a run, for tables and for the last line of a command."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ class StageEvaluation:
     """The step of that stage."""
     task: str
     size: int
-    """How many held-out questions."""
+    """The number of held-out questions."""
     metrics: Mapping[str, float | None]
     """accuracy, reward, format, ...; None where a metric was not finite."""
     intervals: Mapping[str, tuple[float, float]]
     """A confidence interval (low, high) per metric that has one."""
     methods: Mapping[str, str] = field(default_factory=dict)
-    """Where each interval comes from: `wilson` or `bootstrap`."""
+    """The method of each interval: `wilson` or `bootstrap`."""
     counted: Mapping[str, int] = field(default_factory=dict)
-    """Of how many questions a metric's mean is, where it is not all of them."""
+    """The number of questions behind a metric's mean, where it is not all of them."""
     subsets: Mapping[str, Any] = field(default_factory=dict)
     """[column]: `values` (each with size, metrics, intervals, counted), `micro` and `macro` averages."""
     robustness: Mapping[str, Any] = field(default_factory=dict)
     """[kind of perturbation]: coverage, accuracy, the clean accuracy of the same questions, their difference."""
     choices: str | None = None
-    """How questions with lettered options were answered, `generate` or `rank`; None where there were none."""
+    """The way questions with lettered options were answered, `generate` or `rank`; None where there were none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """What a run came to, or how far it is."""
+    """The outcome of a run, or its present state."""
 
     name: str
     status: Status
     """`stopped`: by a signal, with a valid checkpoint left. A run that was killed still reads `running`."""
     metric: str
-    """What chose the best checkpoint."""
+    """The metric that chose the best checkpoint."""
     best_step: int | None
     last_step: int
     evaluations: tuple[StageEvaluation, ...]
-    """Of every stage, in the order they were made."""
+    """The evaluations of every stage, in their order in time."""
     checkpoints: tuple[str, ...]
     """Names of the checkpoints at hand, oldest first."""
     wall_seconds: float
@@ -66,16 +66,16 @@ class RunSummary:
 
     def evaluation(self, stage: EvaluationStage) -> StageEvaluation | None:
         """The last evaluation of a stage, or None."""
-        return next((found for found in reversed(self.evaluations) if found.stage == stage), None)
+        return next((one for one in reversed(self.evaluations) if one.stage == stage), None)
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
-    """Write it as JSON, whole or not at all; what is not finite becomes null."""
+    """Write a summary as JSON, whole or not at all; numbers that are not finite become null."""
     write_atomic(path, json.dumps(finite(asdict(summary)), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read it back. Raises UserError where there is none or it is not a summary."""
+    """Read a summary. Raises UserError where there is none or it is not a summary."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         evaluations = tuple(
@@ -96,7 +96,7 @@ def read_summary(path: Path) -> RunSummary:
 
 
 def finite(value: Any) -> Any:
-    """The value as JSON can hold it: what is not finite becomes null, and tuples lists."""
+    """The value as JSON can hold it: numbers that are not finite become null, and tuples lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatpeak.errors import RunError
 from flatpeak.rewards.calls import passes_power_of_ten
-from flatpeak.runs.files import silence
+from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
 from flatpeak.types import Group
 
@@ -68,7 +68,7 @@ class ZeroAdvantageMonitor:
             self._notice(self._sentence(sums))
 
     def _sentence(self, sums: _Sums) -> str:
-        return silence(
+        return no_signal_message(
             f"the last {sums.steps} steps",
             reward=sums.reward / sums.scored,
             truncated=sums.truncated / sums.completions,

@@ -17,7 +17,15 @@ from flatpeak.errors import DIVERGED, DivergedError
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.protocols import Progress
-from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, checkpoint_steps, point, prune, write_checkpoint
+from flatpeak.runs.checkpoints import (
+    BEST,
+    LAST,
+    checkpoint_name,
+    checkpoint_steps,
+    link_checkpoint,
+    prune,
+    write_checkpoint,
+)
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
 from flatpeak.runs.files import write_atomic
@@ -253,9 +261,9 @@ class Recorder:
             },
         )
         self.history = history  # only now: a summary names steps that are on disk
-        point(parent, LAST, path)
+        link_checkpoint(parent, LAST, path)
         if stage.name == "train" and history.best_step == step:
-            point(parent, BEST, path)
+            link_checkpoint(parent, BEST, path)
         prune(parent, keep=self.config.keep_checkpoints)
         self._completed = None
 
@@ -264,7 +272,7 @@ class Recorder:
 
         Where the best checkpoint is not at hand (a fork has only some), it is the best of those that are.
         """
-        point(newest.parent, LAST, newest)
+        link_checkpoint(newest.parent, LAST, newest)
         at_hand = checkpoint_steps(self.run.checkpoints)
         if self.history.best_step is not None and self.history.best_step not in at_hand:
             self.history.best_step = self.history.best_value = None
@@ -273,7 +281,7 @@ class Recorder:
                 if step in at_hand:
                     self._consider(step, row["choice"])
         if self.history.best_step is not None:
-            point(self.run.checkpoints, BEST, self.run.checkpoints / checkpoint_name(self.history.best_step))
+            link_checkpoint(self.run.checkpoints, BEST, self.run.checkpoints / checkpoint_name(self.history.best_step))
 
     def summarize(self, status: Status) -> RunSummary:
         """Write summary.json."""
