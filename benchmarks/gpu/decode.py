@@ -163,7 +163,7 @@ def attention_row(bench: Bench, batch: int, context: int) -> Row:
         "columns_A": torch.full((prompts,), half, device=bench.device),
     }
     scale = shape.head_dim**-0.5
-    tiles = PromptTiles.build(prompt_R, arena_rows=prompts, repeats=shape.heads // shape.kv_heads)
+    tiles = PromptTiles.build(prompt_R, num_entries=prompts, repeats=shape.heads // shape.kv_heads)
     repeats = 3 if bench.tiny else 50
 
     def chosen() -> None:

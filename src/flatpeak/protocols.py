@@ -86,16 +86,16 @@ class Tokenizer(Protocol):
 
 
 class DecodeState(Protocol):
-    """The keys and values of prompts, at places, and of the completions being decoded, in slots."""
+    """The keys and values of prompts, by entry, and of the completions being decoded, by slot."""
 
-    def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        """Begin completions in these slots, each of the prompt at its place."""
+    def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
+        """Begin completions in these slots, each of the prompt in its entry."""
         ...
 
     def compact(
         self,
         slots: tuple[Sequence[int], Sequence[int]],
-        places: tuple[Sequence[int], Sequence[int]],
+        entries: tuple[Sequence[int], Sequence[int]],
         idle: Sequence[int],
     ) -> None:
         """Move completions and prompts, each (sources, targets); the `idle` slots hold nobody's."""
@@ -127,12 +127,12 @@ class Decoder(Protocol):
         """The numbers of slots that a step may decode, ascending; the last is the first that holds `slots`."""
         ...
 
-    def open(self, *, slots: int, places: int, prompt_lengths: Sequence[int], new_tokens: int) -> Any:
-        """Memory (a DecodeState) for a request, given all its prompts' lengths; at most `places` of them at a time."""
+    def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> Any:
+        """Memory (a DecodeState) for a request, given all its prompts' lengths; at most `entries` of them at a time."""
         ...
 
-    def prefill(self, state: Any, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:
-        """Read prompts and keep them at their places; the logits after the last token of each, float32 [P, V]."""
+    def prefill(self, state: Any, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
+        """Read prompts and keep them as these entries; the logits after the last token of each, float32 [P, V]."""
         ...
 
     def decode(self, state: Any, tokens_R: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     seen: list[list[tuple[int, ...]]] = []
     prefill = Policy.prefill
 
-    def spy(self: Policy, state: Any, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Any:
+    def spy(self: Policy, state: Any, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Any:
         seen.append([tuple(prompt) for prompt in prompts])
-        return prefill(self, state, prompts, places)
+        return prefill(self, state, prompts, entries)
 
     def clearing(load: Callable[..., None]) -> Callable[..., None]:
         def clear_and_load(*given: Any) -> None:

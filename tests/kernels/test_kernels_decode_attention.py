@@ -150,9 +150,9 @@ def test_slots_that_are_not_decoded_do_not_matter() -> None:
 @pytest.mark.parametrize("repeats", [1, 6, 16])
 def test_tiles_hold_every_slot_once_and_one_prompt_each(repeats: int) -> None:
     generator = torch.Generator().manual_seed(repeats)
-    for arena_rows in (1, 3, 40):
-        prompts = torch.randint(arena_rows, (150,), generator=generator)
-        tiles = PromptTiles.build(prompts, arena_rows=arena_rows, repeats=repeats)
+    for num_entries in (1, 3, 40):
+        prompts = torch.randint(num_entries, (150,), generator=generator)
+        tiles = PromptTiles.build(prompts, num_entries=num_entries, repeats=repeats)
         assert tiles.slots_per_tile * repeats <= TILE_ROWS
         held = []
         for start, count in zip(tiles.starts_W[:-1].tolist(), tiles.counts_W[:-1].tolist(), strict=True):
@@ -166,13 +166,13 @@ def test_tiles_hold_every_slot_once_and_one_prompt_each(repeats: int) -> None:
 
 def test_the_number_of_tiles_covers_the_worst_split_and_no_more() -> None:
     # 64 rows hold 10 slots of 6: eleven slots of one prompt need two tiles, ten prompts of one slot ten.
-    worst = PromptTiles.build(torch.tensor([0] * 11 + [1]), arena_rows=2, repeats=6)
+    worst = PromptTiles.build(torch.tensor([0] * 11 + [1]), num_entries=2, repeats=6)
     assert worst.counts_W[:-1].tolist() == [10, 1, 1]
-    assert len(PromptTiles.build(torch.arange(10), arena_rows=50, repeats=6).starts_W) == 11
+    assert len(PromptTiles.build(torch.arange(10), num_entries=50, repeats=6).starts_W) == 11
 
 
 def test_tiles_are_refreshed_in_place() -> None:
-    tiles = PromptTiles.build(torch.tensor([0, 0, 0, 0]), arena_rows=4, repeats=1)
+    tiles = PromptTiles.build(torch.tensor([0, 0, 0, 0]), num_entries=4, repeats=1)
     addresses = [t.data_ptr() for t in (tiles.order_R, tiles.starts_W, tiles.counts_W)]
     tiles.refresh_(torch.tensor([3, 1, 3, 0]))
     assert tiles.order_R.tolist() == [3, 1, 0, 2]

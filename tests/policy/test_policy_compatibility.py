@@ -53,18 +53,18 @@ def test_decoding_equals_the_plain_forward_pass_through_compaction(policy: Polic
     count = len(prompts)
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode(), policy.decoding():
-        state = policy.open(slots=2 * count + 2, places=count, prompt_lengths=list(map(len, prompts)), new_tokens=30)
-        places = list(range(count))[::-1]
-        assert_equal_to_plain(policy, [list(prompt) for prompt in prompts], policy.prefill(state, prompts, places))
-        state.admit(range(2 * count), [places[n // 2] for n in range(2 * count)])
+        state = policy.open(slots=2 * count + 2, entries=count, prompt_lengths=list(map(len, prompts)), new_tokens=30)
+        entries = list(range(count))[::-1]
+        assert_equal_to_plain(policy, [list(prompt) for prompt in prompts], policy.prefill(state, prompts, entries))
+        state.admit(range(2 * count), [entries[n // 2] for n in range(2 * count)])
         sequences = {slot: list(prompts[slot // 2]) for slot in range(2 * count)}
         for step in range(20):
             if step == 7:  # only the first and the last prompt go on
                 last = 2 * count - 1
-                state.compact(([last], [1]), ([places[0]], [1]), [2, 3])
+                state.compact(([last], [1]), ([entries[0]], [1]), [2, 3])
                 sequences = {0: sequences[0], 1: sequences[last]}
-            num_rows = 4 if step >= 7 else 2 * count
-            tokens_R = torch.randint(2, 40, (num_rows,), generator=generator)
+            batch_size = 4 if step >= 7 else 2 * count
+            tokens_R = torch.randint(2, 40, (batch_size,), generator=generator)
             logits_RV = policy.decode(state, tokens_R)
             for slot, tokens in sequences.items():
                 tokens.append(int(tokens_R[slot]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
-from flatpeak.policy.kv_cache import KeyValueCache, fitting_rooms, round_up
+from flatpeak.policy.kv_cache import KeyValueCache, fitting_buckets, round_up
 from flatpeak.policy.packing import pack_prompts
 from flatpeak.policy.training_attention import AttentionRule, PackedContext
 from flatpeak.rollout.scheduler import Schedule
@@ -65,13 +65,13 @@ class Run:
         **request: int,
     ) -> None:
         widths = [prompt_tokens] if isinstance(prompt_tokens, int) else prompt_tokens
-        rooms = {round_up(width, key_multiple): prompts for width in widths}
+        buckets = {round_up(width, key_multiple): prompts for width in widths}
         device = torch.device("cpu")
         on_gpu = kind == "the kernel's tables"  # what a GPU runs, by the reference that stands in for its kernel
         self.cache = KeyValueCache(
             **request,
-            places=prompts,
-            rooms=rooms,
+            entries=prompts,
+            buckets=buckets,
             key_multiple=key_multiple,
             attention=GpuDecodeAttention() if on_gpu else CpuDecodeAttention(),
             device=device,
@@ -83,60 +83,60 @@ class Run:
         self.dim = dim
         self.rules = rules
         self.generator = torch.Generator().manual_seed(seed)
-        self.at_place: dict[int, dict[int, list[Tensor]]] = {}
+        self.at_entry: dict[int, dict[int, list[Tensor]]] = {}
         self.held: dict[int, dict[int, list[Tensor]]] = {}
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 
     def read(self, lengths_at: dict[int, int]) -> None:
-        """Store prompts of these lengths at these places, as a prefill would."""
+        """Store prompts of these lengths as these entries, as a prefill would."""
         row = pack_prompts([[2] * length for length in lengths_at.values()], device=torch.device("cpu"), multiple=4)
         context = PackedContext(row, keep_keys=True)
         assert context.kept is not None
         for layer, (kv_heads, _) in HEADS.items():
             prompts = [[self.normal(kv_heads, length, self.dim) for _ in range(2)] for length in lengths_at.values()]
-            for place, states in zip(lengths_at, prompts, strict=True):
-                self.at_place.setdefault(place, {})[layer] = states
+            for entry, states in zip(lengths_at, prompts, strict=True):
+                self.at_entry.setdefault(entry, {})[layer] = states
             in_row = [torch.cat([prompts[p][side] for p in row.order_P], 1).transpose(0, 1) for side in (0, 1)]
             context.kept[layer] = (in_row[0], in_row[1])
         self.cache.store(list(lengths_at), context)
 
-    def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        self.cache.admit(slots, places)
-        for slot, place in zip(slots, places, strict=True):
-            self.held[slot] = {layer: list(states) for layer, states in self.at_place[place].items()}
+    def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
+        self.cache.admit(slots, entries)
+        for slot, entry in zip(slots, entries, strict=True):
+            self.held[slot] = {layer: list(states) for layer, states in self.at_entry[entry].items()}
 
     def leave(self, slots: Sequence[int]) -> None:
         """What is decoded there from now on is nobody's."""
         for slot in slots:
             self.held.pop(slot, None)
 
-    def compact(self, slots: Any, places: Any, idle: Sequence[int]) -> None:
-        self.cache.compact(slots, places, idle)
+    def compact(self, slots: Any, entries: Any, idle: Sequence[int]) -> None:
+        self.cache.compact(slots, entries, idle)
         moved = {target: self.held.pop(source) for source, target in zip(*slots, strict=True)}
         self.held |= moved
-        self.at_place |= {target: self.at_place[source] for source, target in zip(*places, strict=True)}
+        self.at_entry |= {target: self.at_entry[source] for source, target in zip(*entries, strict=True)}
 
-    def check_step(self, num_rows: int) -> dict[int, Tensor]:
+    def check_step(self, batch_size: int) -> dict[int, Tensor]:
         """Decode a token for each of the first slots; check each one held, return the outputs of the first layer."""
-        self.cache.begin_token(num_rows)
+        self.cache.begin_token(batch_size)
         first = torch.empty(0)
         for layer, (kv_heads, repeats) in HEADS.items():
-            query = self.normal(num_rows, kv_heads * repeats, 1, self.dim)
-            key, value = (self.normal(num_rows, kv_heads, 1, self.dim) for _ in range(2))
+            query = self.normal(batch_size, kv_heads * repeats, 1, self.dim)
+            key, value = (self.normal(batch_size, kv_heads, 1, self.dim) for _ in range(2))
             output = self.cache.attend(layer, query, key, value, self.rules[layer])
-            assert output.shape == (num_rows, 1, kv_heads * repeats, self.dim)
+            assert output.shape == (batch_size, 1, kv_heads * repeats, self.dim)
             assert bool(output.isfinite().all())  # those of slots that are nobody's too
             first = output if layer == 0 else first
             for slot, states in self.held.items():
-                assert slot < num_rows
+                assert slot < batch_size
                 new = [key[slot], value[slot]]
                 states[layer] = [torch.cat(pair, 1) for pair in zip(states[layer], new, strict=True)]
                 exact = plain_attention(self.rules[layer], query[slot, :, 0], *states[layer], repeats)
                 torch.testing.assert_close(output[slot, 0].double(), exact, atol=TOLERANCE, rtol=0)
         assert self.cache.calls == list(HEADS)
-        self.cache.end_token(num_rows)
+        self.cache.end_token(batch_size)
         limits = self.cache.limits_S.tolist()  # a completion's last token is fed here too; no token comes after it
         positions = {slot: min(states[0][0].shape[1], limits[slot]) for slot, states in self.held.items()}
         assert {slot: int(self.cache.positions_S[slot]) for slot in positions} == positions
@@ -164,12 +164,12 @@ def test_each_slot_attends_to_its_prompt_and_its_own_tokens_through_a_whole_sche
     num_prompts, group_size, new_tokens = 5, 3, 26
     lengths = [1, 17, 4, rng.randint(2, 30), rng.randint(2, 30)]
     slots = 7
-    buckets = [4, 8] if seed else [1, 2, 3, 4, 5, 6, 7]
+    batch_sizes = [4, 8] if seed else [1, 2, 3, 4, 5, 6, 7]
     schedule = Schedule(
         rng.sample(range(num_prompts), num_prompts),
         group_size=group_size,
         num_slots=slots,
-        buckets=buckets,
+        batch_sizes=batch_sizes,
         compact_below=0.9,
     )
     run = Run(
@@ -177,7 +177,7 @@ def test_each_slot_attends_to_its_prompt_and_its_own_tokens_through_a_whole_sche
         monkeypatch,
         rules=RULES[rules],
         seed=seed,
-        slots=buckets[-1],
+        slots=batch_sizes[-1],
         prompts=num_prompts,
         prompt_tokens=max(lengths) if seed < 2 else (6, 20, 30),
         new_tokens=new_tokens,
@@ -187,19 +187,19 @@ def test_each_slot_attends_to_its_prompt_and_its_own_tokens_through_a_whole_sche
     while not schedule.done:
         while admission := schedule.admit():
             if admission.new_prompts:
-                run.read({place: lengths[p] for p, place in admission.new_prompts.items()})
-            run.admit(admission.slots, admission.places)
-        run.check_step(schedule.num_rows)
-        for row in schedule.row_of.values():
+                run.read({entry: lengths[p] for p, entry in admission.new_prompts.items()})
+            run.admit(admission.slots, admission.entries)
+        run.check_step(schedule.batch_size)
+        for row in schedule.completion_in.values():
             left[row] -= 1
-        ended = [slot for slot, row in schedule.row_of.items() if left[row] == 0]
+        ended = [slot for slot, row in schedule.completion_in.items() if left[row] == 0]
         run.leave(ended)
         schedule.end(ended)
         compaction = schedule.compact() if ended else None
         if compaction is not None:
             compactions += 1
-            run.compact(compaction.slots, compaction.places, compaction.idle)
-            assert run.held.keys() == schedule.row_of.keys()
+            run.compact(compaction.slots, compaction.entries, compaction.idle)
+            assert run.held.keys() == schedule.completion_in.keys()
     assert compactions
     assert set(left.values()) == {0}
 
@@ -282,7 +282,7 @@ def test_one_cache_serves_requests_one_after_the_other(kind: str, monkeypatch: p
     for lengths in ({0: 9, 1: 2}, {0: 1, 1: 4}):
         run.cache.restart(new_tokens=20)
         run.leave(range(4))
-        tables = (*run.cache.marks, run.cache.limits_S, run.cache.prompt_S, *run.cache.prompts.tables)
+        tables = (*run.cache.step_state, run.cache.limits_S, run.cache.prompt_S, *run.cache.prompts.tables)
         assert all(not tensor.any() for tensor in tables)
         run.read(lengths)
         run.admit(range(4), [1, 0, 0, 1])
@@ -296,8 +296,8 @@ def on_cpu(**request: Any) -> KeyValueCache:
 
 def opened(prompt_tokens: int, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> KeyValueCache:
     """A cache that has read a first, short prompt."""
-    rooms = fitting_rooms([prompt_tokens] * 3, 3, multiple=16)
-    cache = on_cpu(slots=4, places=3, rooms=rooms, new_tokens=20)
+    buckets = fitting_buckets([prompt_tokens] * 3, 3, multiple=16)
+    cache = on_cpu(slots=4, entries=3, buckets=buckets, new_tokens=20)
     context = PackedContext(pack_prompts([[2]], device=torch.device("cpu"), multiple=16), keep_keys=True)
     keys = torch.ones(1, heads, DIM, dtype=dtype)
     context.kept = {0: (keys, keys)}
@@ -309,19 +309,19 @@ def test_a_slot_has_room_for_its_own_tokens_and_a_place_for_its_prompt() -> None
     cache = opened(10)
     assert cache.columns == 32
     assert cache.layers[0][0].shape == (4, 1, 32, DIM)
-    assert cache.prompts.room(0, 16)[1].shape == (3, 1, 16, DIM)
+    assert cache.prompts.bucket(0, 16)[1].shape == (3, 1, 16, DIM)
 
 
 def test_a_cache_serves_what_it_has_room_for() -> None:
-    room: dict[str, Any] = {"slots": 4, "places": 3, "rooms": {16: 3, 64: 1}, "new_tokens": 32}  # multiples of 16
+    room: dict[str, Any] = {"slots": 4, "entries": 3, "buckets": {16: 3, 64: 1}, "new_tokens": 32}  # multiples of 16
     cache = on_cpu(**room)
     assert cache.serves(**room)
-    assert cache.serves(slots=1, places=1, rooms={16: 1}, new_tokens=1)
-    assert cache.serves(slots=1, places=1, rooms={64: 1}, new_tokens=1)
-    for name in ("slots", "places", "new_tokens"):
+    assert cache.serves(slots=1, entries=1, buckets={16: 1}, new_tokens=1)
+    assert cache.serves(slots=1, entries=1, buckets={64: 1}, new_tokens=1)
+    for name in ("slots", "entries", "new_tokens"):
         assert not cache.serves(**room | {name: room[name] + 1})
-    for rooms in ({16: 4}, {64: 2}, {32: 1}):
-        assert not cache.serves(**room | {"rooms": rooms})
+    for buckets in ({16: 4}, {64: 2}, {32: 1}):
+        assert not cache.serves(**room | {"buckets": buckets})
 
 
 def test_memory_stays_where_it_is_and_all_of_it_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,26 +346,26 @@ def test_a_slots_bits_do_not_depend_on_its_neighbours_or_their_number(
 ) -> None:
     """With keys in multiples of 16 and rows in multiples of four, as the policy asks for."""
 
-    def outputs(num_rows: int, *, early: int, longest: int) -> list[Tensor]:
-        request: Any = {"slots": num_rows, "prompts": 2, "prompt_tokens": (11, longest), "new_tokens": 60}
+    def outputs(batch_size: int, *, early: int, longest: int) -> list[Tensor]:
+        request: Any = {"slots": batch_size, "prompts": 2, "prompt_tokens": (11, longest), "new_tokens": 60}
         run = Run(kind, monkeypatch, key_multiple=16, dim=32, **request)
         run.read({1: longest, 0: 11})
-        run.admit(range(1, num_rows), [0, 0, *[1] * (num_rows - 3)])
+        run.admit(range(1, batch_size), [0, 0, *[1] * (batch_size - 3)])
         for _ in range(early):
-            run.check_step(num_rows)
+            run.check_step(batch_size)
         run.generator.manual_seed(7)
         run.read({0: 11})
         run.admit([0], [0])
-        run.leave(range(1, num_rows))
+        run.leave(range(1, batch_size))
         found = []
         for step in range(20):
             monkeypatch.setattr(run, "normal", lambda *shape, seed=step: by_row(shape, seed))
-            found.append(run.check_step(num_rows)[0])
+            found.append(run.check_step(batch_size)[0])
         return found
 
     alone = outputs(4, early=0, longest=12)
-    for num_rows, early, longest in ((4, 30, 12), (16, 0, 12), (16, 35, 100)):
-        company = outputs(num_rows, early=early, longest=longest)
+    for batch_size, early, longest in ((4, 30, 12), (16, 0, 12), (16, 35, 100)):
+        company = outputs(batch_size, early=early, longest=longest)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(company, alone, strict=True))
 
 

@@ -405,7 +405,7 @@ def test_a_policy_decodes_from_packed_weights_what_it_decodes_without() -> None:
     prompts = [(2, 3, 4), (5, 6)]
 
     def decode() -> list[torch.Tensor]:
-        state = policy.open(slots=4, places=2, prompt_lengths=[3, 2], new_tokens=8)
+        state = policy.open(slots=4, entries=2, prompt_lengths=[3, 2], new_tokens=8)
         found = [policy.prefill(state, prompts, [0, 1])]
         state.admit(range(4), [0, 1, 0, 1])
         return [*found, *(policy.decode(state, torch.tensor([7, 8, 9, step])) for step in range(5))]

@@ -144,11 +144,11 @@ def test_mixed_prompts_are_prefilled_and_decoded_as_the_plain_model_does(policy:
     lengths = [5, 700, 17, 1, 100]
     prompts = [torch.randint(2, 40, (n,), generator=generator).tolist() for n in lengths]
     with torch.inference_mode(), policy.decoding():
-        state = policy.open(slots=8, places=5, prompt_lengths=lengths, new_tokens=12)
-        places = [3, 0, 4, 1, 2]
-        logits = policy.prefill(state, prompts, places)
+        state = policy.open(slots=8, entries=5, prompt_lengths=lengths, new_tokens=12)
+        entries = [3, 0, 4, 1, 2]
+        logits = policy.prefill(state, prompts, entries)
         of_slot = [1, 1, 0, 2, 3, 4, 4, 1]
-        state.admit(range(8), [places[p] for p in of_slot])
+        state.admit(range(8), [entries[p] for p in of_slot])
         sequences = [list(prompts[p]) for p in range(5)]
         assert_plain(policy, sequences, logits)
         sequences = [list(prompts[p]) for p in of_slot]
@@ -171,7 +171,7 @@ def assert_plain(policy: Policy, sequences: list[list[int]], logits_RV: Tensor) 
 def test_one_long_prompt_makes_neither_prefill_nor_decoding_read_columns_for_all(policy: Policy) -> None:
     lengths = [1500, *[20] * 100]
     with torch.inference_mode(), Largest() as largest:
-        state = policy.open(slots=104, places=101, prompt_lengths=lengths, new_tokens=4)
+        state = policy.open(slots=104, entries=101, prompt_lengths=lengths, new_tokens=4)
         policy.prefill(state, [[2] * n for n in lengths], list(range(101)))
         state.admit(range(101), range(101))
         policy.decode(state, torch.full((104,), 3))

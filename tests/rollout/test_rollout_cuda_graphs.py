@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flatpeak.kernels.decode_attention import decode_attention
 from flatpeak.policy.training_attention import ATTENTION_NAME, register_attention
 from flatpeak.rollout.cuda_graphs import GraphedStep
-from flatpeak.rollout.randomness import row_keys, uniforms
+from flatpeak.rollout.randomness import completion_keys, uniforms
 from flatpeak.rollout.sampling import draw
 from support.fake_cuda import FakeCuda, fake_cuda
 
@@ -174,7 +174,7 @@ def test_a_step_that_waits_for_the_device_runs_without_graphs_and_says_so(cuda: 
     assert_equal(found, expected)
     assert run.reason == (
         "decoding runs without CUDA graphs, and is slower: "
-        "a step of 4 rows failed (called a synchronizing CUDA operation)"
+        "a step of 4 slots failed (called a synchronizing CUDA operation)"
     )
     assert cuda.graphs == []
     assert cuda.sync_mode == 0
@@ -196,7 +196,7 @@ def test_the_reason_is_the_first_line_of_the_error(cuda: FakeCuda) -> None:
     cuda.fail_captures = True
     run = Counter().graphed()
     run.prepare([2, 3])
-    assert str(run.reason).endswith("a step of 3 rows failed (CUDA error: operation failed)")
+    assert str(run.reason).endswith("a step of 3 slots failed (CUDA error: operation failed)")
 
 
 def test_an_error_of_the_step_itself_is_not_taken_for_a_failed_capture(cuda: FakeCuda) -> None:
@@ -248,7 +248,7 @@ class Decoding:
         self.lengths_S = torch.zeros(SLOTS, dtype=torch.int64, device=device)
         self.tokens_S = torch.arange(3, 3 + SLOTS, device=device)
         self.history_ST = torch.zeros(SLOTS, 64, dtype=torch.int64, device=device)
-        self.keys_S = row_keys(7, ["a"], SLOTS).to(device)
+        self.keys_S = completion_keys(7, ["a"], SLOTS).to(device)
         self.calls: list[int] = []
         self.rows = 0
 

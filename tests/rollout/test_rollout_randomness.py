@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from flatpeak.rollout.randomness import derive_seed, row_keys, uniforms
+from flatpeak.rollout.randomness import completion_keys, derive_seed, uniforms
 
 
 def uniform_grid(num_keys: int, num_positions: int) -> torch.Tensor:
-    keys = row_keys(3, [str(n) for n in range(num_keys // 8)], 8)
+    keys = completion_keys(3, [str(n) for n in range(num_keys // 8)], 8)
     return torch.stack([uniforms(keys, position) for position in range(num_positions)])
 
 
@@ -35,7 +35,7 @@ def test_negative_keys_shift_in_zeros() -> None:
 def test_seeds_and_keys_are_pinned() -> None:
     assert derive_seed(0) == 6148773199958884930
     assert derive_seed(7, "sft", 12) == 2486140532043808379
-    assert row_keys(0, ["a", "b"], 2).tolist() == [
+    assert completion_keys(0, ["a", "b"], 2).tolist() == [
         -1671839041181108895,
         -3786374419600856268,
         2341313469755764116,
@@ -57,10 +57,10 @@ def test_derive_seed_refuses_what_is_neither_integer_nor_string(part: object) ->
 
 
 def test_a_key_depends_on_seed_prompt_and_index_and_not_on_company() -> None:
-    together = row_keys(9, ["x", "y", "z"], 4)
-    assert torch.equal(row_keys(9, ["z"], 4), together[8:])
-    assert torch.equal(row_keys(9, ["y"], 2), together[4:6])
-    assert len(set(together.tolist()) | set(row_keys(10, ["x", "y", "z"], 4).tolist())) == 24
+    together = completion_keys(9, ["x", "y", "z"], 4)
+    assert torch.equal(completion_keys(9, ["z"], 4), together[8:])
+    assert torch.equal(completion_keys(9, ["y"], 2), together[4:6])
+    assert len(set(together.tolist()) | set(completion_keys(10, ["x", "y", "z"], 4).tolist())) == 24
 
 
 def test_numbers_repeat_exactly_and_stay_below_one() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatpeak.rollout.randomness import row_keys, uniforms
+from flatpeak.rollout.randomness import completion_keys, uniforms
 from flatpeak.rollout.sampling import choose_tokens, draw, filter_weights, scaled_logprobs, scaled_probs
 
 ALMOST_ONE = 1 - 2**-53
@@ -33,7 +33,7 @@ def exact_filter(probs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
 
 
 def draws_of_one_row(logits_V: torch.Tensor, n: int, **settings):
-    return draw(logits_V.expand(n, -1), uniforms(row_keys(1, ["p"], n), 0), **settings)
+    return draw(logits_V.expand(n, -1), uniforms(completion_keys(1, ["p"], n), 0), **settings)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_drawn_tokens_follow_the_exact_distribution(
 @pytest.mark.parametrize("vocabulary", [1, 20, 512, 513, 640, 1000])
 def test_a_token_is_drawn_exactly_where_the_cumulative_probability_passes_u(vocabulary: int) -> None:
     weights_RV = scaled_probs(random_logits(64, vocabulary, seed=2), 1.0)
-    uniforms_R = uniforms(row_keys(0, ["q"], 64), 3)
+    uniforms_R = uniforms(completion_keys(0, ["q"], 64), 3)
     tokens_R, totals_R = choose_tokens(weights_RV, uniforms_R)
     cumulative = weights_RV.double().cumsum(-1).numpy()
     totals = cumulative[:, -1]
@@ -96,7 +96,7 @@ def test_the_last_positive_token_is_chosen_just_below_one_and_the_first_at_zero(
 @pytest.mark.parametrize("vocabulary", [20, 3000])
 def test_logprobs_are_full_vocabulary_log_softmax_at_the_temperature(temperature: float, vocabulary: int) -> None:
     logits_RV = random_logits(200, vocabulary, seed=3)
-    uniforms_R = uniforms(row_keys(0, ["q"], 200), 0)
+    uniforms_R = uniforms(completion_keys(0, ["q"], 200), 0)
     drawn = draw(logits_RV, uniforms_R, temperature=temperature, top_k=4, top_p=0.9)
     exact = np.log(exact_probs(logits_RV, temperature))[np.arange(200), drawn.tokens_R.numpy()]
     assert drawn.logprobs_R.dtype == torch.float32
@@ -173,7 +173,7 @@ def test_filters_agree_with_the_definition_whether_few_or_all_tokens_must_be_sor
 
 def test_a_rows_draw_does_not_depend_on_the_other_rows() -> None:
     logits_RV = torch.cat([random_logits(30, 3000, scale=0.1), random_logits(3, 3000, scale=5.0)])
-    uniforms_R = uniforms(row_keys(0, ["q"], 33), 0)
+    uniforms_R = uniforms(completion_keys(0, ["q"], 33), 0)
     for settings in ({}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.9}):
         together = draw(logits_RV, uniforms_R, temperature=0.9, **settings)
         for r in (0, 1, 29, 30, 32):

@@ -11,7 +11,7 @@ from flatpeak.rollout.scheduler import Schedule, longest_first
 class Run:
     """Decodes a schedule the way the engine does, with random ends, and checks what must hold at every step.
 
-    `slots` and `places` stand for the cache's memory: what is in it is only ever put there, read, or moved.
+    `slots` and `entries` stand for the cache's memory: what is in it is only ever put there, read, or moved.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -20,18 +20,18 @@ class Run:
         self.order = rng.sample(range(self.num_prompts), self.num_prompts)
         self.num_slots = rng.randint(1, self.num_prompts * self.group_size + 3)
         step = rng.choice([1, 4])
-        self.buckets = list(range(step, self.num_slots + step, step))
+        self.batch_sizes = list(range(step, self.num_slots + step, step))
         self.schedule = Schedule(
             self.order,
             group_size=self.group_size,
             num_slots=self.num_slots,
-            buckets=self.buckets,
+            batch_sizes=self.batch_sizes,
             compact_below=rng.choice([0.0, 0.5, 0.85, 1.0]),
         )
         self.left = {row: rng.randint(0, 12) for row in range(self.num_prompts * self.group_size)}
         self.slots: dict[int, int] = {}
         self.place_of_slot: dict[int, int] = {}
-        self.places: dict[int, int] = {}
+        self.entries: dict[int, int] = {}
         self.in_use: set[int] = set()
         """Places of prompts that were read and have completions to come or under way."""
         self.begun: list[int] = []
@@ -51,18 +51,18 @@ class Run:
 
     def admit(self) -> None:
         while admission := self.schedule.admit():
-            assert admission.rows
-            assert len(admission.rows) == len(admission.slots) == len(admission.places)
+            assert admission.completions
+            assert len(admission.completions) == len(admission.slots) == len(admission.entries)
             for prompt, place in admission.new_prompts.items():
                 assert 0 <= place < self.num_prompts
                 assert place not in self.in_use
-                self.places[place] = prompt
+                self.entries[place] = prompt
                 self.in_use.add(place)
                 self.read.append(prompt)
-            for row, slot, place in zip(admission.rows, admission.slots, admission.places, strict=True):
+            for row, slot, place in zip(admission.completions, admission.slots, admission.entries, strict=True):
                 assert slot not in self.slots
-                assert 0 <= slot < min(self.num_slots, self.schedule.num_rows)
-                assert self.places[place] == row // self.group_size
+                assert 0 <= slot < min(self.num_slots, self.schedule.batch_size)
+                assert self.entries[place] == row // self.group_size
                 self.slots[slot], self.place_of_slot[slot] = row, place
                 self.begun.append(row)
             self.check()
@@ -86,35 +86,35 @@ class Run:
         self.check()
 
     def compact(self) -> None:
-        before = self.schedule.num_rows
+        before = self.schedule.batch_size
         compaction = self.schedule.compact()
         if compaction is None:
-            assert self.schedule.num_rows == before
+            assert self.schedule.batch_size == before
             return
         self.compactions += 1
         assert len(self.begun) == len(self.left)  # nobody waits
-        assert self.schedule.num_rows < before
-        assert self.schedule.num_rows in self.buckets
+        assert self.schedule.batch_size < before
+        assert self.schedule.batch_size in self.batch_sizes
         sources, targets = compaction.slots
         assert not set(targets) & set(self.slots)
         for held in (self.slots, self.place_of_slot):
             held |= {target: held.pop(source) for source, target in zip(sources, targets, strict=True)}
-        sources, targets = compaction.places
+        sources, targets = compaction.entries
         assert not set(targets) & self.in_use
         now_at = dict(zip(sources, targets, strict=True))
-        self.places |= {target: self.places[source] for source, target in now_at.items()}
+        self.entries |= {target: self.entries[source] for source, target in now_at.items()}
         self.place_of_slot = {slot: now_at.get(place, place) for slot, place in self.place_of_slot.items()}
         self.in_use = (self.in_use - set(sources)) | set(targets)
         assert sorted(self.slots) == list(range(len(self.slots)))
         assert sorted(self.in_use) == list(range(len(self.in_use)))
-        assert compaction.idle == list(range(len(self.slots), self.schedule.num_rows))
+        assert compaction.idle == list(range(len(self.slots), self.schedule.batch_size))
 
     def check(self) -> None:
-        assert self.schedule.row_of == self.slots
+        assert self.schedule.completion_in == self.slots
         assert len(set(self.slots.values())) == len(self.slots)
-        assert all(slot < self.schedule.num_rows for slot in self.slots)
+        assert all(slot < self.schedule.batch_size for slot in self.slots)
         for slot, row in self.slots.items():
-            assert self.places[self.place_of_slot[slot]] == row // self.group_size
+            assert self.entries[self.place_of_slot[slot]] == row // self.group_size
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -131,7 +131,7 @@ def test_the_random_runs_compact_wait_and_leave_slots_idle() -> None:
     runs = [Run(random.Random(seed))() for seed in range(100)]
     assert sum(run.compactions > 1 for run in runs) > 15
     assert sum(run.num_slots * 2 < len(run.left) for run in runs) > 15
-    assert sum(run.num_slots % 4 > 0 and run.buckets[0] == 4 for run in runs) > 15
+    assert sum(run.num_slots % 4 > 0 and run.batch_sizes[0] == 4 for run in runs) > 15
 
 
 def test_the_longest_expected_come_first_and_unknown_ones_stand_in_the_middle() -> None:
@@ -151,9 +151,9 @@ def test_an_expected_length_of_zero_is_known() -> None:
 
 
 def schedule(order: list[int], *, group_size: int = 2, num_slots: int = 4, step: int = 1, **settings) -> Schedule:
-    buckets = list(range(step, num_slots + step, step))
+    batch_sizes = list(range(step, num_slots + step, step))
     return Schedule(
-        order, group_size=group_size, num_slots=num_slots, buckets=buckets, **{"compact_below": 1.0, **settings}
+        order, group_size=group_size, num_slots=num_slots, batch_sizes=batch_sizes, **{"compact_below": 1.0, **settings}
     )
 
 
@@ -161,13 +161,18 @@ def test_rows_begin_in_the_order_of_their_prompts_and_each_prompt_is_read_once()
     plan = schedule([2, 0, 1], num_slots=3)
     first = plan.admit()
     assert first is not None
-    assert (first.rows, first.slots, first.places, first.new_prompts) == ([4, 5, 0], [0, 1, 2], [0, 0, 1], {2: 0, 0: 1})
+    assert (first.completions, first.slots, first.entries, first.new_prompts) == (
+        [4, 5, 0],
+        [0, 1, 2],
+        [0, 0, 1],
+        {2: 0, 0: 1},
+    )
     assert plan.admit() is None
     assert plan.end([0, 1]) == [2]
     second = plan.admit()
     assert second is not None
     # The second row of prompt 0 finds it at place 1; prompt 1 takes over the place of prompt 2, which is complete.
-    assert (second.rows, second.slots, second.places, second.new_prompts) == ([1, 2], [0, 1], [1, 0], {1: 0})
+    assert (second.completions, second.slots, second.entries, second.new_prompts) == ([1, 2], [0, 1], [1, 0], {1: 0})
 
 
 def test_slots_are_refilled_once_an_eighth_of_them_is_free_or_the_rest_of_the_queue_fits() -> None:
@@ -179,7 +184,7 @@ def test_slots_are_refilled_once_an_eighth_of_them_is_free_or_the_rest_of_the_qu
     plan.end([3])
     admission = plan.admit()
     assert admission is not None
-    assert admission.rows == [32, 33, 34, 35]
+    assert admission.completions == [32, 33, 34, 35]
     short = schedule(list(range(34)), group_size=1, num_slots=32)
     short.admit()
     short.end([7])
@@ -187,7 +192,7 @@ def test_slots_are_refilled_once_an_eighth_of_them_is_free_or_the_rest_of_the_qu
     short.end([9])
     admission = short.admit()
     assert admission is not None
-    assert (admission.rows, admission.slots) == ([32, 33], [7, 9])
+    assert (admission.completions, admission.slots) == ([32, 33], [7, 9])
 
 
 def test_freed_slots_are_refilled_at_once_when_no_slot_is_left() -> None:
@@ -195,24 +200,24 @@ def test_freed_slots_are_refilled_at_once_when_no_slot_is_left() -> None:
     for row in range(5):
         admission = plan.admit()
         assert admission is not None
-        assert admission.rows == [row]
+        assert admission.completions == [row]
         assert not plan.done
         plan.end([0])
     assert plan.done
 
 
 def test_a_step_decodes_the_smallest_bucket_that_holds_the_rows() -> None:
-    plan = Schedule([0], group_size=5, num_slots=64, buckets=[1, 2, 4, 8, 16, 64], compact_below=1.0)
-    assert plan.num_rows == 8  # for 5 rows; no more slots than rows are ever used
-    assert [plan.bucket(count) for count in (1, 2, 3, 4, 5, 9, 17)] == [1, 2, 4, 4, 8, 16, 64]
+    plan = Schedule([0], group_size=5, num_slots=64, batch_sizes=[1, 2, 4, 8, 16, 64], compact_below=1.0)
+    assert plan.batch_size == 8  # for 5 rows; no more slots than rows are ever used
+    assert [plan.batch_size_for(count) for count in (1, 2, 3, 4, 5, 9, 17)] == [1, 2, 4, 4, 8, 16, 64]
     plan.admit()
     plan.end([0, 3])
     compaction = plan.compact()
     assert compaction is not None
-    assert plan.num_rows == 4
+    assert plan.batch_size == 4
     assert compaction.slots == ([4], [0])
     assert compaction.idle == [3]
-    assert plan.row_of == {0: 4, 1: 1, 2: 2}
+    assert plan.completion_in == {0: 4, 1: 1, 2: 2}
 
 
 def test_nothing_is_compacted_while_rows_wait_while_too_many_are_left_or_for_the_same_bucket() -> None:
@@ -226,7 +231,7 @@ def test_nothing_is_compacted_while_rows_wait_while_too_many_are_left_or_for_the
     assert many.compact() is None
     many.end([1])  # 6 of 8
     assert many.compact() is not None
-    assert many.num_rows == 6
+    assert many.batch_size == 6
     twice = schedule([0, 1, 2, 3], num_slots=8, compact_below=0.5)
     twice.admit()
     twice.end([0, 1, 2, 3])
@@ -248,13 +253,13 @@ def test_prompts_that_are_left_move_to_the_first_places() -> None:
     plan = schedule([0, 1, 2], num_slots=6)
     admission = plan.admit()
     assert admission is not None
-    assert admission.places == [0, 0, 1, 1, 2, 2]
+    assert admission.entries == [0, 0, 1, 1, 2, 2]
     assert plan.end([0, 1, 4]) == [0]
     compaction = plan.compact()
     assert compaction is not None
     assert compaction.slots == ([3, 5], [0, 1])
-    assert compaction.places == ([2], [0])
-    assert plan.row_of == {2: 2, 0: 3, 1: 5}
+    assert compaction.entries == ([2], [0])
+    assert plan.completion_in == {2: 2, 0: 3, 1: 5}
     assert plan.end([1]) == [2]
     assert plan.end([0, 2]) == [1]
     assert plan.compact() is None  # nothing is left

@@ -99,7 +99,9 @@ def kernel_gaps(cases: list[Case]) -> list[tuple[float, float]]:
     for case in cases:
         tensors = problem(case)
         rows = len(tensors["query_RHD"])
-        tiles = PromptTiles.build(tensors["prompt_S"][:rows], arena_rows=len(case.prompt_lengths), repeats=case.repeats)
+        tiles = PromptTiles.build(
+            tensors["prompt_S"][:rows], num_entries=len(case.prompt_lengths), repeats=case.repeats
+        )
         found = kernel_attention(**tensors, **case.settings, tiles=tiles, chunk=case.chunk)
         assert found.dtype == tensors["query_RHD"].dtype
         reference = reference_attention(**tensors, **case.settings)

@@ -64,20 +64,20 @@ class NumberTokenizer:
 
 
 class HistoryState:
-    """The hash of what each slot has read; `free` slots and places raise where they are read."""
+    """The hash of what each slot has read; `free` slots and entries raise where they are read."""
 
     def __init__(self, *, slots: int, prompts: int, sizes: list[int]):
         self.slots: list[int | None] = [None] * slots
-        self.places: list[int | None] = [None] * prompts
+        self.entries: list[int | None] = [None] * prompts
         self.sizes = sizes
 
-    def admit(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        for slot, place in zip(slots, places, strict=True):
-            assert self.places[place] is not None
-            self.slots[slot] = self.places[place]
+    def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
+        for slot, entry in zip(slots, entries, strict=True):
+            assert self.entries[entry] is not None
+            self.slots[slot] = self.entries[entry]
 
-    def compact(self, slots, places, idle: Sequence[int]) -> None:
-        for held, (sources, targets) in ((self.slots, slots), (self.places, places)):
+    def compact(self, slots, entries, idle: Sequence[int]) -> None:
+        for held, (sources, targets) in ((self.slots, slots), (self.entries, entries)):
             for source, target in zip(sources, targets, strict=True):
                 held[target], held[source] = held[source], None
         for slot in idle:
@@ -101,7 +101,7 @@ class HistoryDecoder:
         self.prefilled: list[tuple[int, ...]] = []  # prompt lengths of each prefill
         self.decoded: list[int] = []  # rows of each decode step
         self.kept: list[int] = []  # slots in use after each compaction
-        self.opened: list[tuple[int, int, int, int]] = []  # slots, places, longest prompt, new tokens
+        self.opened: list[tuple[int, int, int, int]] = []  # slots, entries, longest prompt, new tokens
 
     def logits_after(self, token_ids: Sequence[int]) -> Tensor:
         return self.table[self.hash_of(token_ids)]
@@ -116,15 +116,15 @@ class HistoryDecoder:
     def batch_sizes(self, slots: int) -> list[int]:
         return list(range(1, slots + 1))
 
-    def open(self, *, slots: int, places: int, prompt_lengths: Sequence[int], new_tokens: int) -> HistoryState:
-        self.opened.append((slots, places, max(prompt_lengths), new_tokens))
-        return self.state_class(slots=slots, prompts=places, sizes=self.kept)
+    def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> HistoryState:
+        self.opened.append((slots, entries, max(prompt_lengths), new_tokens))
+        return self.state_class(slots=slots, prompts=entries, sizes=self.kept)
 
-    def prefill(self, state: HistoryState, prompts, places: Sequence[int]) -> Tensor:
+    def prefill(self, state: HistoryState, prompts, entries: Sequence[int]) -> Tensor:
         self.prefilled.append(tuple(map(len, prompts)))
         hashes = [self.hash_of(prompt) for prompt in prompts]
-        for place, value in zip(places, hashes, strict=True):
-            state.places[place] = value
+        for entry, value in zip(entries, hashes, strict=True):
+            state.entries[entry] = value
         return self.table[hashes]
 
     def decode(self, state: HistoryState, tokens_R: Tensor) -> Tensor:
@@ -149,9 +149,9 @@ class ScriptedDecoder(HistoryDecoder):
         logits_V[self.script[self.step]] = 50.0
         return logits_V.repeat(rows, 1)
 
-    def prefill(self, state: HistoryState, prompts, places: Sequence[int]) -> Tensor:
+    def prefill(self, state: HistoryState, prompts, entries: Sequence[int]) -> Tensor:
         self.step = 0
-        return self._logits(len(super().prefill(state, prompts, places)))
+        return self._logits(len(super().prefill(state, prompts, entries)))
 
     def decode(self, state: HistoryState, tokens_R: Tensor) -> Tensor:
         super().decode(state, tokens_R)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from flatpeak.rollout.randomness import row_keys
+from flatpeak.rollout.randomness import completion_keys
 from flatpeak.training.curriculum import Stream, take_prompts
 from flatpeak.types import Example, Prompt
 
@@ -64,11 +64,11 @@ def test_a_prompt_drawn_again_in_a_later_pass_has_an_id_of_that_pass() -> None:
 
 def test_the_same_prompt_twice_in_one_step_has_distinct_randomness() -> None:
     drawn = take_prompts(Stream(items=prompts("only"), seed=0), 0, 3)
-    keys = row_keys(7, [prompt.id for prompt in drawn], 4)
+    keys = completion_keys(7, [prompt.id for prompt in drawn], 4)
     assert len(set(keys.tolist())) == 12
 
 
 def test_equal_texts_under_different_ids_stay_two_prompts() -> None:
     drawn = take_prompts(Stream(items=prompts("first", "second"), seed=0), 0, 2)
     assert sorted(prompt.id for prompt in drawn) == ["first", "second"]
-    assert len(set(row_keys(7, [prompt.id for prompt in drawn], 4).tolist())) == 8
+    assert len(set(completion_keys(7, [prompt.id for prompt in drawn], 4).tolist())) == 8

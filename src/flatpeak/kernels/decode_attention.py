@@ -59,7 +59,7 @@ def decode_attention(
     if tiles is None:
         rows, heads = query_RHD.shape[:2]
         repeats = heads // keys_SHTD.shape[1]
-        tiles = PromptTiles.build(prompt_S[:rows], arena_rows=len(prompt_lengths_A), repeats=repeats)
+        tiles = PromptTiles.build(prompt_S[:rows], num_entries=len(prompt_lengths_A), repeats=repeats)
     return kernel_attention(*tensors, *prompts, prompt_columns=prompt_columns, **settings, tiles=tiles)
 
 
@@ -203,7 +203,7 @@ def _disagreement(
     try:
         from flatpeak.kernels.decode_attention_triton import kernel_attention
 
-        tiles = PromptTiles.build(problem["prompt_S"], arena_rows=3, repeats=heads // kv_heads)
+        tiles = PromptTiles.build(problem["prompt_S"], num_entries=3, repeats=heads // kv_heads)
         found = kernel_attention(**problem, **settings, tiles=tiles).double()
     except Exception as error:  # compilers and drivers raise types of their own, and torch is there to go on with
         return f"it failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

@@ -32,12 +32,12 @@ class PromptTiles:
     slots_per_tile: int
 
     @classmethod
-    def build(cls, prompt_R: Tensor, *, arena_rows: int, repeats: int) -> PromptTiles:
+    def build(cls, prompt_R: Tensor, *, num_entries: int, repeats: int) -> PromptTiles:
         """For slots with these prompts; `repeats` is the number of query heads per key head."""
         rows = len(prompt_R)
         slots_per_tile = TILE_ROWS // repeats
         # Every prompt has at most one tile that is not full.
-        tiles = min(rows, arena_rows + rows // slots_per_tile)
+        tiles = min(rows, num_entries + rows // slots_per_tile)
         table = cls(
             order_R=torch.zeros_like(prompt_R),
             starts_W=prompt_R.new_zeros(tiles + 1),

@@ -33,11 +33,11 @@ class Probed(Protocol):
         """The hidden states of a packed row."""
         ...
 
-    def open(self, *, slots: int, places: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
+    def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
         """See protocols.Decoder."""
         ...
 
-    def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:
+    def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
         """See protocols.Decoder."""
         ...
 
@@ -118,7 +118,7 @@ def probe(policy: Probed) -> str | None:
         if sorted(context.calls) != list(range(layers)):
             return f"its attention ran on layers {sorted(context.calls)} instead of once on each of {layers}"
         prompts = [long[:-1], short[:-1]]
-        state = policy.open(slots=4, places=2, prompt_lengths=[len(prompt) for prompt in prompts], new_tokens=1)
+        state = policy.open(slots=4, entries=2, prompt_lengths=[len(prompt) for prompt in prompts], new_tokens=1)
         policy.prefill(state, prompts, [0, 1])
         state.admit([0, 1, 2, 3], [0, 1, 0, 1])
         decoded = policy.decode(state, torch.tensor([long[-1], short[-1]] * 2, device=policy.device))

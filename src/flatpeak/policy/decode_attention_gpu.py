@@ -20,29 +20,29 @@ class GpuDecodeAttention:
 
     def __init__(self) -> None:
         self._tiles: dict[tuple[int, int], PromptTiles] = {}
-        self._num_rows = 0
+        self._batch_size = 0
 
     def rearranged(self, cache: KeyValueCache) -> None:
-        """Slots or prompts were moved: the tables are brought up to date in place, as captured graphs read them."""
-        for (rows, _), tiles in self._tiles.items():
-            tiles.refresh_(cache.prompt_S[:rows])
+        """Bring the tables up to date, in place, as captured graphs read them."""
+        for (slots, _), tiles in self._tiles.items():
+            tiles.refresh_(cache.prompt_S[:slots])
 
-    def begin(self, cache: KeyValueCache, num_rows: int, width: int) -> None:
-        """Prepare a step over the first slots; the width is the kernel's business."""
-        self._num_rows = num_rows
+    def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
+        """Prepare a step over the first slots; the kernel reads lengths by itself."""
+        self._batch_size = batch_size
 
     def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
-        """int64 [R * Hkv]: where each head's new token goes in a layer's memory, seen as rows of D."""
-        return cache.next_columns(self._num_rows, kv_heads)
+        """The result of KeyValueCache.next_columns for the slots of this step."""
+        return cache.next_columns(self._batch_size, kv_heads)
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
-        """query [R, Hq, 1, D] -> [R, 1, Hq, D]."""
+        """Attend with query [R, Hq, 1, D] over prompts' and own keys: [R, 1, Hq, D]."""
         keys, values = cache.layers[layer]
-        rows, heads = query.shape[:2]
+        slots, heads = query.shape[:2]
         repeats = heads // keys.shape[1]
-        if (rows, repeats) not in self._tiles:
-            self._tiles[rows, repeats] = PromptTiles.build(
-                cache.prompt_S[:rows], arena_rows=cache.prompts.places, repeats=repeats
+        if (slots, repeats) not in self._tiles:
+            self._tiles[slots, repeats] = PromptTiles.build(
+                cache.prompt_S[:slots], num_entries=cache.prompts.num_entries, repeats=repeats
             )
         attended = decode_attention(
             query[:, :, 0],
@@ -56,6 +56,6 @@ class GpuDecodeAttention:
             scale=rule.scale,
             window=rule.window,
             softcap=rule.softcap,
-            tiles=self._tiles[rows, repeats],
+            tiles=self._tiles[slots, repeats],
         )
         return attended[:, None]

@@ -17,7 +17,7 @@ from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
-from flatpeak.policy.kv_cache import KeyValueCache, fitting_rooms, graded_rooms
+from flatpeak.policy.kv_cache import KeyValueCache, fitting_buckets, graded_buckets
 from flatpeak.policy.layers import ModelSettings, plain_layers, register_holder, scoring, unregister_holder
 from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts, padded_token_logprobs
@@ -186,31 +186,31 @@ class Policy:
         sizes = [1, 2, 4, 8, *range(16, slots + 16, 16)]
         return sizes[: 1 + next(index for index, size in enumerate(sizes) if size >= slots)]
 
-    def open(self, *, slots: int, places: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
+    def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
         """See protocols.Decoder. On a GPU the memory is kept, and sized up: graphs are captured on it."""
         if self.device.type == "cpu":
             multiple = _key_multiple(self.causal.config) if self.batch_invariant else 1
-            rooms = fitting_rooms(prompt_lengths, places, multiple=multiple)
+            buckets = fitting_buckets(prompt_lengths, entries, multiple=multiple)
             return KeyValueCache(
                 slots=slots,
-                places=places,
-                rooms=rooms,
+                entries=entries,
+                buckets=buckets,
                 new_tokens=new_tokens,
                 key_multiple=multiple,
                 attention=CpuDecodeAttention(),
                 device=self.device,
             )
-        rooms = graded_rooms(prompt_lengths, places)
+        buckets = graded_buckets(prompt_lengths, entries)
         cache = self._kept_cache
-        if cache is None or not cache.serves(slots=slots, places=places, rooms=rooms, new_tokens=new_tokens):
-            # Rooms that were wanted once are wanted again: requests that differ do not take turns in making memory.
-            for columns, rows in cache.prompts.rooms.items() if cache is not None else ():
-                rooms[columns] = max(rows, rooms.get(columns, 0))
+        if cache is None or not cache.serves(slots=slots, entries=entries, buckets=buckets, new_tokens=new_tokens):
+            # Regions that were needed once are kept: requests that differ would otherwise make new memory in turn.
+            for columns, count in cache.prompts.buckets.items() if cache is not None else ():
+                buckets[columns] = max(count, buckets.get(columns, 0))
             self._kept_cache = cache = None  # before the new one is made
             cache = KeyValueCache(
                 slots=slots,
-                places=places,
-                rooms=rooms,
+                entries=entries,
+                buckets=buckets,
                 new_tokens=new_tokens,
                 key_multiple=GPU_KEY_MULTIPLE,
                 attention=GpuDecodeAttention(),
@@ -220,13 +220,13 @@ class Policy:
         cache.restart(new_tokens=new_tokens)
         return cache
 
-    def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:
+    def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
         """See protocols.Decoder."""
         self._evaluate()
         row = pack_prompts(prompts, device=self.device, multiple=state.key_multiple)
         context = PackedContext(row, keep_keys=True)
         hidden_PD = self.hidden(row, context).index_select(0, row.source_T)
-        state.store(places, context)
+        state.store(entries, context)
         return self.head.logits(fill(hidden_PD))[: len(prompts)]
 
     def decode(self, state: KeyValueCache, tokens_R: Tensor) -> Tensor:

@@ -114,8 +114,8 @@ def segments(lengths: Tensor, *, multiple: int = 1, order: Tensor | None = None)
     """
     longest = -(-int(lengths.max()) // multiple) * multiple
     rows = torch.arange(len(lengths), device=lengths.device)
-    places = rows if order is None else torch.empty_like(order).index_copy_(0, order, rows)
-    starts = torch.repeat_interleave(places * longest, lengths)
+    row_of = rows if order is None else torch.empty_like(order).index_copy_(0, order, rows)
+    starts = torch.repeat_interleave(row_of * longest, lengths)
     return Segments(
         lengths=lengths if order is None else lengths.index_select(0, order),
         longest=longest,

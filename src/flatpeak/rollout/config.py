@@ -1,4 +1,4 @@
-"""Configuration of rollouts."""
+"""The configuration of rollouts (the recipe's section `rollout`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatpeak.utils.schema import StrictConfig
 
 
 class RolloutConfig(StrictConfig):
-    """How many completions a step draws, and how."""
+    """The number of completions that a step draws, their distribution and their engine."""
 
     prompts_per_step: Annotated[int, Field(ge=1)] = 32
     group_size: Annotated[int, Field(ge=1)] = 8
@@ -31,7 +31,7 @@ class RolloutConfig(StrictConfig):
     rollouts of short answers take nearly three times as long."""
 
     @model_validator(mode="after")
-    def _room_to_end(self) -> RolloutConfig:
+    def _minimum_is_below_maximum(self) -> RolloutConfig:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"rollout.min_new_tokens={self.min_new_tokens} exceeds rollout.max_new_tokens={self.max_new_tokens}, "

@@ -1,9 +1,9 @@
-"""Decoding steps captured as CUDA graphs, one per number of rows, and replayed: no host work between kernels.
+"""Decoding steps captured as CUDA graphs, one per batch size, and replayed: no host work between kernels.
 
 A graph repeats the launches of the step it was captured from, on the same addresses and with the same host values.
 Weights may change in place, as the optimizer changes them: replays read what is there. What must never happen between
 a capture and a replay is that a tensor moves: `parameter.data = ...`, `load_state_dict(assign=True)`, `model.to(...)`,
-a new parameter, buffer, cache or history. `GraphedStep.begin` notices, for the tensors it is told of.
+a new parameter, buffer, cache or history. `GraphedStep.begin` checks that for the tensors in `fixed`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 
 class GraphedStep:
-    """Calls `step(rows)`, by replaying a graph of it where the device is a GPU and the step can be captured.
+    """Calls `step(batch_size)`, by replaying a graph of it where the device is a GPU and the step can be captured.
 
-    The step works in place on the first `rows` slots, never waits for the device, and draws its randomness from tensors
-    (a torch generator would be replayed with the same numbers). What it does on the host happens at captures only.
+    The step works in place on the first `batch_size` slots, never waits for the device, and draws its randomness from
+    tensors (a torch generator would be replayed with the same numbers). Its work on the host is done at captures only.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class GraphedStep:
         fixed: Callable[[], Iterable[Tensor]] = tuple,
         enabled: bool = True,
     ) -> None:
-        """A step is not idempotent, and has to run before it is captured. It must become so once `state()` is put back.
+        """`step` has to run before it is captured, so it must be repeatable once the tensors of `state()` are restored.
 
-        `state`: the tensors that say what comes next (lengths, positions, last tokens, ended flags). What else the step
-        writes (a key at its column, a token in a history) it then writes to the same places again. `fixed`: every
-        tensor whose address a graph keeps: weights, buffers, caches, histories.
+        `state`: the tensors that say what comes next (lengths, positions, last tokens, ended flags). All else that the
+        step writes (a key at its column, a token in a history) it then writes to the same addresses again. `fixed`:
+        every tensor whose address a graph keeps: weights, buffers, caches, histories.
         """
         self._step = step
         self._device = torch.device(device)
@@ -49,17 +49,17 @@ class GraphedStep:
         self._side: torch.cuda.Stream | None = None
         self._begun_with: tuple[Hashable, tuple[int, ...]] | None = None
         self.reason: str | None = None
-        """Why steps run without graphs although they were wanted; None where they do not."""
+        """The reason why steps run without graphs although these are enabled; None while they do not."""
         self.capture_seconds = 0.0
         """Spent on warm-up and capture so far."""
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of rows captured so far."""
+        """The batch sizes captured so far."""
         return sorted(self._graphs)
 
     def begin(self, *, constants: Hashable = None) -> None:
-        """Before a rollout: drop the graphs if a tensor has moved, or a host value of the step (a temperature) changed.
+        """Drop the graphs, before a rollout, if a tensor has moved or a host value of the step (a temperature) changed.
 
         `constants`: those host values.
         """
@@ -72,59 +72,63 @@ class GraphedStep:
 
     def prepare(self, sizes: Iterable[int]) -> None:
         """Capture these now, the largest first: smaller ones then fit into memory that it has already."""
-        for rows in sorted(set(sizes), reverse=True):
-            if self._wants(rows):
-                self._capture(rows)
+        for batch_size in sorted(set(sizes), reverse=True):
+            if self._wants(batch_size):
+                self._capture(batch_size)
 
-    def __call__(self, rows: int) -> None:
-        """One step."""
-        if self._wants(rows):
-            self._capture(rows)
-        if rows in self._graphs:
-            self._graphs[rows].replay()
+    def __call__(self, batch_size: int) -> None:
+        """Make one step over the first `batch_size` slots."""
+        if self._wants(batch_size):
+            self._capture(batch_size)
+        if batch_size in self._graphs:
+            self._graphs[batch_size].replay()
         else:
-            self._step(rows)
+            self._step(batch_size)
 
     def invalidate(self) -> None:
-        """Forget all graphs, and a failure to capture them."""
+        """Drop all graphs, and the record of a failure to capture one."""
         self._graphs = {}
         self._pool = None
         self._begun_with = None
         self.reason = None
 
-    def _wants(self, rows: int) -> bool:
-        return self._enabled and self.reason is None and rows not in self._graphs
+    def _wants(self, batch_size: int) -> bool:
+        return self._enabled and self.reason is None and batch_size not in self._graphs
 
-    def _capture(self, rows: int) -> None:
-        """Leaves the state as it was, whether it worked or not."""
+    def _capture(self, batch_size: int) -> None:
+        """Capture a step of this size. The state is as before in the end, whether that works or not."""
         began = time.perf_counter()
         main = torch.cuda.current_stream(self._device)
         self._side = self._side or torch.cuda.Stream(self._device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         saved = [tensor.clone() for tensor in self._state()]
         # Compiles kernels and lets libraries allocate, which a capture cannot. Errors here are the step's own.
-        self._rehearse(rows, saved, main, self._side)
+        self._rehearse(batch_size, saved, main, self._side)
         graph = torch.cuda.CUDAGraph()
         try:
             with _waiting_is_an_error():
-                self._rehearse(rows, saved, main, self._side)
+                self._rehearse(batch_size, saved, main, self._side)
             # "thread_local": other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
-                self._step(rows)
-            self._graphs[rows] = graph
+                self._step(batch_size)
+            self._graphs[batch_size] = graph
         except RuntimeError as error:
             torch.cuda.set_stream(main)  # a capture that breaks off may leave torch on its own
             torch.cuda.synchronize(self._device)
             self._restore(saved)
             line = str(error).strip().partition("\n")[0]
-            self.reason = f"decoding runs without CUDA graphs, and is slower: a step of {rows} rows failed ({line})"
+            self.reason = (
+                f"decoding runs without CUDA graphs, and is slower: a step of {batch_size} slots failed ({line})"
+            )
         self.capture_seconds += time.perf_counter() - began
 
-    def _rehearse(self, rows: int, saved: Sequence[Tensor], main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
+    def _rehearse(
+        self, batch_size: int, saved: Sequence[Tensor], main: torch.cuda.Stream, side: torch.cuda.Stream
+    ) -> None:
         """A step on the stream of the capture, undone."""
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            self._step(rows)
+            self._step(batch_size)
             self._restore(saved)
         main.wait_stream(side)
 
@@ -135,7 +139,7 @@ class GraphedStep:
 
 @contextmanager
 def _waiting_is_an_error() -> Iterator[None]:
-    """A step that waits for the device is told apart here, where that does no harm, and not within a capture."""
+    """A context in which waiting for the device is an error: it does no harm here, and breaks a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,8 @@
-"""The native engine: each prompt read once, completions in slots, one token for all of them at a time."""
+"""The native engine: each prompt read once, completions in slots, one token for all of them at a time.
+
+A `Schedule` decides on integers which completion is in which slot, `DecodeSlots` and the decoder's cache do it on
+tensors, and the engine keeps the two in step: admit, decode some tokens, collect what has ended, compact.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatpeak.rollout.randomness import row_keys
+from flatpeak.rollout.randomness import completion_keys
 from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
-from flatpeak.rollout.slots import Rows, Workspace, check_request
+from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots, check_request
 from flatpeak.rollout.stopping import StopStrings
 from flatpeak.types import Group, Prompt, SamplingParams
 
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 class NativeEngine:
     """A Sampler over a Decoder, on the trainer's own weights.
 
-    A token depends on its row's logits and on (seed, prompt id, index in group, position). Where the decoder's logits
+    A token depends on its slot's logits and on (seed, prompt id, index in group, position). Where the decoder's logits
     do not depend on the batch (see `batch_invariant`), neither do completions: not on the other prompts, their order,
     `max_rows` or `compact_below`.
 
@@ -40,11 +44,12 @@ class NativeEngine:
         read_every: int | None = None,
         prefill_tokens: int = 8192,
     ):
-        """At most `max_rows` slots; those of ended completions are given up once `compact_below` of them are left.
+        """`decoder` reads prompts and decodes tokens: a policy, or anything else of that shape.
 
-        `read_every`: look for ended completions every so many tokens. On a GPU each look waits for the device, and so
-        costs more than a few tokens too many; None is 1 on a CPU and 8 elsewhere. `prefill_tokens`: prompt tokens read
-        in one forward pass.
+        `max_rows`: the most slots. `compact_below`: once the queue is empty and no more than this share of the slots is
+        in use, what is left moves together. `read_every`: look for ended completions every so many tokens. On a GPU
+        each look waits for the device, and so costs more than a few tokens too many; None is 1 on a CPU and 8
+        elsewhere. `prefill_tokens`: prompt tokens read in one forward pass.
         """
         self._decoder = decoder
         self._device = torch.device(decoder.device)
@@ -52,9 +57,9 @@ class NativeEngine:
         self._compact_below = compact_below
         self._read_every = read_every or (1 if self._device.type == "cpu" else 8)
         self._prefill_tokens = prefill_tokens
-        self._workspace: Workspace | None = None
+        self._kept_slots: DecodeSlots | None = None
         self.expected_lengths: dict[str, float] = {}
-        """By example, the mean length of the completions drawn for it last: what is long is begun first."""
+        """By example, the mean length of the completions drawn for it last: the longest are begun first."""
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
@@ -66,17 +71,17 @@ class NativeEngine:
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:
-        """(index of the prompt, its group), in the order in which groups are complete."""
+        """Pairs (index of the prompt, its group), in the order in which groups are complete."""
         check_request(prompts, group_size, sampling, self._max_rows)
         if not prompts:
             return
         with self._decoding():
             schedule = self._plan(prompts, group_size=group_size)
-            workspace = self._open(prompts, schedule, group_size=group_size, sampling=sampling, seed=seed)
+            decode_slots = self._open(prompts, schedule, group_size=group_size, sampling=sampling, seed=seed)
             request = _Request(
                 self._decoder,
                 prompts,
-                workspace=workspace,
+                decode_slots=decode_slots,
                 schedule=schedule,
                 group_size=group_size,
                 prefill_tokens=self._prefill_tokens,
@@ -88,8 +93,8 @@ class NativeEngine:
                         self.expected_lengths[group.prompt.example.id] = sum(lengths) / len(lengths)
                         yield p, group
             finally:
-                if self._workspace is not workspace:
-                    workspace.close()
+                if self._kept_slots is not decode_slots:
+                    decode_slots.close()
 
     def state(self) -> dict[str, float]:
         """The expected lengths, for a checkpoint.
@@ -104,8 +109,8 @@ class NativeEngine:
 
     @property
     def notices(self) -> list[str]:
-        """Why decoding is slower than it could be on this device, if it is."""
-        reasons = [self._workspace.graph.reason] if self._workspace is not None else []
+        """Reasons why decoding is slower than it could be on this device, if it is."""
+        reasons = [self._kept_slots.graph.reason] if self._kept_slots is not None else []
         return [reason for reason in reasons if reason is not None]
 
     def _decoding(self) -> AbstractContextManager[Any]:
@@ -121,20 +126,20 @@ class NativeEngine:
             ),
             group_size=group_size,
             num_slots=slots,
-            buckets=self._decoder.batch_sizes(slots),
+            batch_sizes=self._decoder.batch_sizes(slots),
             compact_below=self._compact_below,
         )
 
     @torch.inference_mode()
     def _open(
         self, prompts: Sequence[Prompt], schedule: Schedule, *, group_size: int, sampling: SamplingParams, seed: int
-    ) -> Workspace:
-        """Memory for a request; on a GPU that of the last one, if it serves."""
-        keys_N = row_keys(seed, [prompt.id for prompt in prompts], group_size)
-        slots = schedule.num_rows
-        workspace = self._workspace
-        if workspace is None or workspace.serves != (len(keys_N), sampling, slots, self._max_rows):
-            rows = Rows(
+    ) -> DecodeSlots:
+        """The slots of a request; on a GPU those of the last one, if they fit."""
+        keys_N = completion_keys(seed, [prompt.id for prompt in prompts], group_size)
+        slots = schedule.batch_size
+        decode_slots = self._kept_slots
+        if decode_slots is None or decode_slots.request_key != (len(keys_N), sampling, slots, self._max_rows):
+            buffer = CompletionBuffer(
                 keys_N,
                 sampling=sampling,
                 eos_token_ids=self._decoder.eos_token_ids,
@@ -142,37 +147,37 @@ class NativeEngine:
                 stop_strings=StopStrings(sampling.stop, self._decoder.tokenizer) if sampling.stop else None,
                 device=self._device,
             )
-            workspace = Workspace(self._decoder, rows, sampling=sampling, slots=slots, max_rows=self._max_rows)
+            decode_slots = DecodeSlots(self._decoder, buffer, sampling=sampling, slots=slots, max_rows=self._max_rows)
         else:
-            workspace.rows.restart(keys_N)
-        workspace.open(
+            decode_slots.buffer.restart(keys_N)
+        decode_slots.open(
             self._decoder.open(
                 slots=slots,
-                places=schedule.num_places,
+                entries=schedule.num_entries,
                 prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
                 new_tokens=sampling.max_new_tokens,
             )
         )
-        self._workspace = workspace if self._device.type == "cuda" else None
-        return workspace
+        self._kept_slots = decode_slots if self._device.type == "cuda" else None
+        return decode_slots
 
 
 class _Request:
-    """One call of the engine while it is served."""
+    """One call of the engine, from its first prompt read to its last group complete."""
 
     def __init__(
         self,
         decoder: Decoder,
         prompts: Sequence[Prompt],
         *,
-        workspace: Workspace,
+        decode_slots: DecodeSlots,
         schedule: Schedule,
         group_size: int,
         prefill_tokens: int,
     ) -> None:
         self._decoder = decoder
         self._prompts = prompts
-        self._workspace = workspace
+        self._slots = decode_slots
         self._schedule = schedule
         self._group_size = group_size
         self._prefill_tokens = prefill_tokens
@@ -180,69 +185,69 @@ class _Request:
 
     @property
     def done(self) -> bool:
-        """Whether every group has been given out."""
+        """Whether every group is complete."""
         return self._schedule.done
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> list[tuple[int, Group]]:
-        """Draw `num_tokens` tokens for every completion under way; the groups that are complete then."""
+        """Draw `num_tokens` tokens for every completion in a slot; returns the groups that are complete then."""
         while admission := self._schedule.admit():
             self._begin(admission)
             complete = self._collect()
             if complete:
                 return complete
         for _ in range(num_tokens):
-            self._workspace.step(self._schedule.num_rows)
+            self._slots.step(self._schedule.batch_size)
         return self._collect()
 
     def _begin(self, admission: Admission) -> None:
         """Read new prompts, put completions into slots, and draw their first tokens."""
-        cache = self._workspace.cache
-        for places in self._prefill_pieces(admission.new_prompts):
-            token_ids = [self._prompts[p].token_ids for p in places]
-            logits_PV = self._decoder.prefill(cache, token_ids, list(places.values()))
-            self._first_logits |= dict(zip(places, logits_PV, strict=True))
-        cache.admit(admission.slots, admission.places)
-        wanted = [row // self._group_size for row in admission.rows]
-        prompts = list(dict.fromkeys(wanted))
+        cache = self._slots.cache
+        for entries in self._prefill_batches(admission.new_prompts):
+            token_ids = [self._prompts[p].token_ids for p in entries]
+            logits_PV = self._decoder.prefill(cache, token_ids, list(entries.values()))
+            self._first_logits |= dict(zip(entries, logits_PV, strict=True))
+        cache.admit(admission.slots, admission.entries)
+        prompt_of = [completion // self._group_size for completion in admission.completions]
+        prompts = list(dict.fromkeys(prompt_of))
         index = {p: position for position, p in enumerate(prompts)}
-        logits_KV = torch.stack([self._first_logits[p] for p in prompts])[[index[p] for p in wanted]]
-        self._workspace.begin(admission.slots, admission.rows, logits_KV)
+        logits_KV = torch.stack([self._first_logits[p] for p in prompts])[[index[p] for p in prompt_of]]
+        self._slots.begin(admission.slots, admission.completions, logits_KV)
         for p in prompts:
-            if (p + 1) * self._group_size - 1 in admission.rows:  # the last of its group
+            if (p + 1) * self._group_size - 1 in admission.completions:  # the last of its group
                 del self._first_logits[p]
 
     def _collect(self) -> list[tuple[int, Group]]:
-        """Give up the slots of ended completions; the groups that are complete."""
-        schedule, workspace = self._schedule, self._workspace
-        workspace.rows.heed_stop_strings(list(schedule.row_of.values()))
-        ended = workspace.rows.ended_N.tolist()
-        slots = [slot for slot, row in schedule.row_of.items() if ended[row]]
+        """Free the slots of ended completions; returns the groups that are complete."""
+        schedule, decode_slots = self._schedule, self._slots
+        decode_slots.buffer.end_at_stop_strings(list(schedule.completion_in.values()))
+        ended = decode_slots.buffer.ended_N.tolist()
+        slots = [slot for slot, completion in schedule.completion_in.items() if ended[completion]]
         if not slots:
             return []
-        workspace.leave(slots)
+        decode_slots.vacate(slots)
         complete = schedule.end(slots)
         compaction = schedule.compact()
         if compaction is not None:
-            workspace.cache.compact(compaction.slots, compaction.places, compaction.idle)
-            workspace.move(*compaction.slots)
-            workspace.leave(compaction.idle)
+            decode_slots.cache.compact(compaction.slots, compaction.entries, compaction.idle)
+            decode_slots.move(*compaction.slots)
+            decode_slots.vacate(compaction.idle)
         return [(p, self._group(p)) for p in complete]
 
     def _group(self, p: int) -> Group:
-        rows = range(p * self._group_size, (p + 1) * self._group_size)
-        return Group(prompt=self._prompts[p], completions=tuple(self._workspace.rows.completions(rows)))
+        indices = range(p * self._group_size, (p + 1) * self._group_size)
+        return Group(prompt=self._prompts[p], completions=tuple(self._slots.buffer.completions(indices)))
 
-    def _prefill_pieces(self, places: dict[int, int]) -> Iterator[dict[int, int]]:
-        """Cut new prompts into pieces of at most `prefill_tokens` tokens, those of similar length together."""
-        piece: dict[int, int] = {}
+    def _prefill_batches(self, entries: dict[int, int]) -> Iterator[dict[int, int]]:
+        """Cut new prompts into batches of at most `prefill_tokens` tokens, those of similar length together."""
+        batch: dict[int, int] = {}
         tokens = 0
-        for p in sorted(places, key=lambda p: -len(self._prompts[p].token_ids)):
+        for p in sorted(entries, key=lambda p: -len(self._prompts[p].token_ids)):
             length = len(self._prompts[p].token_ids)
-            if piece and tokens + length > self._prefill_tokens:
-                yield piece
-                piece, tokens = {}, 0
-            piece[p] = places[p]
+            if batch and tokens + length > self._prefill_tokens:
+                yield batch
+                batch, tokens = {}, 0
+            batch[p] = entries[p]
             tokens += length
-        if piece:
-            yield piece
+        if batch:
+            yield batch

@@ -1,17 +1,25 @@
-"""The fallback engine for architectures that the native one refuses: transformers' `generate`, left-padded."""
+"""The fallback engine for architectures that the native one refuses: transformers' `generate`, left-padded.
+
+A request is cut into chunks, each of which is one call of `generate`. Tokens are drawn by a logits processor that
+leaves `generate` one choice, and completions ended by a stopping criterion, both over the native engine's
+`CompletionBuffer`: the two engines share everything but the forward pass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from flatpeak.rollout.slots import Rows, generate_in_chunks
-from flatpeak.types import Group, Prompt, SamplingParams
+from flatpeak.rollout.randomness import completion_keys
+from flatpeak.rollout.slots import CompletionBuffer, check_request
+from flatpeak.rollout.stopping import StopStrings
+from flatpeak.types import Completion, Group, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Tokenizer
@@ -22,7 +30,7 @@ class GenerateEngine:
 
     `generate` runs the model and its cache; tokens are chosen, and completions ended, by the same code as in the native
     engine: same random numbers, filters, stop strings and log-probs, and no `[N, T, V]` logits kept. The model's own
-    generation config (its temperature, penalties, suppressed tokens, ...) has no say. The caller's random state is
+    generation config (its temperature, penalties, suppressed tokens, ...) has no effect. The caller's random state is
     not read or changed.
 
     Prompts are padded on the left and each is read once per completion, so logits depend on the batch in their last
@@ -40,62 +48,100 @@ class GenerateEngine:
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
         """One group per prompt, in order; at most `max_rows` completions at once."""
-        with torch.no_grad(), _evaluation_mode(self._model), _own_generation_config(self._model):
-            return generate_in_chunks(
-                self._decode,
-                prompts,
-                group_size=group_size,
-                sampling=sampling,
-                seed=seed,
-                max_rows=self._max_rows,
-                eos_token_ids=self._eos_token_ids,
-                tokenizer=self._tokenizer,
-                device=self._model.device,
-            )
+        check_request(prompts, group_size, sampling, self._max_rows)
+        stop_strings = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
+        keys_PG = completion_keys(seed, [prompt.id for prompt in prompts], group_size).view(len(prompts), group_size)
+        completions: dict[tuple[int, int], Completion] = {}
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        with torch.no_grad(), _evaluation_mode(self._model), _default_generation_config(self._model):
+            for chunk in plan_chunks(lengths, group_size=group_size, max_rows=self._max_rows):
+                buffer = CompletionBuffer(
+                    keys_PG[list(chunk.prompts)][:, chunk.copies.start : chunk.copies.stop].flatten(),
+                    sampling=sampling,
+                    eos_token_ids=self._eos_token_ids,
+                    tokenizer=self._tokenizer,
+                    stop_strings=stop_strings,
+                    device=self._model.device,
+                )
+                self._decode(buffer, [prompts[p].token_ids for p in chunk.prompts], len(chunk.copies))
+                indices = [(p, g) for p in chunk.prompts for g in chunk.copies]
+                completions.update(zip(indices, buffer.completions(range(buffer.count)), strict=True))
+        return [
+            Group(prompt=prompt, completions=tuple(completions[p, g] for g in range(group_size)))
+            for p, prompt in enumerate(prompts)
+        ]
 
-    def _decode(self, rows: Rows, prompts_P: list[tuple[int, ...]], copies: int) -> None:
+    def _decode(self, buffer: CompletionBuffer, prompts_P: list[tuple[int, ...]], copies: int) -> None:
         ids_PL, mask_PL = _left_padded(prompts_P)
         device = self._model.device
         self._model.generate(
             input_ids=ids_PL.repeat_interleave(copies, dim=0).to(device),
             attention_mask=mask_PL.repeat_interleave(copies, dim=0).to(device),
-            # No end-of-sequence token here: rows ends completions, and the pad token that generate asks for with one
-            # does not exist in every tokenizer.
-            generation_config=GenerationConfig(max_new_tokens=rows.max_new_tokens, do_sample=False, use_cache=True),
-            logits_processor=LogitsProcessorList([_Draws(rows)]),
-            stopping_criteria=StoppingCriteriaList([_Stops(rows)]),
+            # No end-of-sequence token here: the buffer ends completions, and the pad token that generate asks for with
+            # one does not exist in every tokenizer.
+            generation_config=GenerationConfig(max_new_tokens=buffer.max_new_tokens, do_sample=False, use_cache=True),
+            logits_processor=LogitsProcessorList([_DrawnToken(buffer)]),
+            stopping_criteria=StoppingCriteriaList([_EndedCompletions(buffer)]),
         )
 
 
-class _Draws(LogitsProcessor):
-    """Leaves generate's argmax one choice: the token that was drawn."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Completions decoded side by side: the same copies of each of some prompts."""
 
-    def __init__(self, rows: Rows):
-        self._rows = rows
+    prompts: tuple[int, ...]
+    """Indices of the prompts."""
+    copies: range
+    """Indices within their groups."""
+
+
+def plan_chunks(prompt_lengths: Sequence[int], *, group_size: int, max_rows: int) -> list[Chunk]:
+    """Cut P * G completions into chunks of at most `max_rows`, prompts of similar length together, longest first.
+
+    A group is cut only where it alone is larger than `max_rows`.
+    """
+    order = sorted(range(len(prompt_lengths)), key=lambda p: -prompt_lengths[p])
+    copies_at_once = min(group_size, max_rows)
+    prompts_at_once = max_rows // copies_at_once if copies_at_once == group_size else 1
+    return [
+        Chunk(
+            prompts=tuple(order[first : first + prompts_at_once]),
+            copies=range(copy, min(copy + copies_at_once, group_size)),
+        )
+        for first in range(0, len(order), prompts_at_once)
+        for copy in range(0, group_size, copies_at_once)
+    ]
+
+
+class _DrawnToken(LogitsProcessor):
+    """Draws each next token, and leaves generate's argmax this one choice."""
+
+    def __init__(self, buffer: CompletionBuffer):
+        self._buffer = buffer
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        rows_N = torch.arange(len(scores), device=scores.device)
-        rows_N = rows_N.masked_fill(self._rows.ended_N[:-1], len(scores))
-        tokens_N = self._rows.draw(scores, rows_N)
+        completion_N = torch.arange(len(scores), device=scores.device)
+        completion_N = completion_N.masked_fill(self._buffer.ended_N[:-1], len(scores))
+        tokens_N = self._buffer.draw(scores, completion_N)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_N[:, None], 0.0)
 
 
-class _Stops(StoppingCriteria):
-    """Ends rows where the native engine would."""
+class _EndedCompletions(StoppingCriteria):
+    """Ends completions where the native engine would."""
 
-    def __init__(self, rows: Rows):
-        self._rows = rows
-        self._live = list(range(rows.count))
+    def __init__(self, buffer: CompletionBuffer):
+        self._buffer = buffer
+        self._unfinished = list(range(buffer.count))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self._rows.heed_stop_strings(self._live)
-        ended = self._rows.ended_N[:-1].tolist()
-        self._live = [row for row in self._live if not ended[row]]
-        return self._rows.ended_N[:-1]
+        self._buffer.end_at_stop_strings(self._unfinished)
+        ended = self._buffer.ended_N[:-1].tolist()
+        self._unfinished = [completion for completion in self._unfinished if not ended[completion]]
+        return self._buffer.ended_N[:-1]
 
 
 def _left_padded(prompts_P: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, int64 [P, L]; what fills the left is masked, so that any id will do."""
+    """Token ids and attention mask, int64 [P, L]; the padding on the left is masked, so that any id will do."""
     longest = max(len(ids) for ids in prompts_P)
     ids_PL = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts_P])
     mask_PL = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts_P])
@@ -115,7 +161,7 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _own_generation_config(model: Any) -> Iterator[None]:
+def _default_generation_config(model: Any) -> Iterator[None]:
     """Hide the model's generation config: generate fills every setting that a caller leaves unset from it."""
     own = model.generation_config
     model.generation_config = GenerationConfig()

@@ -1,8 +1,9 @@
 """Random numbers as a function of where they are used, so that no draw depends on which draws came before it.
 
-A row's key hashes (seed, prompt id, index in group); the number at a position is the key's SplitMix64 stream read at
-that position (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; finalizer: Stafford's
-variant 13). Nothing is carried from one call to the next, so batch size, order and device cannot change a number.
+A completion's key hashes (seed, prompt id, index in group); the number at a position is the key's SplitMix64 stream
+read at that position (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; finalizer:
+Stafford's variant 13). Nothing is carried from one call to the next, so batch size, order and device cannot change a
+number.
 """
 
 from __future__ import annotations
@@ -28,20 +29,19 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 def derive_seed(*parts: int | str) -> int:
     """A seed in [0, 2^63) from any integers and strings: the same on every machine, different for different parts.
 
-    Parts are told apart by type and length before hashing (BLAKE2b), so ("ab", "c"), ("a", "bc") and (1,), ("1",)
-    all differ.
+    Type and length of a part are hashed with it (BLAKE2b), so ("ab", "c"), ("a", "bc") and (1,), ("1",) all differ.
     """
     digest = blake2b(digest_size=8)
-    for part in parts:
-        if isinstance(part, bool) or not isinstance(part, int | str):
-            raise TypeError(f"derive_seed takes integers and strings, not {type(part).__name__}: {part!r}")
-        kind, data = ("i", str(part)) if isinstance(part, int) else ("s", part)
+    for value in parts:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise TypeError(f"derive_seed takes integers and strings, not {type(value).__name__}: {value!r}")
+        kind, data = ("i", str(value)) if isinstance(value, int) else ("s", value)
         encoded = data.encode("utf-8", "surrogatepass")
         digest.update(f"{kind}{len(encoded)}:".encode() + encoded)
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def row_keys(seed: int, prompt_ids: Sequence[str], group_size: int) -> Tensor:
+def completion_keys(seed: int, prompt_ids: Sequence[str], group_size: int) -> Tensor:
     """int64 [P * G]: the key of each completion, a prompt's side by side; from (seed, prompt id, index in group) alone.
 
     The same id twice means the same keys twice: ids are unique within a task.
@@ -52,7 +52,7 @@ def row_keys(seed: int, prompt_ids: Sequence[str], group_size: int) -> Tensor:
 
 
 def uniforms(keys_R: Tensor, positions_R: Tensor | int) -> Tensor:
-    """float64 [R] in [0, 1), multiples of 2^-53: each row's number at its token position (int64, from 0)."""
+    """float64 [R] in [0, 1), multiples of 2^-53: each completion's number at its token position (int64, from 0)."""
     bits_R = _mix(keys_R + (torch.as_tensor(positions_R) + 1) * _GOLDEN)
     return _shift(bits_R, 11).to(torch.float64) * 2.0**-53
 

@@ -1,8 +1,10 @@
-"""Which completion is decoded in which slot: pure bookkeeping on integers.
+"""The schedule of a request, which completion is decoded in which slot: pure bookkeeping on integers.
 
 A request is closed: all its completions are known at its start. Those expected to be long begin first, so that none of
 them is left to be decoded alone at the end; freed slots are filled from the queue; and once the queue is empty the
 completions that are left move together, so that a step costs no more than they need.
+
+Completion p * G + g is number g of the group of prompt p.
 """
 
 from __future__ import annotations
@@ -14,28 +16,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """Completions that begin: row `rows[k]` in slot `slots[k]`, its prompt at place `places[k]`."""
+    """Completions that begin: `completions[k]` in slot `slots[k]`, its prompt in cache entry `entries[k]`."""
 
-    rows: list[int]
+    completions: list[int]
     slots: list[int]
-    places: list[int]
+    entries: list[int]
     new_prompts: dict[int, int]
-    """Prompts that have to be read first, and the place of each."""
+    """Prompts that have to be read first, and the entry of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compaction:
-    """Completions and prompts that move to lower slots and places, and slots below `num_rows` left without one."""
+    """Completions and prompts that move to lower slots and entries, and slots below the batch size that become idle."""
 
     slots: tuple[list[int], list[int]]
-    places: tuple[list[int], list[int]]
+    """(sources, targets)."""
+    entries: tuple[list[int], list[int]]
+    """(sources, targets)."""
     idle: list[int]
 
 
 def longest_first(prompt_lengths: Sequence[int], expected: Sequence[float | None]) -> list[int]:
     """The order of the prompts: the longest expected completions first, those of unknown length among the middle ones.
 
-    Prompts of which nothing is known stand by their own length, which costs nothing and fills prefills evenly.
+    Where no length is expected, prompts stand by their own length, which costs nothing and fills prefills evenly.
     """
     known = sorted(length for length in expected if length is not None)
     middle = known[len(known) // 2] if known else 0.0
@@ -44,7 +48,7 @@ def longest_first(prompt_lengths: Sequence[int], expected: Sequence[float | None
 
 
 class Schedule:
-    """P * G completions, row p * G + g of prompt p, in at most `num_slots` slots."""
+    """P * G completions in at most `num_slots` slots."""
 
     def __init__(
         self,
@@ -52,76 +56,77 @@ class Schedule:
         *,
         group_size: int,
         num_slots: int,
-        buckets: Sequence[int],
+        batch_sizes: Sequence[int],
         compact_below: float,
     ) -> None:
-        """`buckets`: the numbers of slots that a step may decode, ascending; the last is at least `num_slots`."""
+        """`batch_sizes`: the numbers of slots that a step may decode, ascending; the last is at least `num_slots`."""
         self._queue = deque(p * group_size + g for p in order for g in range(group_size))
         self._group_size = group_size
-        self._buckets = buckets
+        self._batch_sizes = batch_sizes
         self._compact_below = compact_below
-        self._open = dict.fromkeys(order, group_size)  # completions of each prompt that have not ended
-        self._place_of: dict[int, int] = {}
+        self._unfinished = dict.fromkeys(order, group_size)  # completions of each prompt that have not ended
+        self._entry_of: dict[int, int] = {}
         self._num_slots = min(num_slots, len(self._queue))
-        self.num_places = min(len(order), self._num_slots + 1)
+        self.num_entries = min(len(order), self._num_slots + 1)
         """Prompts in use at once: one in every slot, and one whose completions so far have ended while others wait."""
-        self._free_places = list(range(self.num_places))[::-1]
-        self.row_of: dict[int, int] = {}
+        self._free_entries = list(range(self.num_entries))[::-1]
+        self.completion_in: dict[int, int] = {}
         """The completion in each occupied slot."""
-        self.num_rows = self.bucket(self._num_slots)
-        """A step decodes the first so many slots."""
+        self.batch_size = self.batch_size_for(self._num_slots)
+        """The number of slots that a step decodes: the first ones."""
 
     @property
     def done(self) -> bool:
         """Whether nothing is left to decode."""
-        return not self._queue and not self.row_of
+        return not self._queue and not self.completion_in
 
-    def bucket(self, count: int) -> int:
-        """The smallest number of slots a step may decode that holds `count`."""
-        return next(size for size in self._buckets if size >= count)
+    def batch_size_for(self, count: int) -> int:
+        """The smallest number of slots that a step may decode and that holds `count`."""
+        return next(size for size in self._batch_sizes if size >= count)
 
     def admit(self) -> Admission | None:
         """Fill free slots from the queue: as soon as an eighth of them is free, as every filling reads prompts."""
-        free = self._num_slots - len(self.row_of)
-        if not self._queue or (self.row_of and free < min(len(self._queue), max(1, self._num_slots // 8))):
+        free = self._num_slots - len(self.completion_in)
+        if not self._queue or (self.completion_in and free < min(len(self._queue), max(1, self._num_slots // 8))):
             return None
-        slots = [slot for slot in range(self._num_slots) if slot not in self.row_of][: len(self._queue)]
-        rows = [self._queue.popleft() for _ in slots]
-        prompts = [row // self._group_size for row in rows]
-        new_prompts = {p: self._free_places.pop() for p in dict.fromkeys(prompts) if p not in self._place_of}
-        self._place_of |= new_prompts
-        self.row_of |= dict(zip(slots, rows, strict=True))
-        return Admission(rows=rows, slots=slots, places=[self._place_of[p] for p in prompts], new_prompts=new_prompts)
+        slots = [slot for slot in range(self._num_slots) if slot not in self.completion_in][: len(self._queue)]
+        completions = [self._queue.popleft() for _ in slots]
+        prompts = [completion // self._group_size for completion in completions]
+        new_prompts = {p: self._free_entries.pop() for p in dict.fromkeys(prompts) if p not in self._entry_of}
+        self._entry_of |= new_prompts
+        self.completion_in |= dict(zip(slots, completions, strict=True))
+        entries = [self._entry_of[p] for p in prompts]
+        return Admission(completions=completions, slots=slots, entries=entries, new_prompts=new_prompts)
 
     def end(self, slots: Sequence[int]) -> list[int]:
-        """The completions in these slots have ended; the prompts whose groups are complete with that."""
+        """Free the slots of completions that have ended; returns the prompts whose groups are complete with that."""
         complete = []
         for slot in slots:
-            prompt = self.row_of.pop(slot) // self._group_size
-            self._open[prompt] -= 1
-            if not self._open[prompt]:
+            prompt = self.completion_in.pop(slot) // self._group_size
+            self._unfinished[prompt] -= 1
+            if not self._unfinished[prompt]:
                 complete.append(prompt)
-                self._free_places.append(self._place_of.pop(prompt))
+                self._free_entries.append(self._entry_of.pop(prompt))
         return complete
 
     def compact(self) -> Compaction | None:
         """Move what is left together, if the queue is empty and few enough are left."""
-        if self._queue or not self.row_of or len(self.row_of) > self._compact_below * self.num_rows:
+        if self._queue or not self.completion_in or len(self.completion_in) > self._compact_below * self.batch_size:
             return None
-        smaller = self.bucket(len(self.row_of))
-        if smaller == self.num_rows:
+        smaller = self.batch_size_for(len(self.completion_in))
+        if smaller == self.batch_size:
             return None
-        self.num_rows = smaller
-        slots, self.row_of = _densely(self.row_of)
-        place_moves, by_place = _densely({place: prompt for prompt, place in self._place_of.items()})
-        self._place_of = {prompt: place for place, prompt in by_place.items()}
-        self._free_places = []  # no prompt is read any more
-        return Compaction(slots=slots, places=place_moves, idle=list(range(len(self.row_of), smaller)))
+        self.batch_size = smaller
+        slots, self.completion_in = _densely(self.completion_in)
+        entries, prompt_in = _densely({entry: prompt for prompt, entry in self._entry_of.items()})
+        self._entry_of = {prompt: entry for entry, prompt in prompt_in.items()}
+        self._free_entries = []  # no prompt is read any more
+        return Compaction(slots=slots, entries=entries, idle=list(range(len(self.completion_in), smaller)))
 
 
-def _densely(held: Mapping[int, int]) -> tuple[tuple[list[int], list[int]], dict[int, int]]:
-    """((sources, targets), held after these moves): as few moves as leave indices 0, 1, ... without a hole."""
-    sources = [index for index in held if index >= len(held)]
-    targets = [index for index in range(len(held)) if index not in held]
+def _densely(occupied: Mapping[int, int]) -> tuple[tuple[list[int], list[int]], dict[int, int]]:
+    """The fewest moves (sources, targets) that leave indices 0, 1, ... without a hole, and what is where after them."""
+    sources = [index for index in occupied if index >= len(occupied)]
+    targets = [index for index in range(len(occupied)) if index not in occupied]
     moves = dict(zip(sources, targets, strict=True))
-    return (sources, targets), {moves.get(index, index): value for index, value in held.items()}
+    return (sources, targets), {moves.get(index, index): value for index, value in occupied.items()}

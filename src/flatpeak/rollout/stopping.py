@@ -1,4 +1,4 @@
-"""When a completion ends: at an end-of-sequence token, or at the first token that completes a stop string."""
+"""The end of a completion: an end-of-sequence token, or the first token that completes a stop string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTEXT = 8  # tokens decoded beside those a stop string can span, so that few 
 
 
 def is_end_of_sequence(tokens: Tensor, eos_tokens_K: Tensor) -> Tensor:
-    """bool, the shape of `tokens`: which of them end a completion."""
+    """Whether each token ends a completion: bool, in the shape of `tokens`."""
     return (tokens[..., None] == eos_tokens_K).any(-1)
 
 
@@ -57,7 +57,7 @@ class StopStrings:
         return known
 
     def _completes(self, tokens: Sequence[int], position: int) -> bool:
-        """Whether a stop string ends in the token at `position`, by decoding as few tokens before it as can tell."""
+        """Whether a stop string ends in the token at `position`, by decoding as few tokens before it as suffice."""
         length = self._span + _CONTEXT
         while True:
             start = max(0, position - length)
@@ -71,7 +71,7 @@ class StopStrings:
             length *= 2
 
     def _is_conclusive(self, text: str, shared: int) -> bool:
-        """Whether tokens further back could not change what was found in `text`, of which `shared` is not new.
+        """Whether tokens further back could not change the result in `text`, whose first `shared` characters are old.
 
         A tail that begins inside a character decodes to U+FFFD there, and in byte-fallback vocabularies up to the next
         token that is no byte. What stands after a clean character is as it is in the whole text.
@@ -86,7 +86,7 @@ class StopStrings:
 
 
 def _shared_prefix(first: str, second: str) -> int:
-    """How many characters two texts begin with in common."""
+    """The number of characters that two texts begin with in common."""
     if second.startswith(first):
         return len(first)
     return next(

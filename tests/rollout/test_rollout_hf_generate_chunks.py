@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatpeak.rollout.slots import Chunk, plan_chunks
+from flatpeak.rollout.hf_generate import Chunk, plan_chunks
 
 
 def test_long_prompts_come_first_and_stand_together() -> None:
@@ -28,8 +28,8 @@ def test_a_group_is_cut_only_where_it_alone_is_too_large() -> None:
 @pytest.mark.parametrize("group_size", [1, 3, 8])
 def test_every_completion_is_in_one_chunk_and_no_chunk_is_too_large(max_rows: int, group_size: int) -> None:
     chunks = plan_chunks([4, 9, 1, 9, 2], group_size=group_size, max_rows=max_rows)
-    places = [(p, g) for chunk in chunks for p in chunk.prompts for g in chunk.copies]
-    assert sorted(places) == [(p, g) for p in range(5) for g in range(group_size)]
+    entries = [(p, g) for chunk in chunks for p in chunk.prompts for g in chunk.copies]
+    assert sorted(entries) == [(p, g) for p in range(5) for g in range(group_size)]
     assert max(len(chunk.prompts) * len(chunk.copies) for chunk in chunks) <= max_rows
 
 
