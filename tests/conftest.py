@@ -42,7 +42,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     import flatpeak.pipeline.train
 
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr("flatpeak.pipeline.train.write_report", lambda path: path / "report.html")
+    monkeypatch.setattr("flatpeak.pipeline.lifecycle.write_report", lambda path: path / "report.html")
     monkeypatch.setattr("flatpeak.pipeline.train.announce_decoding", lambda *args, **settings: None)
 
     def run(config: Any, *, model: Any = None, **options: Any) -> Any:

@@ -24,7 +24,7 @@ import torch
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.pipeline.build import Given, Parts, assemble
+from flatpeak.pipeline.build import CallerObjects, Components, build_components
 from flatpeak.pipeline.progress import Silence
 from flatpeak.runs.manifest import describe_start
 from flatpeak.training.batch import collate
@@ -78,31 +78,32 @@ def main() -> None:
     config = parse_config(load_recipe(arguments.recipe, ["optimizer.learning_rate=0", *arguments.overrides]))
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    parts = assemble(config, Given(), checkpoint=None, progress=Silence())
-    imitate(parts, config, steps=arguments.sft_steps)
-    trainers = {name: build_trainer(parts, config, fields) for name, fields in VARIANTS.items()}
+    components = build_components(config, CallerObjects(), checkpoint=None, progress=Silence())
+    imitate(components, config, steps=arguments.sft_steps)
+    trainers = {name: build_trainer(components, config, fields) for name, fields in VARIANTS.items()}
     updates = minibatches_of_a_step(trainers[PLAIN])
     rows = measure(trainers, updates, rounds=arguments.rounds)
-    print(table(rows, updates, parts))
+    print(table(rows, updates, components))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(rows), indent=1) + "\n")
 
 
-def imitate(parts: Parts, config: RunConfig, *, steps: int) -> None:
+def imitate(components: Components, config: RunConfig, *, steps: int) -> None:
     """Supervised steps, so that groups have something to disagree about."""
-    learner = Learner(parts.policy, LIKELIHOOD, config.sft.optimizer, temperature=1.0, micro_batch_tokens=16384)
+    learner = Learner(components.policy, LIKELIHOOD, config.sft.optimizer, temperature=1.0, micro_batch_tokens=16384)
     size = config.sft.batch_size
     for step in range(steps):
-        drawn = [item for _, item in parts.demonstrations.take(step * size, size)]
+        drawn = [item for _, item in components.demonstrations.take(step * size, size)]
         learner.update(
-            demonstration_batch(drawn, config.sft, device=parts.policy.device), rate=config.sft.optimizer.learning_rate
+            demonstration_batch(drawn, config.sft, device=components.policy.device),
+            rate=config.sft.optimizer.learning_rate,
         )
 
 
-def build_trainer(parts: Parts, config: RunConfig, fields: dict[str, Any]) -> Trainer:
+def build_trainer(components: Components, config: RunConfig, fields: dict[str, Any]) -> Trainer:
     """The trainer of a run of this recipe, with these fields of gradient_regularization."""
     learner = build_learner(
-        parts.policy,
+        components.policy,
         Objective(config=config.objective, kl=config.kl),
         config.optimizer,
         GradientRegularizationConfig(**fields),
@@ -112,8 +113,8 @@ def build_trainer(parts: Parts, config: RunConfig, fields: dict[str, Any]) -> Tr
     )
     return Trainer(
         learner,
-        sampler=parts.sampler,
-        phases=parts.phases,
+        sampler=components.sampler,
+        phases=components.phases,
         reference=None,
         config=TrainerConfig(
             seed=config.run.seed, rollout=config.rollout, advantage=config.advantage, training=config.training
@@ -169,10 +170,10 @@ def ratios(rows: list[Row], name: str, what: str) -> list[float]:
     return [a / b for a, b in zip(getattr(chosen, what), getattr(rows[0], what), strict=True)]
 
 
-def table(rows: list[Row], updates: Sequence[Batch], parts: Parts) -> str:
+def table(rows: list[Row], updates: Sequence[Batch], components: Components) -> str:
     """Markdown."""
     start = describe_start(None)
-    size = sum(parameter.numel() for parameter in parts.policy.model.parameters())
+    size = sum(parameter.numel() for parameter in components.policy.model.parameters())
     lines = [
         f"{size:,} parameters; {len(updates)} updates a step, with {mean(len(u.prompts) for u in updates):.0f} "
         f"informative groups, {mean(len(u.lengths_N) for u in updates):.0f} completions and "

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
     from flatpeak.pipeline.fork import fork
-    from flatpeak.pipeline.train import RunResult, sft, train
+    from flatpeak.pipeline.lifecycle import RunResult
+    from flatpeak.pipeline.train import sft, train
     from flatpeak.pipeline.train_reward_model import train_reward_model
 
 __version__ = "0.1.0"
@@ -33,7 +34,7 @@ _HOMES = {
     "GradientRegularizationConfig": "flatpeak.gradreg.config",
     "GradientRegularizer": "flatpeak.gradreg.regularizer",
     "RunConfig": "flatpeak.config.run_config",
-    "RunResult": "flatpeak.pipeline.train",
+    "RunResult": "flatpeak.pipeline.lifecycle",
     "UserError": "flatpeak.errors",
     "fork": "flatpeak.pipeline.fork",
     "sft": "flatpeak.pipeline.train",

@@ -339,7 +339,7 @@ def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
     says: str,
 ) -> None:
     train(recipe(training={"steps": 1}), reward=constant)
-    monkeypatch.setattr("flatpeak.pipeline.train.assemble", lambda *args, **settings: pytest.fail("loaded"))
+    monkeypatch.setattr("flatpeak.pipeline.train.build_components", lambda *args, **settings: pytest.fail("loaded"))
     monkeypatch.setattr("flatpeak.pipeline.train_reward_model.load_preferences", lambda task: pytest.fail("loaded"))
     changed = recipe(**{"training": {"steps": 1}, **sections})
     with pytest.raises(UserError, match=says):

@@ -304,7 +304,7 @@ def test_overwriting_keeps_the_old_run_until_the_rewards_are_ready(
     old = train(recipe(), reward=Odd())
     before = {path: path.read_bytes() for path in old.path.rglob("*.*") if path.is_file()}
     monkeypatch.setattr(
-        "flatpeak.pipeline.build.Parts.prepare", lambda self: raising(UserError("the judge is not there"))()
+        "flatpeak.pipeline.build.Components.prepare", lambda self: raising(UserError("the judge is not there"))()
     )
     with pytest.raises(UserError, match="not there"):
         train(recipe(), reward=Odd(), overwrite=True)

@@ -12,7 +12,7 @@ import yaml
 import flatpeak.pipeline.train
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
-from flatpeak.pipeline.train import as_config
+from flatpeak.pipeline.lifecycle import resolve_config
 from flatpeak.runs.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,10 +46,10 @@ def put(path: Path, recipe: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("kind", CHANGED)
 def test_a_recipe_and_its_changes_are_the_same_however_they_are_given(given: Any, kind: str) -> None:
     wanted = parse_config(load_recipe("flatpeak:demo", ["training.steps=2", "rollout.group_size=8"]))
-    found = as_config(given, CHANGED[kind])
+    found = resolve_config(given, CHANGED[kind])
     assert found == wanted
     assert (found.training.steps, found.rollout.group_size, found.run.name) == (2, 8, "demo")
-    assert as_config(given).training.steps > 2
+    assert resolve_config(given).training.steps > 2
 
 
 def test_train_and_sft_take_settings_over_an_extended_recipe(recipe: Recipe, train: Train, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def quick_runs() -> Iterator[None]:
     """Runs without plots, the start-up self-test, and waiting for disks."""
     with (
         mock.patch("os.fsync", lambda descriptor: None),
-        mock.patch("flatpeak.pipeline.train.write_report", lambda path: path / "report.html"),
+        mock.patch("flatpeak.pipeline.lifecycle.write_report", lambda path: path / "report.html"),
         mock.patch("flatpeak.pipeline.train.announce_decoding", lambda *args, **settings: None),
     ):
         yield

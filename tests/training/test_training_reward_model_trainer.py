@@ -47,7 +47,7 @@ SGD = RewardModelOptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=No
 def learn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """`learn(sections, **options)`: train_reward_model without what takes most of a tiny run's time."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr("flatpeak.pipeline.train.write_report", lambda path: path / "report.html")
+    monkeypatch.setattr("flatpeak.pipeline.lifecycle.write_report", lambda path: path / "report.html")
     pairs = write_pairs(tmp_path / "pairs.jsonl")
 
     def run(sections: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from flatpeak.config.run_config import RunConfig
-    from flatpeak.pipeline.train import RunResult
+    from flatpeak.pipeline.lifecycle import RunResult
     from flatpeak.protocols import Progress
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 

@@ -25,7 +25,7 @@ from flatpeak.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from flatpeak.pipeline.train import RunResult
+    from flatpeak.pipeline.lifecycle import RunResult
     from flatpeak.protocols import Progress
     from flatpeak.runs.summary import RunSummary
 

@@ -32,7 +32,7 @@ from flatpeak.pipeline.components import (
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights
 from flatpeak.policy.model import Policy
-from flatpeak.policy.reference import check_reference, snapshot
+from flatpeak.policy.reference import check_reference
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerPool
@@ -52,7 +52,7 @@ Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class CallerObjects:
     """What a Python caller brings instead of naming it in the recipe; None is what the recipe says."""
 
     model: Any = None
@@ -63,7 +63,7 @@ class Given:
 
 
 @dataclass(kw_only=True)
-class Parts:
+class Components:
     """What a run is made of."""
 
     policy: Policy
@@ -118,7 +118,9 @@ class Parts:
                 ends.callback(self.workers.close)
 
 
-def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progress: Progress) -> Parts:
+def build_components(
+    config: RunConfig, given: CallerObjects, *, checkpoint: Path | None, progress: Progress
+) -> Components:
     """Load or build every part; with `checkpoint`, the policy is the one saved there.
 
     Where the parts do not fit together, processes end and a caller's model is given back as it was.
@@ -130,8 +132,8 @@ def assemble(config: RunConfig, given: Given, *, checkpoint: Path | None, progre
 
 
 def _assemble(
-    config: RunConfig, given: Given, made: ExitStack, *, checkpoint: Path | None, progress: Progress
-) -> Parts:
+    config: RunConfig, given: CallerObjects, made: ExitStack, *, checkpoint: Path | None, progress: Progress
+) -> Components:
     """`made` is given what undoes each part."""
     if given.model is None and checkpoint is None:
         check_source(config.model)
@@ -166,7 +168,7 @@ def _assemble(
         shown = (*shown, *first_train) if config.curriculum.in_sft else shown
     sampler = build_sampler(policy, config) if given.sampler is None else callers_sampler(given.sampler, policy, config)
     evaluator = _evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
-    return Parts(
+    return Components(
         policy=policy,
         sampler=sampler,
         phases=phases,
@@ -193,14 +195,14 @@ def _first_phase(
 
 
 @contextmanager
-def open_evaluation(config: RunConfig, given: Given, *, progress: Progress) -> Iterator[PolicyEvaluator]:
+def open_evaluation(config: RunConfig, given: CallerObjects, *, progress: Progress) -> Iterator[PolicyEvaluator]:
     """An evaluator on the held-out prompts, and no more of a run than that takes. Graders' processes end with it."""
     task = given.task or build_task(config.task)
     with ExitStack() as made:
         workers = _closed(open_workers(config), made)
         reward = _closed(main_reward(config, given.reward, workers=workers, progress=progress), made)
         examples: list[Example] = []
-        if config.model.new is not None:  # its tokenizer is made of all that `assemble` has
+        if config.model.new is not None:  # its tokenizer is made of all that `build_components` has
             first = build_task(config.curriculum.task).train if config.curriculum else ()
             examples = [*task.train, *task.test, *first]
         policy = _policy(config, given, examples, checkpoint=None)
@@ -241,26 +243,7 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
     return reference
 
 
-def keeps_own_reference(config: RunConfig) -> bool:
-    """Whether something asks for a reference, and it is the policy as RL began."""
-    wanted = config.kl.coefficient > 0 or config.reference.keep or config.reference.resets
-    return bool(wanted) and config.reference.model is None
-
-
-def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> Policy | None:
-    """The policy as RL began, if anything asks for it.
-
-    `start` is the checkpoint RL began from when a run is resumed; None takes the policy as it is now.
-    """
-    if not keeps_own_reference(config):
-        return None
-    reference = snapshot(policy)
-    if start is not None:
-        restore_weights(reference.model, start)
-    return reference
-
-
-def _policy(config: RunConfig, given: Given, examples: Sequence[Example], *, checkpoint: Path | None) -> Policy:
+def _policy(config: RunConfig, given: CallerObjects, examples: Sequence[Example], *, checkpoint: Path | None) -> Policy:
     """The caller's model, the one a recipe names, or a new one, whose tokenizer is made of `examples`."""
     if given.model is not None:
         if given.tokenizer is None:

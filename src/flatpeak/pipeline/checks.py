@@ -12,7 +12,6 @@ from flatpeak.evaluation.config import CURRENT_NAMES, EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Progress
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.types import Prompt
 
@@ -79,23 +78,22 @@ def check_regularization(config: RunConfig, policy: Policy) -> None:
         regularizer.guard.probe(regularizer.perturbation, regularizer.config)
 
 
-def without_source(config: RunConfig, *, own: Mapping[str, Any], named: str, progress: Progress) -> RunConfig:
-    """The recipe for a model that the caller brings: it names no other.
+def without_source(config: RunConfig, *, own: Mapping[str, Any], named: str) -> tuple[RunConfig, list[str]]:
+    """The configuration for a caller's own model, which names no other, and the notices of what it leaves out.
 
-    What `own`, the part of the recipe that the caller wrote for this call, says of another model is a UserError. A
-    recipe given by its name or resolved before (`named`), or extended, says it for everybody: there it is left out,
-    with a notice.
+    A model that `own`, the part of the recipe that was written for this call, names beside it is a UserError. One that
+    comes from a shared recipe (called `named`), given by its name, resolved before or extended, is left out.
     """
     said = list(written(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
     if not said:
-        return config
+        return config, []
     section = own.get("model", {})
     contradicted = [name for name in said if not isinstance(section, Mapping) or name in section]
     keys = ", ".join(f"model.{name}" for name in contradicted or said)
     if contradicted:
         raise UserError(f"{keys} beside train(model=...), which brings the model: leave {keys} out of the recipe")
-    progress.notice(f"{keys} of {named} not used: train(model=...) brings the model")
-    return config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})
+    without = config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})
+    return without, [f"{keys} of {named} not used: train(model=...) brings the model"]
 
 
 def overlong_demonstrations(dropped: int, *, left: int, context: int | None) -> str:

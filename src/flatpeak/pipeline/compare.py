@@ -12,7 +12,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.tables import Comparison
-from flatpeak.pipeline.build import Given, open_evaluation
+from flatpeak.pipeline.build import CallerObjects, open_evaluation
 from flatpeak.pipeline.progress import Silence
 from flatpeak.protocols import Progress
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, verify_checkpoint
@@ -171,7 +171,7 @@ def compare_checkpoints(
         run = model.recipe.get("run") or base.get("run") or {}
         config = parse_config(apply_overrides({**base, "run": run, "model": model.section(base)}, overrides))
         notices += _check_alike(model, config, said)
-        with open_evaluation(config, Given(), progress=progress) as evaluator:
+        with open_evaluation(config, CallerObjects(), progress=progress) as evaluator:
             evaluations.append(evaluator.evaluate(size=_size(config, overrides), robustness=True))
         del evaluator  # else this model would still be in memory while the next one loads
     common = set.intersection(*(set(evaluation.ids) for evaluation in evaluations))

@@ -14,7 +14,8 @@ from flatpeak.config.load import Settings, apply_settings, load_recipe, merge, p
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.components import SamplerFactory
-from flatpeak.pipeline.train import RunResult, train
+from flatpeak.pipeline.lifecycle import RunResult
+from flatpeak.pipeline.train import train
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
 from flatpeak.runs.directory import RunPaths

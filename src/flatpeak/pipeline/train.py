@@ -2,66 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
-from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
+from flatpeak.config.load import Settings, apply_settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.build import Given, Parts, assemble, own_reference
+from flatpeak.pipeline.build import CallerObjects, Components, build_components
 from flatpeak.pipeline.checks import without_source
 from flatpeak.pipeline.components import SamplerFactory, announce_decoding
-from flatpeak.pipeline.lifecycle import Saved, conduct, read_saved
-from flatpeak.pipeline.progress import as_progress
+from flatpeak.pipeline.lifecycle import (
+    RecipeSource,
+    ResumePoint,
+    RunRequest,
+    RunResult,
+    open_run,
+    resolve_config,
+    restore_trainer,
+)
 from flatpeak.policy.layers import training_layers
+from flatpeak.policy.loading import restore_weights
+from flatpeak.policy.model import Policy
+from flatpeak.policy.reference import snapshot
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Task
-from flatpeak.report.page import write_report
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.runs.checkpoints import CheckpointState
-from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
-from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
-from flatpeak.runs.signals import StopSignals
-from flatpeak.runs.summary import RunSummary
+from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name
+from flatpeak.runs.directory import RunPaths
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.objective import Objective
 from flatpeak.training.recorder import Recorder
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
-from flatpeak.training.state import SAMPLER_STATE, History
+from flatpeak.training.state import SAMPLER_STATE
 from flatpeak.training.trainer import Trainer, TrainerConfig
-from flatpeak.utils.huggingface import no_progress_bar
 
-Recipe = RunConfig | Mapping[str, Any] | str | Path
-"""A checked recipe, the mapping of one, or the path or name of one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """What a run left behind."""
-
-    path: Path
-    """The run directory."""
-    summary: RunSummary
-    """What summary.json says."""
-    report: Path
-    """The report page."""
-    exit_code: int
-    """0 when done; 130 or 143 when a signal stopped it, with a valid checkpoint left."""
-
-    @property
-    def best(self) -> Path:
-        """The best checkpoint, which `from_pretrained` loads; after SFT alone its last one."""
-        best = self.path / "checkpoints" / "best"
-        return best if best.exists() else self.path / "checkpoints" / "sft" / "last"
+Stage = Literal["sft", "train"]
 
 
 def train(
-    config: Recipe,
+    config: RecipeSource,
     *,
     model: Any = None,
     tokenizer: Any = None,
@@ -83,13 +64,15 @@ def train(
     stderr, False is silence, else an object like `protocols.Progress`. Raises UserError for bad input, before a run
     directory is made; a run name that exists needs `resume` or `overwrite`.
     """
-    given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
-    start = _Start(config=config, settings=settings, resume=resume, overwrite=overwrite, command=command)
-    return _run(start, given, progress=progress, with_training=True)
+    objects = CallerObjects(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
+    request = RunRequest(
+        recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
+    )
+    return run_stages(request, objects, stages=("sft", "train"))
 
 
 def sft(
-    config: Recipe,
+    config: RecipeSource,
     *,
     model: Any = None,
     tokenizer: Any = None,
@@ -103,121 +86,80 @@ def sft(
     command: Sequence[str] | None = None,
 ) -> RunResult:
     """Only the SFT stage of a recipe; the arguments of `train`. Raises UserError where the recipe has no SFT steps."""
-    given = Given(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
-    start = _Start(config=config, settings=settings, resume=resume, overwrite=overwrite, command=command)
-    return _run(start, given, progress=progress, with_training=False)
+    objects = CallerObjects(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
+    request = RunRequest(
+        recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
+    )
+    return run_stages(request, objects, stages=("sft",))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Start:
-    """How the caller asks for a run."""
-
-    config: Recipe
-    settings: Settings | None
-    resume: bool
-    overwrite: bool
-    command: Sequence[str] | None
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """The part of the recipe that was written for this call."""
-        return apply_settings(self.config if isinstance(self.config, Mapping) else {}, self.settings or ())
-
-    @property
-    def named(self) -> str:
-        """What the recipe is called in a notice."""
-        return str(self.config) if isinstance(self.config, str | Path) else "the recipe"
-
-
-def _run(start: _Start, given: Given, *, progress: Progress | bool | None, with_training: bool) -> RunResult:
-    recipe = as_config(start.config, start.settings)
-    if not with_training and not recipe.sft.steps:
+def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[Stage]) -> RunResult:
+    """Run these stages, SFT before RL, each from where it was left; SFT only where the recipe has steps for it."""
+    config = resolve_config(request.recipe, request.settings)
+    if "train" not in stages and not config.sft.steps:
         raise UserError("sft.steps=0: there is nothing to train; set sft.steps to how many steps SFT should take")
-    with open_notices(progress, metric=recipe.evaluation.metric) as (shown, notices):
-        if given.model is not None:
-            recipe = without_source(recipe, own=start.own, named=start.named, progress=shown)
-        resolved, chosen = recipe.model_dump(mode="json"), recipe.model_dump(mode="json", exclude_defaults=True)
-        check_start(recipe.run, resolved, resume=start.resume, overwrite=start.overwrite, chosen=chosen)
-        if recipe.run.threads:
-            torch.set_num_threads(recipe.run.threads)
-        saved = read_saved(recipe, shown) if start.resume else Saved()
-        with closing(assemble(recipe, given, checkpoint=saved.checkpoint, progress=shown)) as parts:
-            announce_decoding(parts.policy, parts.test, shown, max_new_tokens=recipe.rollout.max_new_tokens)
-            saved.announce(parts.policy, shown)
-            with (
-                training_layers(
-                    parts.policy.causal,
-                    recompute=recipe.training.activation_checkpointing,
-                    compiled=recipe.training.compile,
-                ),
-                # Rewards check themselves once the run's name is ours, since a judge is paid.
-                RunDirectory.create(
-                    recipe.run,
-                    resolved,
-                    resume=start.resume,
-                    overwrite=start.overwrite,
-                    command=start.command,
-                    chosen=chosen,
-                    before=parts.prepare,
-                ) as run,
-                StopSignals() as stop,
-            ):
-                recorder = _recorder(recipe, parts, run, stop, shown, notices, saved)
-                parts.attach(run.path, stop)
-                summary = conduct(
-                    recorder, lambda: _stages(recipe, parts, recorder, saved, with_training=with_training)
-                )
-        return RunResult(path=run.path, summary=summary, report=report_on(run, shown), exit_code=stop.exit_code)
+    notices: list[str] = []
+    if objects.model is not None:
+        config, notices = _without_source(config, request)
+    with open_run(request, config, metric=config.evaluation.metric, notices=notices) as run:
+        point = run.resume_point
+        reference_checkpoint = _reference_checkpoint(config, point)
+        components = run.resources.enter_context(
+            closing(build_components(config, objects, checkpoint=point.model, progress=run.progress))
+        )
+        announce_decoding(
+            components.policy, components.test, run.progress, max_new_tokens=config.rollout.max_new_tokens
+        )
+        point.announce_engine(components.policy, run.progress)
+        training = config.training
+        run.resources.enter_context(
+            training_layers(
+                components.policy.causal, recompute=training.activation_checkpointing, compiled=training.compile
+            )
+        )
+        recorder = run.start(
+            components.evaluator,
+            config.evaluation,
+            zero_advantages=_zero_advantages(config, components, run.progress),
+            # Rewards check themselves once the run's name is taken, since a judge is paid.
+            prepare=components.prepare,
+        )
+        components.attach(run.directory.path, run.stop)
+        with run.training():
+            if point.newest is not None and isinstance(components.sampler, ResumableSampler):
+                components.sampler.load(point.newest.state["stage"].get(SAMPLER_STATE, {}))
+            if "sft" in stages and config.sft.steps and point.train is None and not point.sft_finished:
+                run_sft(config, components, recorder, point.sft)
+            if "train" in stages and not recorder.stopped:
+                run_rl(config, components, recorder, point.train, reference_checkpoint)
+    return run.result
 
 
-@contextmanager
-def open_notices(progress: Progress | bool | None, *, metric: str) -> Iterator[tuple[Progress, NoticeLog]]:
-    """What shows a run, and the log that keeps its notices once the run's directory is there."""
-    watching = as_progress(progress, metric=metric)
-    bars = no_progress_bar() if progress is False else nullcontext()
-    with bars, closing(NoticeLog(failed=watching.notice)) as log:
-        yield RecordedProgress(watching, log), log
-
-
-def report_on(run: RunPaths, progress: Progress) -> Path:
-    """Write the report page; where that fails, the run is done all the same."""
-    try:
-        return write_report(run.path)
-    except Exception as error:  # a full disk, or a plot that fails
-        progress.notice(f"{run.report} not written ({error}): write it with flatpeak report {run.path}")
-        return run.report
-
-
-def _stages(config: RunConfig, parts: Parts, recorder: Recorder, saved: Saved, *, with_training: bool) -> None:
-    """SFT, then RL, each from where it was left. What a stage needed is freed at its end."""
-    if saved.newest is not None and isinstance(parts.sampler, ResumableSampler):
-        parts.sampler.load(saved.newest.state["stage"].get(SAMPLER_STATE, {}))
-    if config.sft.steps and saved.train is None and not saved.sft_finished:
-        _imitate(config, parts, recorder, saved.sft)
-    if with_training and not recorder.stopped:
-        _reinforce(config, parts, recorder, saved)
-
-
-def _imitate(config: RunConfig, parts: Parts, recorder: Recorder, saved: CheckpointState | None) -> None:
+def run_sft(config: RunConfig, components: Components, recorder: Recorder, checkpoint: CheckpointState | None) -> None:
+    """Fine-tune the policy on demonstrations; the optimizer's memory is freed at the end."""
     trainer = SFTTrainer(
-        parts.policy,
-        parts.demonstrations,
+        components.policy,
+        components.demonstrations,
         config=config.sft,
         micro_batch_tokens=config.training.micro_batch_tokens,
         max_skipped_updates=config.training.max_skipped_updates,
-        check=parts.sft_check,
-        sampler=parts.sampler,
+        check=components.sft_check,
+        sampler=components.sampler,
         recorder=recorder,
     )
-    if saved is not None:
-        trainer.load(saved.state, saved.tensors)
-        saved.free_tensors()
-    trainer.train(first_step=saved.step + 1 if saved else 1)
+    trainer.train(first_step=restore_trainer(trainer, checkpoint))
 
 
-def _reinforce(config: RunConfig, parts: Parts, recorder: Recorder, saved: Saved) -> None:
+def run_rl(
+    config: RunConfig,
+    components: Components,
+    recorder: Recorder,
+    checkpoint: CheckpointState | None,
+    reference_checkpoint: Path | None,
+) -> None:
+    """Train the policy by reinforcement learning."""
     learner = build_learner(
-        parts.policy,
+        components.policy,
         Objective(config=config.objective, kl=config.kl),
         config.optimizer,
         config.gradient_regularization,
@@ -227,9 +169,9 @@ def _reinforce(config: RunConfig, parts: Parts, recorder: Recorder, saved: Saved
     )
     trainer = Trainer(
         learner,
-        sampler=parts.sampler,
-        phases=parts.phases,
-        reference=parts.take_reference() or own_reference(config, parts.policy, start=saved.start),
+        sampler=components.sampler,
+        phases=components.phases,
+        reference=components.take_reference() or own_reference(config, components.policy, start=reference_checkpoint),
         config=TrainerConfig(
             seed=derive_seed(config.run.seed, "train"),
             rollout=config.rollout,
@@ -239,50 +181,56 @@ def _reinforce(config: RunConfig, parts: Parts, recorder: Recorder, saved: Saved
         ),
         recorder=recorder,
     )
-    if saved.train is not None:
-        trainer.load(saved.train.state, saved.train.tensors)
-        saved.train.free_tensors()
-    trainer.train(first_step=saved.train.step + 1 if saved.train else 1)
+    trainer.train(first_step=restore_trainer(trainer, checkpoint))
 
 
-def _recorder(
-    config: RunConfig,
-    parts: Parts,
-    run: RunDirectory,
-    stop: StopSignals,
-    progress: Progress,
-    notices: NoticeLog,
-    saved: Saved,
-) -> Recorder:
-    newest = saved.newest
-    stage = "train" if saved.train else "sft"
-    if run.resumed:
-        run.rewind(newest.step if newest else None, stage=stage, evaluated=saved.evaluated)
-    notices.open(run.notices, stage=stage if newest else START, step=newest.step if newest else 0)
-    recorder = Recorder(
-        run,
-        config=config.run,
-        evaluation=config.evaluation,
-        evaluator=parts.evaluator,
-        stop=stop,
-        progress=progress,
-        notices=notices,
-        history=History(**newest.state["history"]) if newest else History(),
-        zero_advantages=ZeroAdvantageMonitor(
-            progress.notice,
-            limit=config.rollout.max_new_tokens,
-            other_terms=Objective(config=config.objective, kl=config.kl).needs_all_tokens,
-            unanswered=parts.unanswered(config.evaluation.accuracy),
-        ),
-        evaluated=saved.evaluated,
+def keeps_own_reference(config: RunConfig) -> bool:
+    """Whether the reference is the policy as RL began, and anything uses it."""
+    used = config.kl.coefficient > 0 or config.reference.keep or config.reference.resets
+    return bool(used) and config.reference.model is None
+
+
+def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> Policy | None:
+    """The policy as RL began, if anything uses it.
+
+    `start` is the checkpoint RL began from when a run is resumed; None takes the policy as it is now.
+    """
+    if not keeps_own_reference(config):
+        return None
+    reference = snapshot(policy)
+    if start is not None:
+        restore_weights(reference.model, start)
+    return reference
+
+
+def _reference_checkpoint(config: RunConfig, point: ResumePoint) -> Path | None:
+    """The checkpoint that a resumed run measures KL against: step 0 of RL, unless the reference was reset since.
+
+    UserError where it is missing or damaged.
+    """
+    if point.train is None or not keeps_own_reference(config) or point.train.state["stage"].get("resets", 0):
+        return None
+    start = RunPaths(Path(config.run.directory) / config.run.name).checkpoints / checkpoint_name(0)
+    broken = broken_file(start)
+    if broken is not None:
+        problem = f"{start / broken.name}: {broken.problem}" if start.is_dir() else f"{start} is missing"
+        raise UserError(
+            f"{problem}; KL is measured against this checkpoint: put it back from a copy of the run, or start a new run"
+        )
+    return start
+
+
+def _zero_advantages(config: RunConfig, components: Components, progress: Progress) -> ZeroAdvantageMonitor:
+    return ZeroAdvantageMonitor(
+        progress.notice,
+        limit=config.rollout.max_new_tokens,
+        other_terms=Objective(config=config.objective, kl=config.kl).needs_all_tokens,
+        unanswered=components.unanswered(config.evaluation.accuracy),
     )
-    if newest is not None:
-        recorder.point_at(newest.path)
-    return recorder
 
 
-def as_config(config: Recipe, settings: Settings | None = None) -> RunConfig:
-    """What callers pass as `config`, changed by `settings` and checked."""
-    if not isinstance(config, RunConfig):
-        return parse_config(read_recipe(config, settings or ()))
-    return parse_config(apply_settings(config.model_dump(mode="json"), settings)) if settings else config
+def _without_source(config: RunConfig, request: RunRequest) -> tuple[RunConfig, list[str]]:
+    """The configuration for a caller's own model, and the notices of settings that it replaces."""
+    written_here = apply_settings(request.recipe if isinstance(request.recipe, Mapping) else {}, request.settings or ())
+    name = str(request.recipe) if isinstance(request.recipe, str | Path) else "the recipe"
+    return without_source(config, own=written_here, named=name)

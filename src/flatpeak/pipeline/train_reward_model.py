@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,15 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError, brief
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.pipeline.lifecycle import conduct
-from flatpeak.pipeline.train import Recipe, RunResult, as_config, open_notices, report_on
-from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory
+from flatpeak.pipeline.lifecycle import (
+    RecipeSource,
+    RunRequest,
+    RunResult,
+    open_run,
+    resolve_config,
+    restore_trainer,
+)
+from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory, pick_device
 from flatpeak.protocols import Progress
 from flatpeak.rewards.classifier import (
     COMPLETION,
@@ -29,13 +34,9 @@ from flatpeak.rewards.classifier import (
     pick_template,
 )
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
-from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
-from flatpeak.runs.notices import START, NoticeLog
-from flatpeak.runs.signals import StopSignals
+from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.tasks.preferences import Preferences, PreferencesConfig, load_preferences
 from flatpeak.training.curriculum import Stream
-from flatpeak.training.diagnostics import SkippedUpdates
 from flatpeak.training.recorder import Recorder
 from flatpeak.training.reward_model_trainer import (
     EncodedPair,
@@ -46,15 +47,14 @@ from flatpeak.training.reward_model_trainer import (
     SavedClassifier,
     encode_pairs,
 )
-from flatpeak.training.state import History
 from flatpeak.utils.huggingface import pick_device
 
 REFERENCE_PAIRS = 256
-"""How many held-out pairs give the mean and the standard deviation that are recorded with the model."""
+"""Held-out pairs whose scores give the mean and the standard deviation that are recorded with the model."""
 
 
 def train_reward_model(
-    config: Recipe,
+    config: RecipeSource,
     *,
     model: Any = None,
     tokenizer: Any = None,
@@ -71,66 +71,57 @@ def train_reward_model(
     `flatpeak.train`. Raises UserError for bad input, before a run directory is made; a run name that exists needs
     `resume` or `overwrite`.
     """
-    recipe = as_config(config, settings)
-    resolved, chosen = recipe.model_dump(mode="json"), recipe.model_dump(mode="json", exclude_defaults=True)
-    check_start(recipe.run, resolved, resume=resume, overwrite=overwrite, chosen=chosen)
-    with open_notices(progress, metric="accuracy") as (shown, notices):
-        if recipe.run.threads:
-            torch.set_num_threads(recipe.run.threads)
-        saved = _saved(recipe, shown) if resume else None
-        parts = _assemble(recipe, model, tokenizer, saved=saved, progress=shown)
-        with (
-            RunDirectory.create(
-                recipe.run, resolved, resume=resume, overwrite=overwrite, command=command, chosen=chosen
-            ) as run,
-            StopSignals() as stop,
-        ):
-            recorder = _recorder(recipe, parts, run, stop, shown, notices, saved)
-            summary = conduct(recorder, lambda: _train(recipe, parts, recorder, saved))
-        return RunResult(path=run.path, summary=summary, report=report_on(run, shown), exit_code=stop.exit_code)
-
-
-def _train(config: RunConfig, parts: _Parts, recorder: Recorder, saved: CheckpointState | None) -> None:
-    trainer = parts.trainer(config, recorder, saved)
-    if saved is not None:
-        saved.free_tensors()
-    trainer.train(first_step=saved.step + 1 if saved else 1)
+    request = RunRequest(
+        recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
+    )
+    resolved = resolve_config(config, settings)
+    with open_run(request, resolved, metric="accuracy") as run:
+        checkpoint = run.resume_point.train
+        components = build_reward_model_components(
+            resolved, model, tokenizer, checkpoint=checkpoint, progress=run.progress
+        )
+        section = resolved.reward_model
+        recorder = run.start(
+            components.evaluator,
+            EvaluationConfig(every=section.evaluate_every, size=section.evaluation_size, metric="accuracy"),
+        )
+        with run.training():
+            trainer = components.build_trainer(resolved, recorder)
+            trainer.train(first_step=restore_trainer(trainer, checkpoint))
+    return run.result
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
-    name: str
+class RewardModelComponents:
+    """The model, the encoded pairs and the evaluator that a reward model is trained with."""
+
     classifier: Classifier
     train: tuple[EncodedPair, ...]
-    test: tuple[EncodedPair, ...]
+    evaluator: PairEvaluator
+    """Measures the model on the held-out pairs."""
 
-    def trainer(self, config: RunConfig, recorder: Recorder, saved: CheckpointState | None) -> RewardModelTrainer:
+    def build_trainer(self, config: RunConfig, recorder: Recorder) -> RewardModelTrainer:
+        """The trainer with a fresh optimizer."""
         budget = config.training.micro_batch_tokens
-        reference = self.test[:REFERENCE_PAIRS]
+        reference = self.evaluator.pairs[:REFERENCE_PAIRS]
         learner = PreferenceLearner(
             SavedClassifier(classifier=self.classifier, reference=reference, batch_tokens=budget),
             config.reward_model,
             micro_batch_tokens=budget,
         )
-        if saved is not None:
-            learner.load(saved.tensors)
-        seed = derive_seed(config.run.seed, "pairs", config.reward_model.seed)
-        stream = Stream(items=self.train, seed=seed)
-        trainer = RewardModelTrainer(
+        return RewardModelTrainer(
             learner,
-            stream,
+            Stream(items=self.train, seed=derive_seed(config.run.seed, "pairs", config.reward_model.seed)),
             config=config.reward_model,
             max_skipped_updates=config.training.max_skipped_updates,
             recorder=recorder,
         )
-        if saved is not None:
-            trainer.skipped = SkippedUpdates.of(saved.state["stage"])
-        return trainer
 
 
-def _assemble(
-    config: RunConfig, model: Any, tokenizer: Any, *, saved: CheckpointState | None, progress: Progress
-) -> _Parts:
+def build_reward_model_components(
+    config: RunConfig, model: Any, tokenizer: Any, *, checkpoint: CheckpointState | None, progress: Progress
+) -> RewardModelComponents:
+    """Load the pairs and load or build the model; with `checkpoint`, the model is the one saved there."""
     task = config.task
     if not isinstance(task, PreferencesConfig):
         raise UserError(
@@ -143,12 +134,15 @@ def _assemble(
     preferences = load_preferences(task)
     for notice in preferences.notices:
         progress.notice(notice)
-    classifier = _classifier(config, model, tokenizer, preferences, saved=saved)
+    classifier = _classifier(config, model, tokenizer, preferences, checkpoint=checkpoint)
     train, test = (
         _encoded(encode_pairs(pairs, classifier.wording), progress, what=what)
         for pairs, what in ((preferences.train, "training"), (preferences.test, "held-out"))
     )
-    return _Parts(name=task.name, classifier=classifier, train=train, test=test)
+    evaluator = PairEvaluator(
+        classifier=classifier, pairs=test, task=task.name, batch_tokens=config.training.micro_batch_tokens
+    )
+    return RewardModelComponents(classifier=classifier, train=train, evaluator=evaluator)
 
 
 def _encoded(encoded: EncodedPairs, progress: Progress, *, what: str) -> tuple[EncodedPair, ...]:
@@ -163,14 +157,14 @@ def _encoded(encoded: EncodedPairs, progress: Progress, *, what: str) -> tuple[E
 
 
 def _classifier(
-    config: RunConfig, model: Any, tokenizer: Any, preferences: Preferences, *, saved: CheckpointState | None
+    config: RunConfig, model: Any, tokenizer: Any, preferences: Preferences, *, checkpoint: CheckpointState | None
 ) -> Classifier:
     """The model that is trained: the caller's, the one a recipe names, or a new one; or, of a resumed run, its own."""
     section, record = config.reward_model, None
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    path = str(saved.path) if saved else config.model.path
-    if model is not None and saved is not None:
-        own, _, record = load_model(str(saved.path), where="run.name", dtype=dtype)
+    path = str(checkpoint.path) if checkpoint else config.model.path
+    if model is not None and checkpoint is not None:
+        own, _, record = load_model(str(checkpoint.path), where="run.name", dtype=dtype)
         model.load_state_dict(own.state_dict())
     elif model is None:
         seed = derive_seed(config.run.seed, "weights", section.seed)
@@ -180,7 +174,7 @@ def _classifier(
                 model, tokenizer = _new_model(config, preferences)
                 cast_weights(model, dtype)
             else:
-                model, tokenizer, record = _load(config, path, dtype=dtype, own=saved is not None)
+                model, tokenizer, record = _load(config, path, dtype=dtype, own=checkpoint is not None)
         move_to_own_memory(model.to(pick_device(config.model.device, where="model.device")))
     if model.config.num_labels != 1:
         raise UserError(f"the model has {model.config.num_labels} outputs and a reward model one: set num_labels=1")
@@ -232,44 +226,3 @@ def _new_model(config: RunConfig, preferences: Preferences) -> tuple[Any, Any]:
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"model.new cannot be built with a score head: {brief(error)}") from error
     return model, tokenizer
-
-
-def _saved(config: RunConfig, progress: Progress) -> CheckpointState | None:
-    checkpoints = RunPaths(Path(config.run.directory) / config.run.name).checkpoints
-    newest = newest_valid(checkpoints, notice=progress.notice)
-    return read_checkpoint(newest) if newest else None
-
-
-def _recorder(
-    config: RunConfig,
-    parts: _Parts,
-    run: RunDirectory,
-    stop: StopSignals,
-    progress: Progress,
-    notices: NoticeLog,
-    saved: CheckpointState | None,
-) -> Recorder:
-    evaluated = saved is None or bool(saved.state.get("evaluated", True))
-    if run.resumed:
-        run.rewind(saved.step if saved else None, evaluated=evaluated)
-    notices.open(run.notices, stage="train" if saved else START, step=saved.step if saved else 0)
-    section = config.reward_model
-    recorder = Recorder(
-        run,
-        config=config.run,
-        evaluation=EvaluationConfig(every=section.evaluate_every, size=section.evaluation_size, metric="accuracy"),
-        evaluator=PairEvaluator(
-            classifier=parts.classifier,
-            pairs=parts.test,
-            task=parts.name,
-            batch_tokens=config.training.micro_batch_tokens,
-        ),
-        stop=stop,
-        progress=progress,
-        notices=notices,
-        history=History(**saved.state["history"]) if saved else History(),
-        evaluated=evaluated,
-    )
-    if saved is not None:
-        recorder.point_at(saved.path)
-    return recorder

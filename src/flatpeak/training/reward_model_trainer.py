@@ -9,7 +9,7 @@ and the recorder, which are used here as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -344,6 +344,11 @@ class RewardModelTrainer:
     def state(self) -> dict[str, Any]:
         """Only counts: all that the next step depends on is in weights, optimizer and step."""
         return {"skipped_updates": self.skipped.state()}
+
+    def load(self, state: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Go on from a checkpoint; the model is the one saved there already."""
+        self.learner.load(tensors)
+        self.skipped = SkippedUpdates.of(state["stage"])
 
     def tensors(self) -> dict[str, Tensor]:
         """The learner's."""
