@@ -25,7 +25,7 @@ from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.pipeline.build import CallerObjects, Components, build_components
-from flatpeak.pipeline.progress import Silence
+from flatpeak.pipeline.progress import SilentProgress
 from flatpeak.runs.manifest import describe_start
 from flatpeak.training.batch import collate
 from flatpeak.training.learner import Learner, seeded
@@ -78,7 +78,7 @@ def main() -> None:
     config = parse_config(load_recipe(arguments.recipe, ["optimizer.learning_rate=0", *arguments.overrides]))
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    components = build_components(config, CallerObjects(), checkpoint=None, progress=Silence())
+    components = build_components(config, CallerObjects(), checkpoint=None, progress=SilentProgress())
     imitate(components, config, steps=arguments.sft_steps)
     trainers = {name: build_trainer(components, config, fields) for name, fields in VARIANTS.items()}
     updates = minibatches_of_a_step(trainers[PLAIN])

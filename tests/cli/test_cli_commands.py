@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flatpeak.cli.common import last_line, read_config, show_run
+from flatpeak.cli.common import RunOutput, last_line, read_config
 from flatpeak.cli.evaluate import split_arguments
 from flatpeak.cli.main import app
 from flatpeak.runs.config import RunSectionConfig
@@ -179,7 +179,7 @@ def test_a_second_ctrl_c_prints_the_command_too(monkeypatch, recipe):
 def test_a_fork_that_was_stopped_is_resumed_by_its_own_recipe(monkeypatch, capsys, tmp_path):
     result = SimpleNamespace(path=tmp_path / "a b", report="r", summary=summary(*STAGES, signal=2), exit_code=130)
     with pytest.raises(typer.Exit):
-        show_run(lambda progress: result, metric="accuracy", as_json=False, label="fork", line=last_line)
+        RunOutput(label="fork", metric="accuracy").finish(result, "fork: done")
     last = capsys.readouterr().out.splitlines()[-1]
     assert shlex.split(last) == ["flatpeak", "train", str(tmp_path / "a b" / "config.yaml"), "--resume"]
 
@@ -213,7 +213,8 @@ def test_eval_hands_on_the_recipe_that_says_how_models_are_evaluated(monkeypatch
 
 def test_chat_hands_its_options_on(monkeypatch):
     seen = []
-    stand_in = SimpleNamespace(chat_loop=lambda path, *, console, **options: seen.append((path, options, console)))
+    chat_loop = lambda path, *, console, **options: seen.append((path, options, console))  # noqa: E731
+    stand_in = SimpleNamespace(Console=SimpleNamespace, chat_loop=chat_loop)
     monkeypatch.setitem(sys.modules, "flatpeak.pipeline.chat", stand_in)
     options = ["--temperature", "0", "--max-new-tokens", "9", "--system", "hi", "--template", "chat", "--recipe", "r"]
     assert CliRunner().invoke(app, ["chat", "runs/x", *options]).exit_code == 0
@@ -229,16 +230,20 @@ def test_a_chat_in_a_pipe_has_only_answers_on_standard_output(monkeypatch):
             while True:
                 console.write(f"={console.read('> ')}")
 
-    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.chat", SimpleNamespace(chat_loop=chat_loop))
+    monkeypatch.setitem(
+        sys.modules, "flatpeak.pipeline.chat", SimpleNamespace(Console=SimpleNamespace, chat_loop=chat_loop)
+    )
     done = CliRunner().invoke(app, ["chat", "runs/x"], input="1+1\n2+2\n")
     assert (done.stdout, done.stderr) == ("=1+1\n=2+2\n", "a note\n")
 
 
 def test_several_runs_are_reported_with_a_table_that_compares_them(monkeypatch):
-    written = SimpleNamespace(write_report=lambda run: run / "report.html")
-    tables = SimpleNamespace(compared_runs=lambda runs: "a table", run_table=lambda runs: "run,status\n")
-    monkeypatch.setitem(sys.modules, "flatpeak.report.page", written)
-    monkeypatch.setitem(sys.modules, "flatpeak.report.page", tables)
+    page = SimpleNamespace(
+        write_report=lambda run: run / "report.html",
+        compared_runs=lambda runs: "a table",
+        run_table=lambda runs: "run,status\n",
+    )
+    monkeypatch.setitem(sys.modules, "flatpeak.report.page", page)
     report = lambda *arguments: CliRunner().invoke(app, ["report", *arguments]).stdout  # noqa: E731
     assert report("a") == "a/report.html\n"
     assert report("a", "b") == "a/report.html\nb/report.html\n\na table\n"

@@ -21,11 +21,25 @@ Models = Annotated[
     list[str],
     typer.Argument(metavar="MODEL|KEY=VALUE", help="Runs, checkpoints or Hub names, and settings to change."),
 ]
+Correct = bool | None
+"""Whether an answer is correct; None where grading it failed."""
+_OUTCOMES = {True: "correct", False: "wrong", None: "failed"}
+_PRINTED_ANSWERS = 20
+_GSM8K: tuple[Extraction, ...] = ("gsm8k_strict", "answer_tag", "boxed", "whole")
+"""The extractions that are tried on an answer, in order."""
+
+
+class _Row(NamedTuple):
+    where: str
+    """File and line, for messages."""
+    answer: str
+    gold: str
+    question: str
 
 
 def evaluate(
     models: Models,
-    recipe: Annotated[str | None, typer.Option(help="Ask and judge as this recipe does.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Prompt and grade as this recipe does.")] = None,
     stages: Annotated[
         bool, typer.Option("--stages", help="Compare each run's model before training, after SFT, best and last.")
     ] = False,
@@ -45,7 +59,7 @@ def evaluate(
     from flatpeak.runs.files import write_atomic
     from flatpeak.runs.summary import finite
 
-    # What a reward function prints in this process is no part of the result.
+    # The prints of a reward function in this process are no part of the result.
     with redirect_stdout(sys.stderr), open_progress(sys.stderr) as progress:
         comparison = compare_checkpoints(paths, overrides, recipe=recipe, stages=stages, progress=progress)
     if rows is not None:
@@ -61,7 +75,7 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def chat(
     path: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a checkpoint directory or a Hub name.")],
-    recipe: Annotated[str | None, typer.Option(help="Ask as this recipe does.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Prompt as this recipe does.")] = None,
     template: Annotated[
         str | None,
         typer.Option(help="Word questions by plain, r1_zero, question_only, chat or a file with {question}."),
@@ -94,7 +108,7 @@ def chat(
 
 
 def _read(prompt: str) -> str:
-    """The next line; the prompt is shown to a person only."""
+    """The next line of input, after a prompt where both input and output are a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return input()
     try:
@@ -104,22 +118,9 @@ def _read(prompt: str) -> str:
         raise
 
 
-Verdict = bool | None
-_SHOWN = 20
-_GSM8K: tuple[Extraction, ...] = ("gsm8k_strict", "answer_tag", "boxed", "whole")
-_WORDS = {True: "correct", False: "wrong", None: "failed"}
-
-
-class _Row(NamedTuple):
-    where: str
-    answer: str
-    gold: str
-    question: str
-
-
 def grade(
     file: Annotated[str, typer.Argument(metavar="FILE.jsonl", help="Rows with `answer` (a model's text) and `gold`.")],
-    task: Annotated[str, typer.Option(help="Whose rules: math, or gsm8k (numbers only).")] = "math",
+    task: Annotated[str, typer.Option(help="Rules of grading: math, or gsm8k (numbers only).")] = "math",
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as one JSON object.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer that the rules leave to math-verify.")] = 2.0,
     evaluated: Annotated[
@@ -140,15 +141,15 @@ def grade(
     rows = _read_rows(file)
     verdicts = graders[task](rows, timeout, evaluated)
     if as_json:
-        spelled = ["failed" if verdict is None else verdict for verdict in verdicts]
+        outcomes = ["failed" if verdict is None else verdict for verdict in verdicts]
         counts = {"correct": verdicts.count(True), "failed": verdicts.count(None), "total": len(verdicts)}
-        typer.echo(json.dumps({"verdicts": spelled, **counts}))
+        typer.echo(json.dumps({"verdicts": outcomes, **counts}))
     else:
         typer.echo(_table(rows, verdicts))
 
 
 def _read_rows(file: str) -> list[_Row]:
-    """Each row; a UserError that names the line of a bad one."""
+    """The rows of a file; a UserError names the line of a bad one."""
     from flatpeak.tasks.data_files import read_jsonl
 
     path = Path(file).expanduser()
@@ -169,7 +170,7 @@ def _read_rows(file: str) -> list[_Row]:
     return rows
 
 
-def _grade_math(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Verdict]:
+def _grade_math(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Correct]:
     from flatpeak.rewards.math.evaluated import only_evaluated
     from flatpeak.rewards.math.grader import MathGrader, extracted
 
@@ -180,35 +181,35 @@ def _grade_math(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[V
         return [outcome if isinstance(outcome, bool) else None for outcome in grader.compare(pairs)]
 
 
-def _grade_numbers(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Verdict]:
+def _grade_numbers(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Correct]:
     from flatpeak.rewards.number import extract_answer, leaves_work, parse_number
 
-    verdicts: list[Verdict] = []
+    verdicts: list[Correct] = []
     for where, answer, gold, question in rows:
         expected = parse_number(gold)
         if expected is None:
             expected = extract_answer(gold, "gsm8k_strict")
         if expected is None:
             raise UserError(f"{where}: the gold {gold[:60]!r} is no number and has none after `####`; use --task math")
-        found = ((extract_answer(answer, how), how) for how in _GSM8K)
-        number, how = next((each for each in found if each[0] is not None), (None, _GSM8K[0]))
-        left = evaluated and leaves_work(answer, how, gold=str(expected), question=question)
-        verdicts.append(number == expected and not left)
+        candidates = ((extract_answer(answer, extraction), extraction) for extraction in _GSM8K)
+        number, extraction = next((one for one in candidates if one[0] is not None), (None, _GSM8K[0]))
+        unfinished = evaluated and leaves_work(answer, extraction, gold=str(expected), question=question)
+        verdicts.append(number == expected and not unfinished)
     return verdicts
 
 
-def _table(rows: Sequence[_Row], verdicts: Sequence[Verdict]) -> str:
+def _table(rows: Sequence[_Row], verdicts: Sequence[Correct]) -> str:
     correct, failed, total = verdicts.count(True), verdicts.count(None), len(verdicts)
     lines = [f"{correct} of {total} correct ({correct / total:.1%}), {total - correct - failed} wrong, {failed} failed"]
-    others = [(row, verdict) for row, verdict in zip(rows, verdicts, strict=True) if verdict is not True]
-    for (where, answer, gold, _), verdict in others[:_SHOWN]:
-        lines.append(f"{_WORDS[verdict]:8} {where}: {_short(answer)} for {_short(gold)}")
-    if len(others) > _SHOWN:
-        lines.append(f"and {len(others) - _SHOWN} more; --json has every verdict")
+    not_correct = [(row, verdict) for row, verdict in zip(rows, verdicts, strict=True) if verdict is not True]
+    for (where, answer, gold, _), verdict in not_correct[:_PRINTED_ANSWERS]:
+        lines.append(f"{_OUTCOMES[verdict]:8} {where}: {_short(answer)} for {_short(gold)}")
+    if len(not_correct) > _PRINTED_ANSWERS:
+        lines.append(f"and {len(not_correct) - _PRINTED_ANSWERS} more; --json has every verdict")
     return "\n".join(lines)
 
 
 def _short(text: str) -> str:
-    """The end of a text, where answers stand."""
+    """The last 50 characters of a text, where answers stand."""
     line = " ".join(text.split())
     return line if len(line) <= 50 else f"...{line[-47:]}"

@@ -1,4 +1,4 @@
-"""The `flatpeak` command: sets the environment up, runs one command, and turns errors into lines and exit codes."""
+"""The `flatpeak` command: the environment, one function per command, errors as lines and exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from flatpeak.cli import evaluate, report, train
 from flatpeak.errors import RunError, UserError, explanation
 
-# Read when torch, tokenizers and transformers load; what the user has set stays.
+# Read when torch, tokenizers and transformers load; variables that the user has set stay.
 ENVIRONMENT = {
     # Threads that spin while they wait made runs on a busy machine 13 to 20 times slower; a bounded spin is no way out
     # (docs/engine.md, Threads).

@@ -1,4 +1,4 @@
-"""The commands that show runs: `report` and `explain`."""
+"""The commands that read finished runs: `report` and `explain`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+UNLIMITED = 100_000
+"""Columns of output that goes to a file or another program."""
 
 
 def report(
@@ -15,21 +18,15 @@ def report(
     ] = False,
 ) -> None:
     """Rebuild each run's report.html and print its path; of several runs, also print a table that compares them."""
-    from flatpeak.report.page import compared_runs, run_table
+    from flatpeak.report.page import compared_runs, run_table, write_report
 
     if csv:
         typer.echo(run_table(runs), nl=False)
         return
-    from flatpeak.report.page import write_report
-
     for run in runs:
         typer.echo(write_report(run))
     if len(runs) > 1:
         typer.echo(f"\n{compared_runs(runs)}")
-
-
-UNLIMITED = 100_000
-"""Columns of output that goes to a file or another program."""
 
 
 def explain(

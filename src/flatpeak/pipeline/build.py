@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run. Whatever is wrong with the input is found here, before a run begins."""
+"""From a recipe to the components of a run; unusable input is refused here, before the run begins."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
 from flatpeak.evaluation.ranking import LetterRanker
-from flatpeak.pipeline.checks import (
-    check_aside,
-    check_policy,
-    check_regularization,
-    overlong_demonstrations,
-    recipe_notices,
-    renamed_settings,
-)
 from flatpeak.pipeline.components import (
     SamplerFactory,
     build_sampler,
     callers_sampler,
+    check_policy,
+    check_regularization,
+    check_sft_split,
     first_reward,
     main_reward,
+    notice_of_overlong_demonstrations,
     open_workers,
-    prepare,
+    prepare_reward,
+    recipe_notices,
+    renamed_settings,
 )
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights
@@ -53,7 +51,7 @@ Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool
 
 @dataclass(frozen=True, kw_only=True)
 class CallerObjects:
-    """What a Python caller brings instead of naming it in the recipe; None is what the recipe says."""
+    """Objects that a Python caller passes in place of those that the recipe names; None leaves it to the recipe."""
 
     model: Any = None
     tokenizer: Any = None
@@ -64,7 +62,7 @@ class CallerObjects:
 
 @dataclass(kw_only=True)
 class Components:
-    """What a run is made of."""
+    """The objects that a run of a policy consists of."""
 
     policy: Policy
     sampler: Sampler
@@ -72,111 +70,111 @@ class Components:
     test: tuple[Prompt, ...]
     demonstrations: Stream[Demonstration]
     reference: Policy | None
-    """What `reference.model` names; the policy as RL begins does not exist yet."""
+    """The model of `reference.model`; the policy as RL begins does not exist yet."""
     evaluator: Evaluator
     """Measures the policy on the held-out prompts."""
     sft_check: Evaluator
     """Measures it on the training prompts that are set aside for `sft.stop_at`."""
     workers: WorkerPool | None = None
-    """Grade for the phases' rewards; processes start when there is something to grade, and end with `close`."""
+    """The grading processes of the rewards; they end with `close`."""
 
     def attach(self, directory: Path, stop: StopSignals) -> None:
-        """Let rewards write into the run's directory, and stop waiting when a signal asks for it."""
-        for reward in self._reward_sets():
+        """Give rewards the run's directory to write into, and the signal that ends their waiting."""
+        for reward in self._rewards():
             reward.attach(directory, stopping=lambda: stop.signal is not None)
 
     def take_reference(self) -> Policy | None:
-        """The named reference, once: a reset replaces it, and nothing may keep it in memory then."""
+        """Hand over the named reference: a reset replaces it, and then nothing else may keep it in memory."""
         reference, self.reference = self.reference, None
         return reference
 
     def prepare(self) -> None:
-        """Let rewards check themselves before anything is spent on the run: UserError where one is unfit."""
-        for reward in self._reward_sets():
-            prepare(reward, next(phase.prompts.items for phase in self.phases if phase.reward is reward))
+        """Let rewards check themselves before anything is spent on the run; UserError where one is unfit."""
+        for reward in self._rewards():
+            prepare_reward(reward, next(phase.prompts.items for phase in self.phases if phase.reward is reward))
 
-    def unanswered(self, part: str | None) -> Unanswered | None:
-        """Test of whether that part of the reward finds an answer; None where nothing reads answers.
+    def unanswered(self, name: str | None) -> Unanswered | None:
+        """A test of whether the reward component of that name extracts an answer; None where none reads answers.
 
-        Where the first task has rewards of its own too: what reads one task's answers may refuse the other's questions.
+        None also where the first task has rewards of its own: one task's grader may refuse the other's questions.
         """
         reward = self.phases[-1].reward
-        if part is None or not reward.weights or any(one.reward is not reward for one in self.phases):
+        if name is None or not reward.weights or any(phase.reward is not reward for phase in self.phases):
             return None
-        return lambda group: [reward.answer(part, one, group.prompt) is None for one in group.completions]
+        return lambda group: [reward.answer(name, one, group.prompt) is None for one in group.completions]
 
-    def _reward_sets(self) -> list[RewardSet]:
+    def _rewards(self) -> list[RewardSet]:
         return list(dict.fromkeys(phase.reward for phase in self.phases))
 
     def close(self) -> None:
-        """End what would outlive the run, and give the model back. Whatever one of them raises, the others end too."""
-        with ExitStack() as ends:
-            ends.callback(self.policy.release)
-            for reward in self._reward_sets():
-                ends.callback(reward.close)
+        """End all processes and give the model back; where one of them raises, the others end all the same."""
+        with ExitStack() as resources:
+            resources.callback(self.policy.release)
+            for reward in self._rewards():
+                resources.callback(reward.close)
             if self.workers is not None:
-                ends.callback(self.workers.close)
+                resources.callback(self.workers.close)
 
 
 def build_components(
-    config: RunConfig, given: CallerObjects, *, checkpoint: Path | None, progress: Progress
+    config: RunConfig, objects: CallerObjects, *, checkpoint: Path | None, progress: Progress
 ) -> Components:
-    """Load or build every part; with `checkpoint`, the policy is the one saved there.
+    """Load or build every component; with `checkpoint`, the policy is the one saved there.
 
-    Where the parts do not fit together, processes end and a caller's model is given back as it was.
+    Where the components do not fit together, processes end and a caller's model is given back as it was.
     """
-    with ExitStack() as made:
-        parts = _assemble(config, given, made, checkpoint=checkpoint, progress=progress)
-        made.pop_all()
-    return parts
+    with ExitStack() as resources:
+        components = _build(config, objects, resources, checkpoint=checkpoint, progress=progress)
+        resources.pop_all()
+    return components
 
 
-def _assemble(
-    config: RunConfig, given: CallerObjects, made: ExitStack, *, checkpoint: Path | None, progress: Progress
+def _build(
+    config: RunConfig, objects: CallerObjects, resources: ExitStack, *, checkpoint: Path | None, progress: Progress
 ) -> Components:
-    """`made` is given what undoes each part."""
-    if given.model is None and checkpoint is None:
+    """Build the components, each of them closed with `resources`."""
+    if objects.model is None and checkpoint is None:
         check_source(config.model)
-    task = check_task(given.task, where="task") if given.task else build_task(config.task)
+    task = check_task(objects.task, where="task") if objects.task else build_task(config.task)
     first_task = build_task(config.curriculum.task) if config.curriculum else None
-    workers = _closed(open_workers(config), made)
-    reward = _closed(main_reward(config, given.reward, workers=workers, progress=progress), made)
+    workers = _closing(open_workers(config), resources)
+    reward = _closing(main_reward(config, objects.reward, workers=workers, progress=progress), resources)
     examples = [*task.train, *task.test, *(first_task.train if first_task else ())] if config.model.new else []
-    policy = _policy(config, given, examples, checkpoint=checkpoint)
-    made.callback(policy.release)
+    policy = _policy(config, objects, examples, checkpoint=checkpoint)
+    resources.callback(policy.release)
     check_policy(config, policy)
     check_regularization(config, policy)
     for notice in (*getattr(task, "notices", ()), *recipe_notices(config, policy)):
         progress.notice(notice)
 
     train, test = (
-        _prompts(examples, policy, config, progress, what=f"{task.name} {split}")
+        _prompts(examples, policy, config, progress, split=f"{task.name} {split}")
         for examples, split in ((task.train, "train"), (task.test, "test"))
     )
     _check_ranking(config, policy, test)
-    aside = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
-    check_aside(aside, train)
+    check_size = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
+    check_sft_split(check_size, train)
     main = Phase(
         task=task.name, prompts=_stream(train, config, "main"), reward=reward, accuracy=config.evaluation.accuracy
     )
     phases: tuple[Phase, ...] = (main,)
-    shown = train[aside:]
+    demonstrated = train[check_size:]
     if config.curriculum and first_task:
-        first_train = _prompts(first_task.train, policy, config, progress, what=f"{first_task.name} train")
-        own = _closed(first_reward(config, workers=workers, progress=progress), made)
+        first_train = _prompts(first_task.train, policy, config, progress, split=f"{first_task.name} train")
+        own = _closing(first_reward(config, workers=workers, progress=progress), resources)
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
-        shown = (*shown, *first_train) if config.curriculum.in_sft else shown
-    sampler = build_sampler(policy, config) if given.sampler is None else callers_sampler(given.sampler, policy, config)
+        demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
+    sampler = _sampler(config, objects, policy)
     evaluator = _evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
     return Components(
         policy=policy,
         sampler=sampler,
         phases=phases,
         test=test,
-        demonstrations=_demonstrations(config, shown, policy, progress),
+        demonstrations=_demonstrations(config, demonstrated, policy, progress),
         reference=named_reference(config, policy),
         evaluator=evaluator,
-        sft_check=replace(evaluator, prompts=train[:aside]),
+        sft_check=replace(evaluator, prompts=train[:check_size]),
         workers=workers,
     )
 
@@ -195,31 +193,37 @@ def _first_phase(
 
 
 @contextmanager
-def open_evaluation(config: RunConfig, given: CallerObjects, *, progress: Progress) -> Iterator[PolicyEvaluator]:
-    """An evaluator on the held-out prompts, and no more of a run than that takes. Graders' processes end with it."""
-    task = given.task or build_task(config.task)
-    with ExitStack() as made:
-        workers = _closed(open_workers(config), made)
-        reward = _closed(main_reward(config, given.reward, workers=workers, progress=progress), made)
+def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[PolicyEvaluator]:
+    """An evaluator on the held-out prompts, and no more of a run than that takes; graders' processes end with it."""
+    task = build_task(config.task)
+    with ExitStack() as resources:
+        workers = _closing(open_workers(config), resources)
+        reward = _closing(main_reward(config, None, workers=workers, progress=progress), resources)
         examples: list[Example] = []
-        if config.model.new is not None:  # its tokenizer is made of all that `build_components` has
+        if config.model.new is not None:  # its tokenizer is made of the same texts as in `build_components`
             first = build_task(config.curriculum.task).train if config.curriculum else ()
             examples = [*task.train, *task.test, *first]
-        policy = _policy(config, given, examples, checkpoint=None)
-        made.callback(policy.release)
+        policy = _policy(config, CallerObjects(), examples, checkpoint=None)
+        resources.callback(policy.release)
         for notice in renamed_settings(config):
             progress.notice(notice)
-        prompts = _prompts(task.test, policy, config, progress, what=f"{task.name} test")
+        prompts = _prompts(task.test, policy, config, progress, split=f"{task.name} test")
         _check_ranking(config, policy, prompts)
-        prepare(reward, prompts)
+        prepare_reward(reward, prompts)
         yield _evaluator(config, policy, build_sampler(policy, config), reward, task=task.name, prompts=prompts)
 
 
-def _closed(component: Closing, made: ExitStack) -> Closing:
-    """The reward or the worker pool, where there is one, closed with the stack."""
+def _closing(component: Closing, resources: ExitStack) -> Closing:
+    """The reward or the worker pool, closed with `resources` if there is one."""
     if component is not None:
-        made.callback(component.close)
+        resources.callback(component.close)
     return component
+
+
+def _sampler(config: RunConfig, objects: CallerObjects, policy: Policy) -> Sampler:
+    if objects.sampler is None:
+        return build_sampler(policy, config)
+    return callers_sampler(objects.sampler, policy, config)
 
 
 def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
@@ -243,14 +247,16 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
     return reference
 
 
-def _policy(config: RunConfig, given: CallerObjects, examples: Sequence[Example], *, checkpoint: Path | None) -> Policy:
+def _policy(
+    config: RunConfig, objects: CallerObjects, examples: Sequence[Example], *, checkpoint: Path | None
+) -> Policy:
     """The caller's model, the one a recipe names, or a new one, whose tokenizer is made of `examples`."""
-    if given.model is not None:
-        if given.tokenizer is None:
+    if objects.model is not None:
+        if objects.tokenizer is None:
             raise UserError("train(model=...) needs tokenizer=... too")
         if checkpoint is not None:
-            restore_weights(given.model, checkpoint)
-        return Policy(given.model, given.tokenizer, dropout=config.model.dropout)
+            restore_weights(objects.model, checkpoint)
+        return Policy(objects.model, objects.tokenizer, dropout=config.model.dropout)
     model = config.model
     if checkpoint is not None:
         model = model.model_copy(update={"path": str(checkpoint), "new": None, "revision": None})
@@ -261,15 +267,15 @@ def _policy(config: RunConfig, given: CallerObjects, examples: Sequence[Example]
 
 
 def _prompts(
-    examples: Iterable[Example], policy: Policy, config: RunConfig, progress: Progress, *, what: str
+    examples: Iterable[Example], policy: Policy, config: RunConfig, progress: Progress, *, split: str
 ) -> tuple[Prompt, ...]:
     limit = _longest_prompt(config, policy)
     built = build_prompts(tuple(examples), policy.tokenizer, config.prompt, max_tokens=limit)
     if built.dropped or built.truncated:
-        progress.notice(f"{what}: {built.dropped} overlong prompts dropped, {built.truncated} shortened")
+        progress.notice(f"{split}: {built.dropped} overlong prompts dropped, {built.truncated} shortened")
     if built.fewer_shots:
         progress.notice(
-            f"{what}: {built.fewer_shots} of {len(built.prompts)} prompts have fewer worked examples, to fit"
+            f"{split}: {built.fewer_shots} of {len(built.prompts)} prompts have fewer worked examples, to fit"
         )
     return built.prompts
 
@@ -283,16 +289,18 @@ def _stream(prompts: tuple[Prompt, ...], config: RunConfig, name: str) -> Stream
 def _demonstrations(
     config: RunConfig, prompts: Sequence[Prompt], policy: Policy, progress: Progress
 ) -> Stream[Demonstration]:
-    found: list[Demonstration] = []
+    fitting: list[Demonstration] = []
     if config.sft.steps:
-        found, dropped = demonstrations(prompts, policy, max_tokens=policy.context_length)
+        fitting, dropped = demonstrations(prompts, policy, max_tokens=policy.context_length)
         if dropped:
-            progress.notice(overlong_demonstrations(dropped, left=len(found), context=policy.context_length))
-        elif not found:
+            progress.notice(
+                notice_of_overlong_demonstrations(dropped, left=len(fitting), context=policy.context_length)
+            )
+        elif not fitting:
             raise UserError(
                 "sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0"
             )
-    return Stream(items=found, seed=derive_seed(config.run.seed, "demonstrations"))
+    return Stream(items=fitting, seed=derive_seed(config.run.seed, "demonstrations"))
 
 
 def _check_ranking(config: RunConfig, policy: Policy, prompts: Sequence[Prompt]) -> None:
@@ -320,7 +328,7 @@ def _evaluator(
 
 
 def _longest_prompt(config: RunConfig, policy: Policy) -> int:
-    """Tokens that the context leaves beside a completion. UserError where that is none."""
+    """The most tokens that a prompt may have beside a completion; UserError where the context leaves none."""
     context, limit = policy.context_length or UNBOUNDED_CONTEXT, config.rollout.max_new_tokens
     if limit >= context:
         raise UserError(

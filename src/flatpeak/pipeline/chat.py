@@ -1,4 +1,4 @@
-"""`flatpeak chat`: talk to a model, which a run's recipe says how to ask."""
+"""`flatpeak chat`: questions to a model, worded and answered as its run's recipe says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.compare import Located, locate_model
+from flatpeak.pipeline.compare import ModelSource, locate_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
@@ -23,34 +23,83 @@ from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.prompts import CHAT, PromptConfig, build_prompts, prompt_texts, word_messages
 from flatpeak.types import Completion, Example, Message, Prompt, SamplingParams
 
+LONGEST_ANSWER = 256
+"""Tokens, where neither a recipe nor the caller sets a limit."""
+LONGEST_EXAMPLE = 300
+"""Characters of an example question that is printed."""
 _ANY_LENGTH = 2**30
+_MARK = "FLATPEAKQUESTION"
+_UNKNOWN = "how questions were worded in training is unknown; --recipe or --template can say it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """How questions are worded and answers drawn."""
+    """The wording of questions and the sampling of answers."""
 
     prompt: PromptConfig
     sampling: SamplingParams
     conversation: bool
-    """Whether a question includes the turns before it, by the chat template; else each is asked by itself."""
+    """Whether a question includes the messages before it, by the chat template; else each is asked by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Console:
-    """Where a chat reads and writes; tests replace it."""
+    """The functions by which a chat reads and writes."""
 
     read: Callable[[str], str] = input
-    """The next question, given the text that asks for it; EOFError at the end."""
+    """Reads the next question after a prompt; EOFError at the end."""
     write: Callable[[str], None] = print
-    """Answers."""
+    """Writes an answer."""
     note: Callable[[str], None] = print
-    """Everything else."""
+    """Writes everything else."""
+
+
+def chat_loop(
+    path: str,
+    *,
+    recipe: str | None = None,
+    template: str | None = None,
+    system: str | None = None,
+    temperature: float | None = None,
+    max_new_tokens: int | None = None,
+    console: Console | None = None,
+) -> None:
+    """Answer questions with a run's model as they were worded in training, or with any model by its chat template.
+
+    `recipe` replaces the run's; `template`, `system`, `temperature` and `max_new_tokens` have precedence over both.
+    UserError where the model or the template cannot be used.
+    """
+    console = console or Console()
+    source = locate_model(path)
+    own = _config(source.recipe)
+    config = own if recipe is None else _config(recipe)
+    wording = None if config is None and template is None else _wording(config, template=template, system=system)
+    model = own.model if own is not None else ModelConfig()
+    policy = load_policy(ModelConfig(path=source.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
+    tokenizer: Any = policy.tokenizer
+    if wording is None:
+        wording = _own_wording(tokenizer, system=system)
+    if wording.template == CHAT and not tokenizer.chat_template:
+        raise UserError(f"{path}: its tokenizer has no chat template: give --template plain, r1_zero or a file")
+    settings = ChatSettings(
+        prompt=wording,
+        sampling=_sampling(config, wording, temperature=temperature, max_new_tokens=max_new_tokens),
+        conversation=wording.template == CHAT and (config is None or template is not None),
+    )
+    chat_prompt(
+        tokenizer, [{"role": "user", "content": "?"}], settings
+    )  # refused now rather than at the first question
+    for line in _opening(source, config, settings, recipe=recipe, chat_template=bool(tokenizer.chat_template)):
+        console.note(line)
+    example = None if config is None else example_question(config, tokenizer, source.run)
+    if example is not None:
+        console.note(f"try: {example}")
+    converse(policy, settings, console)
 
 
 def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
     """Answer lines until an empty one or the end of input."""
-    turns: list[Message] = []
+    messages: list[Message] = []
     for seed in range(10**9):
         try:
             question = console.read("> ")
@@ -61,8 +110,8 @@ def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
         unknown = unknown_characters(policy.tokenizer, question)
         if unknown:
             console.note(f"not in this model's vocabulary: {' '.join(map(repr, unknown))}")
-        turns.append({"role": "user", "content": question})
-        prompt, room = _fitted(policy, settings, turns, console)
+        messages.append({"role": "user", "content": question})
+        prompt, room = _fitted(policy, settings, messages, console)
         if not prompt.token_ids or room < 1:
             console.note(
                 f"the question has {len(prompt.token_ids)} tokens and the model's context {policy.context_length}: ask "
@@ -70,11 +119,11 @@ def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
                 if prompt.token_ids
                 else "this model's tokenizer knows nothing of that text"
             )
-            turns.pop()
+            messages.pop()
             continue
         sampling = replace(settings.sampling, max_new_tokens=min(room, settings.sampling.max_new_tokens))
         answer = reply(policy, prompt, sampling=sampling, seed=seed)
-        turns.append({"role": "assistant", "content": answer.text})
+        messages.append({"role": "assistant", "content": answer.text})
         console.write(answer.text)
         if answer.finish_reason == "length":
             console.note(f"(cut after {sampling.max_new_tokens} tokens)")
@@ -89,23 +138,44 @@ def reply(policy: Policy, prompt: Prompt, *, sampling: SamplingParams, seed: int
     return engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)[0].completions[0]
 
 
-def chat_prompt(tokenizer: Any, turns: Sequence[Message], settings: ChatSettings) -> Prompt:
-    """The prompt of the last turn, which is the user's; the turns before it count in a conversation only."""
-    question = turns[-1]["content"]
+def chat_prompt(tokenizer: Any, messages: Sequence[Message], settings: ChatSettings) -> Prompt:
+    """The prompt of the last message, the user's; those before it are part of it in a conversation only."""
+    question = messages[-1]["content"]
     example = Example(id="chat", question=question, gold="")
     if settings.conversation:
         system = settings.prompt.system
         opening: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
-        messages = (*opening, *turns)
-        text, ids = word_messages(tokenizer, messages, settings.prompt)
-        return Prompt(id="chat", token_ids=tuple(ids), text=text, example=example, messages=messages)
+        dialogue = (*opening, *messages)
+        text, ids = word_messages(tokenizer, dialogue, settings.prompt)
+        return Prompt(id="chat", token_ids=tuple(ids), text=text, example=example, messages=dialogue)
     whole = settings.prompt.model_copy(update={"overlong": "error", "max_tokens": None})
     return build_prompts([example], tokenizer, whole, max_tokens=_ANY_LENGTH).prompts[0]
 
 
+def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], console: Console) -> tuple[Prompt, int]:
+    """The prompt, and the tokens that the context leaves for the answer.
+
+    The oldest messages of a conversation that does not fit are removed from `messages`.
+    """
+    context = policy.context_length or _ANY_LENGTH
+    # In a small context, older messages are removed only until a quarter of it is left for the answer.
+    reserved = min(settings.sampling.max_new_tokens, context // 4)
+    prompt = chat_prompt(policy.tokenizer, messages, settings)
+    removed = 0
+    while settings.conversation and len(messages) > 2 and len(prompt.token_ids) + reserved > context:
+        del messages[:2]
+        removed += 2
+        prompt = chat_prompt(policy.tokenizer, messages, settings)
+    if removed:
+        console.note(f"the conversation's first {removed} turns no longer fit into the model's context of {context}")
+    return prompt, context - len(prompt.token_ids)
+
+
 def unknown_characters(tokenizer: Any, text: str) -> list[str]:
-    """The pieces of a text that a tokenizer drops or replaces by its unknown token, each once; of one that cannot say
-    where its tokens come from, none."""
+    """The substrings that a tokenizer drops or replaces by its unknown token, each once.
+
+    An empty list for a tokenizer without offsets.
+    """
     if not getattr(tokenizer, "is_fast", False):
         return []
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -114,79 +184,11 @@ def unknown_characters(tokenizer: Any, text: str) -> list[str]:
         covered.update(range(start, end))
         if token == tokenizer.unk_token_id and end > start:
             unknown.append(text[start:end])
-    # Behind a character that was dropped, offsets are not to be relied on: each is looked at by itself.
+    # Behind a character that was dropped, offsets are unreliable: each character is tokenized by itself.
     if any(at not in covered and not one.isspace() for at, one in enumerate(text)):
         single = (one for one in text if not one.isspace())
         unknown += [one for one in single if not tokenizer.encode(one, add_special_tokens=False)]
     return list(dict.fromkeys(unknown))
-
-
-def _fitted(policy: Policy, settings: ChatSettings, turns: list[Message], console: Console) -> tuple[Prompt, int]:
-    """The prompt, and how many tokens the context leaves for the answer.
-
-    The oldest turns of a conversation that does not fit are removed from `turns`.
-    """
-    context = policy.context_length or _ANY_LENGTH
-    # Of a small context, answers may take a quarter before turns have to give way to them.
-    wanted = min(settings.sampling.max_new_tokens, context // 4)
-    prompt = chat_prompt(policy.tokenizer, turns, settings)
-    removed = 0
-    while settings.conversation and len(turns) > 2 and len(prompt.token_ids) + wanted > context:
-        del turns[:2]
-        removed += 2
-        prompt = chat_prompt(policy.tokenizer, turns, settings)
-    if removed:
-        console.note(f"the conversation's first {removed} turns no longer fit into the model's context of {context}")
-    return prompt, context - len(prompt.token_ids)
-
-
-LONGEST_ANSWER = 256
-"""Tokens, where neither a recipe nor the caller says how many."""
-LONGEST_EXAMPLE = 300
-"""Characters of an example question that is shown."""
-_MARK = "FLATPEAKQUESTION"
-_UNKNOWN = "how questions were worded in training is unknown; --recipe or --template can say it"
-
-
-def chat_loop(
-    path: str,
-    *,
-    recipe: str | None = None,
-    template: str | None = None,
-    system: str | None = None,
-    temperature: float | None = None,
-    max_new_tokens: int | None = None,
-    console: Console | None = None,
-) -> None:
-    """Answer questions with a run's model as they were asked in its training, or with any model by its chat template.
-
-    `recipe` says how instead; `template`, `system`, `temperature` and `max_new_tokens` come first. UserError where the
-    model or the template cannot be used.
-    """
-    console = console or Console()
-    located = locate_model(path)
-    own = _config(located.recipe)
-    config = own if recipe is None else _config(recipe)
-    wording = None if config is None and template is None else _wording(config, template=template, system=system)
-    model = own.model if own is not None else ModelConfig()
-    policy = load_policy(ModelConfig(path=located.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
-    tokenizer: Any = policy.tokenizer
-    if wording is None:
-        wording = _own_wording(tokenizer, system=system)
-    if wording.template == CHAT and not tokenizer.chat_template:
-        raise UserError(f"{path}: its tokenizer has no chat template: give --template plain, r1_zero or a file")
-    settings = ChatSettings(
-        prompt=wording,
-        sampling=_sampling(config, wording, temperature=temperature, max_new_tokens=max_new_tokens),
-        conversation=wording.template == CHAT and (config is None or template is not None),
-    )
-    chat_prompt(tokenizer, [{"role": "user", "content": "?"}], settings)  # what it refuses it refuses now
-    for line in _opening(located, config, settings, recipe=recipe, chat_template=bool(tokenizer.chat_template)):
-        console.note(line)
-    example = None if config is None else example_question(config, tokenizer, located.run)
-    if example is not None:
-        console.note(f"try: {example}")
-    converse(policy, settings, console)
 
 
 def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str | None:
@@ -198,14 +200,14 @@ def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str
             question = config.task.load().test[0].question
         elif run is not None:
             question = _logged_question(config, tokenizer, RunPaths(run))
-    except (UserError, OSError, ValueError, KeyError, IndexError):  # it is only an example
+    except (UserError, OSError, ValueError, KeyError, IndexError):  # an example is not worth an error
         return None
-    shown = question is not None and question.isprintable() and 0 < len(question) <= LONGEST_EXAMPLE
-    return question if shown else None
+    usable = question is not None and question.isprintable() and 0 < len(question) <= LONGEST_EXAMPLE
+    return question if usable else None
 
 
 def _logged_question(config: RunConfig, tokenizer: Any, run: RunPaths) -> str | None:
-    """The question in the first prompt of the newest logged step: what stands where the template has its question."""
+    """The question in the first prompt of the newest logged step, cut out by the template around it."""
     logged = list(logged_steps(run.rollouts).values())
     if not logged:
         return None
@@ -222,7 +224,7 @@ def _config(recipe: str | Path | None) -> RunConfig | None:
 
 
 def _wording(config: RunConfig | None, *, template: str | None, system: str | None) -> PromptConfig:
-    """The recipe's, or that of `template`; a system message given here replaces the recipe's."""
+    """The recipe's wording, or that of `template`; `system` replaces the recipe's system message."""
     prompt = PromptConfig() if config is None else config.prompt
     if template is not None and (config is None or template != prompt.template):
         prompt = PromptConfig(template=template)
@@ -262,32 +264,32 @@ def _own_wording(tokenizer: Any, *, system: str | None) -> PromptConfig:
 def _sampling(
     config: RunConfig | None, wording: PromptConfig, *, temperature: float | None, max_new_tokens: int | None
 ) -> SamplingParams:
-    """As the recipe's evaluations draw answers; without a recipe by sampling at temperature 1."""
-    found = SamplingParams(max_new_tokens=LONGEST_ANSWER)
+    """The sampling of the recipe's evaluations; without a recipe, temperature 1."""
+    sampling = SamplingParams(max_new_tokens=LONGEST_ANSWER)
     if config is not None:
         evaluation, rollout = config.evaluation, config.rollout
-        found = SamplingParams(
+        sampling = SamplingParams(
             temperature=0.0 if evaluation.greedy else evaluation.temperature,
             top_p=1.0 if evaluation.greedy else evaluation.top_p,
             top_k=0 if evaluation.greedy else evaluation.top_k,
             max_new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
-            # Another wording was never taught to write them.
+            # With another wording the model was not trained to write them.
             stop=rollout.stop if wording.template == config.prompt.template else (),
         )
     if temperature is not None:
-        found = replace(found, temperature=temperature)
-    return found if max_new_tokens is None else replace(found, max_new_tokens=max_new_tokens)
+        sampling = replace(sampling, temperature=temperature)
+    return sampling if max_new_tokens is None else replace(sampling, max_new_tokens=max_new_tokens)
 
 
 def _opening(
-    located: Located,
+    source: ModelSource,
     config: RunConfig | None,
     settings: ChatSettings,
     *,
     recipe: str | None,
     chat_template: bool,
 ) -> list[str]:
-    """What is said before the first question: how it will be worded, and how the answer is drawn."""
+    """The lines before the first question: the wording of questions and the sampling of answers."""
     template = settings.prompt.template
     form = "as a conversation" if settings.conversation else "each question by itself"
     lines = []
@@ -302,9 +304,9 @@ def _opening(
     elif config is not None:
         lines.append(f"asked by --template {template}, {form}; training asked by {config.prompt.template}")
     else:
-        if located.run is not None:
-            lines.append(f"{located.run / 'config.yaml'} is missing, so {_UNKNOWN}")
-        elif located.path is not None and is_checkpoint(Path(located.path)):
+        if source.run is not None:
+            lines.append(f"{source.run / 'config.yaml'} is missing, so {_UNKNOWN}")
+        elif source.path is not None and is_checkpoint(Path(source.path)):
             lines.append(f"this checkpoint lies outside its run, so {_UNKNOWN}")
         lines.append(f"asked by {'its chat template' if template == CHAT else template}, {form}")
     sampling = settings.sampling

@@ -1,4 +1,4 @@
-"""From a recipe, or what a caller brings, to the rewards of a run: built, fitted to the evaluation, made ready."""
+"""The rewards and samplers of a run, built from the recipe or the caller's own, and checks that components fit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from flatpeak.config.run_config import RunConfig
+from flatpeak.config.unused_settings import written
 from flatpeak.errors import UserError
+from flatpeak.evaluation.config import CURRENT_NAMES, EvaluationConfig
+from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.kernels.decode_attention import kernel_notices
-from flatpeak.pipeline.checks import check_accuracy, check_metric
+from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Tokenizer
 from flatpeak.rewards.build import as_reward, build_reward
@@ -22,12 +25,24 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 
-SHOWN_TO_REWARDS = 16
+SamplerFactory = Callable[[Policy], Sampler]
+"""Makes a sampler of the policy that is trained."""
+REWARD_CHECK_EXAMPLES = 16
 """Examples that rewards may check themselves on."""
+LARGEST_LOGPROB = 1e-4
+"""The logarithm of a probability may exceed 0 by as much as float32 rounds of large logits."""
+GREEDY_METRICS = ("accuracy", "reward", "length", "truncated", "accuracy/not_near_train")
+SAMPLED_METRICS = ("reward", "accuracy", "length", "truncated")
+VERDICT_METRICS = ("accuracy", "pass@", "maj@")
+"""Metrics that need a component that says right or wrong; no reward component may be called accuracy."""
+_HINT = (
+    "give a sampler, or a factory that is called with the policy and returns one, such as "
+    "sampler=lambda policy: MySampler(NativeEngine(policy))"
+)
 
 
 def open_workers(config: RunConfig) -> WorkerPool | None:
-    """The processes that grade; each starts when there is something to grade. None where the recipe wants none."""
+    """The pool of grading processes, each started when there is something to grade; None where the recipe has none."""
     size, memory = config.run.grading_workers, config.run.grading_memory
     if size == 0:
         return None
@@ -38,14 +53,14 @@ def open_workers(config: RunConfig) -> WorkerPool | None:
     )
 
 
-def main_reward(config: RunConfig, given: Any, *, workers: WorkerPool | None, progress: Progress) -> RewardSet:
-    """The recipe's rewards, or the caller's own. UserError where they do not fit the evaluation."""
-    if given is None:
+def main_reward(config: RunConfig, callers_own: Any, *, workers: WorkerPool | None, progress: Progress) -> RewardSet:
+    """The recipe's rewards, or the caller's own; UserError where they do not fit the evaluation."""
+    if callers_own is None:
         reward = _build(config, config.rewards, workers=workers, progress=progress)
     else:
         rules = config.run.grading_workers is not None
         reward = as_reward(
-            given,
+            callers_own,
             name=config.evaluation.accuracy,
             workers=workers,
             rules=rules,
@@ -75,33 +90,63 @@ def _build(
     return build_reward(rewards, workers=workers, rules=rules, budget=config.run.grading_budget, notice=progress.notice)
 
 
-def prepare(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
+def prepare_reward(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
     """Let rewards that can check themselves do so, on the first examples: UserError where one is unfit."""
-    reward.prepare([prompt.example for prompt in prompts[:SHOWN_TO_REWARDS]])
+    reward.prepare([prompt.example for prompt in prompts[:REWARD_CHECK_EXAMPLES]])
 
 
-def batch_invariant(
-    engine: NativeEngine, prompts: Sequence[Prompt], *, group_size: int = 4, max_new_tokens: int = 16, seed: int = 0
-) -> bool:
-    """Whether prompts decoded alone and together give the same tokens and bitwise the same log-probs.
-
-    True is evidence and not proof: a matrix product may round differently at a shape that was not tried. Where it is
-    False log-probs agree to rounding, and a token may rarely differ. Each prompt is sampled alone (one row), as a group
-    alone, and among all of them; give prompts of different lengths.
-    """
-    for temperature in (0.0, 1.0):
-        sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
-        together = engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
-        for prompt, group in zip(prompts, together, strict=True):
-            for size in (1, group_size):
-                (alone,) = engine.generate([prompt], group_size=size, sampling=sampling, seed=seed)
-                if alone.completions != group.completions[:size]:
-                    return False
-    return True
+def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
+    """The native engine where it supports the policy, else `generate`."""
+    engine = config.rollout.engine
+    if engine == "native" and not policy.native:
+        raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
+    if engine == "generate" or not policy.native:
+        return PlainSampler(policy, max_rows=config.rollout.max_rows)
+    policy.batch_invariant = config.rollout.batch_invariant
+    return NativeEngine(policy, max_rows=config.rollout.max_rows)
 
 
-LARGEST_LOGPROB = 1e-4
-"""The logarithm of a probability may exceed 0 by as much as float32 rounds of large logits."""
+def callers_sampler(callers_own: Sampler | SamplerFactory, policy: Policy, config: RunConfig) -> CheckedSampler:
+    """The caller's sampler, or the one that its factory makes of the policy; UserError without a `generate` method."""
+    sampler: Any = callers_own
+    # A class has `generate` too, but nothing to call it on.
+    if callable(sampler) and (isinstance(sampler, type) or not hasattr(sampler, "generate")):
+        _check_factory(sampler, policy)
+        policy.batch_invariant = config.rollout.batch_invariant
+        sampler = sampler(policy)
+    if not callable(getattr(sampler, "generate", None)):
+        source = "" if sampler is callers_own else "the factory returned "
+        raise UserError(
+            f"sampler: {source}{sampler!r} has no generate(prompts, *, group_size, sampling, seed): {_HINT}"
+        )
+    return CheckedSampler(sampler, policy.tokenizer)
+
+
+def _check_factory(factory: Callable[..., Any], policy: Policy) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some of what is written in C has none
+        return
+    try:
+        signature.bind(policy)
+    except TypeError as error:
+        raise UserError(f"sampler: {factory!r} cannot be called with the policy alone ({error}): {_HINT}") from None
+
+
+def _check_logprobs(completion: Completion, prompt: str, *, greedy: bool) -> None:
+    tokens = len(completion.token_ids)
+    for name, logprobs in (("logprobs", completion.logprobs), ("filtered_logprobs", completion.filtered_logprobs)):
+        if logprobs is not None and len(logprobs) != tokens:
+            raise UserError(
+                f"the sampler returned {len(logprobs)} log-probs for {tokens} tokens of prompt {prompt} ({name}): give "
+                "one per token"
+            )
+    impossible = [logprob for logprob in completion.logprobs if not -math.inf < logprob <= LARGEST_LOGPROB]
+    if impossible and not greedy:
+        raise UserError(
+            f"the sampler returned the log-prob {impossible[0]} for a token of prompt {prompt}: give the natural "
+            "logarithm of each drawn token's probability, which is finite and at most 0"
+        )
 
 
 class PlainSampler:
@@ -116,13 +161,13 @@ class PlainSampler:
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """See protocols.Sampler."""
+        """Generate as `protocols.Sampler` says, under the model's own attention."""
         with self.policy.plain_attention():
             return self.engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
 
 
 class CheckedSampler:
-    """A sampler of the caller's: what it returns is checked, and decoded where it brings no text."""
+    """A sampler of the caller's, whose groups are checked, and decoded where they bring no text."""
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer) -> None:
         self.sampler = sampler
@@ -131,8 +176,11 @@ class CheckedSampler:
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """See protocols.Sampler. Raises UserError where the groups do not fit the request, or their log-probabilities
-        cannot be any. Those of greedy completions are not looked at: nothing reads them."""
+        """Generate as `protocols.Sampler` says.
+
+        UserError where the groups do not fit the request, or a log-probability is impossible; those of greedy
+        completions are not checked, since nothing reads them.
+        """
         groups = self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
         if [group.prompt.id for group in groups] != [prompt.id for prompt in prompts]:
             raise UserError("the sampler must return one group per prompt, in the order of the prompts")
@@ -161,69 +209,8 @@ class CheckedSampler:
         return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
 
-_GIVE = (
-    "give a sampler, or a factory that is called with the policy and returns one, such as "
-    "sampler=lambda policy: MySampler(NativeEngine(policy))"
-)
-
-SamplerFactory = Callable[[Policy], Sampler]
-"""Makes a sampler of the policy that is trained."""
-
-
-def callers_sampler(given: Sampler | SamplerFactory, policy: Policy, config: RunConfig) -> CheckedSampler:
-    """The caller's sampler, or what its factory makes of the policy. UserError where neither has `generate`."""
-    sampler: Any = given
-    # A class has `generate` too, but nothing to call it on.
-    if callable(sampler) and (isinstance(sampler, type) or not hasattr(sampler, "generate")):
-        _check_factory(sampler, policy)
-        policy.batch_invariant = config.rollout.batch_invariant
-        sampler = sampler(policy)
-    if not callable(getattr(sampler, "generate", None)):
-        made = "" if sampler is given else "the factory returned "
-        raise UserError(f"sampler: {made}{sampler!r} has no generate(prompts, *, group_size, sampling, seed): {_GIVE}")
-    return CheckedSampler(sampler, policy.tokenizer)
-
-
-def _check_factory(factory: Callable[..., Any], policy: Policy) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # some of what is written in C has none
-        return
-    try:
-        signature.bind(policy)
-    except TypeError as error:
-        raise UserError(f"sampler: {factory!r} cannot be called with the policy alone ({error}): {_GIVE}") from None
-
-
-def _check_logprobs(completion: Completion, prompt: str, *, greedy: bool) -> None:
-    tokens = len(completion.token_ids)
-    for name, logprobs in (("logprobs", completion.logprobs), ("filtered_logprobs", completion.filtered_logprobs)):
-        if logprobs is not None and len(logprobs) != tokens:
-            raise UserError(
-                f"the sampler returned {len(logprobs)} log-probs for {tokens} tokens of prompt {prompt} ({name}): give "
-                "one per token"
-            )
-    impossible = [logprob for logprob in completion.logprobs if not -math.inf < logprob <= LARGEST_LOGPROB]
-    if impossible and not greedy:
-        raise UserError(
-            f"the sampler returned the log-prob {impossible[0]} for a token of prompt {prompt}: give the natural "
-            "logarithm of each drawn token's probability, which is finite and at most 0"
-        )
-
-
-def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
-    """The native engine where the policy is served by it, else `generate`."""
-    wanted = config.rollout.engine
-    if wanted == "native" and not policy.native:
-        raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
-    if wanted == "generate" or not policy.native:
-        return PlainSampler(policy, max_rows=config.rollout.max_rows)
-    policy.batch_invariant = config.rollout.batch_invariant
-    return NativeEngine(policy, max_rows=config.rollout.max_rows)
-
-
 def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:
-    """Try the native engine, and say where completions depend on the batch, or where it is slower than it could be.
+    """Try the native engine, with notices where completions depend on the batch or a kernel is not the fastest.
 
     Prompts leave room for `max_new_tokens`.
     """
@@ -238,3 +225,150 @@ def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progr
         )
     for reason in (*engine.notices, *kernel_notices()):
         progress.notice(reason)
+
+
+def batch_invariant(
+    engine: NativeEngine, prompts: Sequence[Prompt], *, group_size: int = 4, max_new_tokens: int = 16, seed: int = 0
+) -> bool:
+    """Whether prompts decoded alone and together give the same tokens and bitwise the same log-probs.
+
+    True is evidence and not proof: a matrix product may round differently at a shape that was not tried. Where it is
+    False log-probs agree to rounding, and a token may rarely differ. Each prompt is sampled alone (one row), as a group
+    alone, and among all of them; give prompts of different lengths.
+    """
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
+        together = engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+        for prompt, group in zip(prompts, together, strict=True):
+            for size in (1, group_size):
+                (alone,) = engine.generate([prompt], group_size=size, sampling=sampling, seed=seed)
+                if alone.completions != group.completions[:size]:
+                    return False
+    return True
+
+
+def check_accuracy(config: EvaluationConfig, reward: RewardSet) -> None:
+    """UserError where `evaluation.accuracy` is none of the rewards."""
+    if config.accuracy is not None and config.accuracy not in reward.weights:
+        raise UserError(
+            f"evaluation.accuracy={config.accuracy} names no reward: choose one of {', '.join(reward.weights)}, or "
+            "null where none says right or wrong"
+        )
+
+
+def check_metric(config: EvaluationConfig, reward: RewardSet) -> None:
+    """UserError where no evaluation has `evaluation.metric`."""
+    known = [*GREEDY_METRICS, *reward.weights] if config.greedy else []
+    if config.samples:
+        known += [f"sampled/{name}" for name in (*SAMPLED_METRICS, *reward.weights)]
+        known += [f"{name}@{k}" for k in config.k for name in ("pass", "maj")]
+    if config.accuracy is None:
+        known = [name for name in known if not name.removeprefix("sampled/").startswith(VERDICT_METRICS)]
+    if config.metric not in known:
+        hint = "" if config.samples else " (pass@k and maj@k need evaluation.samples)"
+        raise UserError(f"evaluation.metric={config.metric}: choose one of {', '.join(known)}{hint}")
+
+
+def check_policy(config: RunConfig, policy: Policy) -> None:
+    """UserError where nothing can be trained, or held-out completions cannot fit into the context."""
+    if not policy.masters():  # which refuses float16
+        raise UserError("no parameter of the model has requires_grad: unfreeze what is to be trained")
+    limit = config.evaluation.max_new_tokens or 0
+    if policy.context_length is not None and limit > config.rollout.max_new_tokens:
+        room = policy.context_length - limit
+        if room < 1:
+            raise UserError(
+                f"evaluation.max_new_tokens={limit} leaves no room for a prompt in the model's context of "
+                f"{policy.context_length} tokens: lower it, or take a model with a longer context"
+            )
+        longest = config.prompt.max_tokens
+        if longest is None or longest > room:
+            raise UserError(
+                f"evaluation.max_new_tokens={limit} exceeds rollout.max_new_tokens, beside which prompts may fill the "
+                f"context of {policy.context_length}: lower it, or set prompt.max_tokens to at most {room}"
+            )
+
+
+def check_sft_split(check_size: int, train: Sequence[Prompt]) -> None:
+    """UserError where the SFT check would take every training row."""
+    if check_size and check_size >= len(train):
+        raise UserError(
+            f"sft.check_size={check_size} sets all {len(train)} training rows aside for sft.stop_at: "
+            "lower sft.check_size"
+        )
+
+
+def check_regularization(config: RunConfig, policy: Policy) -> None:
+    """UserError where there is nothing to perturb, or rounding would swallow the perturbation."""
+    if config.gradient_regularization.enabled:
+        regularizer = GradientRegularizer(policy.model, config.gradient_regularization, masters=policy.masters())
+        regularizer.guard.probe(regularizer.perturbation, regularizer.config)
+
+
+def without_model_source(config: RunConfig, *, own: Mapping[str, Any], named: str) -> tuple[RunConfig, list[str]]:
+    """The configuration for a caller's own model, which names no other, and the notices of what it leaves out.
+
+    A model that `own`, the part of the recipe that was written for this call, names beside it is a UserError. One that
+    comes from a shared recipe (called `named`), given by its name, resolved before or extended, is left out.
+    """
+    said = list(written(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
+    if not said:
+        return config, []
+    section = own.get("model", {})
+    contradicted = [name for name in said if not isinstance(section, Mapping) or name in section]
+    keys = ", ".join(f"model.{name}" for name in contradicted or said)
+    if contradicted:
+        raise UserError(f"{keys} beside train(model=...), which brings the model: leave {keys} out of the recipe")
+    without = config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})
+    return without, [f"{keys} of {named} not used: train(model=...) brings the model"]
+
+
+def notice_of_overlong_demonstrations(dropped: int, *, left: int, context: int | None) -> str:
+    """The notice of demonstrations that exceed the context; UserError where all do."""
+    total = dropped + left
+    if not left:
+        raise UserError(
+            f"none of the {total} demonstrations fits into the model's context of {context} tokens: shorten questions "
+            "or rationales, take a model with a longer context, or set sft.steps=0"
+        )
+    return (
+        f"sft: {dropped} of {total} demonstrations dropped: question and rationale exceed the model's context of "
+        f"{context} tokens"
+    )
+
+
+def renamed_settings(config: RunConfig) -> list[str]:
+    """Notices of deprecated names in the recipe, which a later version will refuse."""
+    return [
+        f"evaluation.robustness: {old} is deprecated, it is called {new} now and its figures are robustness/{new}: "
+        f"write {new}"
+        for old, new in CURRENT_NAMES.items()
+        if old in config.evaluation.robustness
+    ]
+
+
+def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
+    """Notices of choices in a recipe that are valid and easily misread."""
+    notices = []
+    if policy.notice:
+        notices.append(f"native engine not used: {policy.notice}; rollouts use generate, training pads")
+    if config.rollout.sampling().filtered:
+        notices.append(
+            "rollout.top_p/top_k draw from a filtered distribution while the ratio is that of the full one: the "
+            "importance ratio is approximate"
+        )
+    if config.rollout.min_new_tokens:
+        notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
+    notices += renamed_settings(config)
+    buffer, limit = config.objective.overlong_buffer, config.rollout.max_new_tokens
+    if config.objective.truncated == "soft_penalty" and buffer > limit / 2:
+        notices.append(
+            f"objective.overlong_buffer={buffer} is over half of rollout.max_new_tokens={limit}: completions of more "
+            f"than {limit - buffer} tokens lose reward; a quarter of the limit is {max(1, limit // 4)}"
+        )
+    if config.curriculum and 0 < config.training.steps <= config.curriculum.steps:
+        notices.append(
+            f"curriculum.steps={config.curriculum.steps} is not below training.steps={config.training.steps}: the main "
+            f"task begins only if curriculum.until_pass_rate={config.curriculum.until_pass_rate} is reached before"
+        )
+    return notices

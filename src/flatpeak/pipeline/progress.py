@@ -1,4 +1,4 @@
-"""The display of a run that was started from Python: an occasional line, silence, or an object of the caller's."""
+"""The progress display of a run that was started from Python: an occasional line, none, or an object of the caller."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 10.0
 
-# What is shown of a step's metrics: name, label, format.
-_SHOWN = (
+_STEP_METRICS = (  # name, label, format
     ("sft/loss", "loss", "{:.3f}"),
     ("reward_model/loss", "loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
@@ -25,18 +24,18 @@ _SHOWN = (
     ("rollout/truncated_fraction", "cut off", "{:.0%}"),
     ("throughput/response_tokens_per_second", "tokens/s", "{:.0f}"),
 )
-
-# What stands for an evaluation that has neither an accuracy nor the metric that chooses checkpoints.
-_ELSE = ("sampled/accuracy", "reward", "sampled/reward")
+"""The metrics of a training step that are displayed."""
+_FALLBACK_METRICS = ("sampled/accuracy", "reward", "sampled/reward")
+"""Displayed of an evaluation that has neither an accuracy nor the metric that chooses checkpoints."""
 
 
 def as_progress(progress: Progress | bool | None, *, metric: str | None = None) -> Progress:
-    """The object a caller gave; lines on stderr for None (or True), silence for False.
+    """The caller's own display; lines on stderr for None (or True), none for False. UserError for anything else.
 
-    `metric` is what chooses checkpoints, shown of evaluations that have no accuracy. UserError for anything else.
+    `metric` is the one that chooses checkpoints, displayed of evaluations that have no accuracy.
     """
     if progress is False:
-        return Silence()
+        return SilentProgress()
     if progress is None or progress is True:
         return PlainProgress(sys.stderr, metric=metric)
     lacking = [name for name in ("update", "notice") if not callable(getattr(progress, name, None))]
@@ -51,14 +50,14 @@ def as_progress(progress: Progress | bool | None, *, metric: str | None = None) 
     return progress
 
 
-class Silence:
-    """A Progress that shows nothing."""
+class SilentProgress:
+    """A Progress that displays nothing."""
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Show nothing."""
+        """Display nothing of the step."""
 
     def notice(self, text: str) -> None:
-        """Show nothing."""
+        """Display nothing of the notice."""
 
 
 class PlainProgress:
@@ -69,25 +68,25 @@ class PlainProgress:
     ) -> None:
         self._stream = stream
         self._clock = clock
-        self._figures = Figures(metric=metric)
+        self._line = MetricsLine(metric=metric)
         self._printed: float | None = None
         self._began: dict[str, tuple[int, float]] = {}
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Print the step if it is time to."""
-        text, now = self._figures.update(metrics), self._clock()
+        """Print the step where enough time has passed since the last one."""
+        text, now = self._line.update(metrics), self._clock()
         first_step, began = self._began.setdefault(stage, (step, now))
         due = self._printed is None or now - self._printed >= SECONDS_BETWEEN_LINES
         if stage == "eval":
             self._print(f"eval at step {step}: {text}")
         elif due or step == total:
             self._printed = now
-            left = (now - began) / (step - first_step) * (total - step) if step > first_step else None
-            times = f"{now - began:.0f} s" + (f", {left:.0f} s left" if left else "")
+            seconds_left = (now - began) / (step - first_step) * (total - step) if step > first_step else None
+            times = f"{now - began:.0f} s" + (f", {seconds_left:.0f} s left" if seconds_left else "")
             self._print(f"{stage} {step}/{total} ({times}): {text}")
 
     def notice(self, text: str) -> None:
-        """Print it."""
+        """Print the notice at once."""
         self._print(text)
 
     def _print(self, text: str) -> None:
@@ -95,21 +94,25 @@ class PlainProgress:
         self._stream.flush()
 
 
-class Figures:
-    """The line of figures: a step's own, and what stands for the last evaluation."""
+class MetricsLine:
+    """A line of metrics: the result of the last evaluation, and those of the step."""
 
     def __init__(self, *, metric: str | None = None) -> None:
-        self._names = tuple(dict.fromkeys(name for name in ("accuracy", metric, *_ELSE) if name is not None))
-        self._held_out: str | None = None
+        self._names = tuple(
+            dict.fromkeys(name for name in ("accuracy", metric, *_FALLBACK_METRICS) if name is not None)
+        )
+        self._evaluation: str | None = None
 
     def update(self, metrics: Mapping[str, float]) -> str:
-        """Take a step's metrics in; what to show now."""
+        """The line to display after a step with these metrics."""
         # eval/<task>/<metric>, where the metric's own name may have slashes too.
-        found = {name.split("/", 2)[2]: value for name, value in metrics.items() if name.startswith("eval/")}
-        chosen = next((name for name in self._names if name in found), None)
+        evaluated = {name.split("/", 2)[2]: value for name, value in metrics.items() if name.startswith("eval/")}
+        chosen = next((name for name in self._names if name in evaluated), None)
         if chosen is not None:
             # A training step has a reward too.
             label = chosen if "accuracy" in chosen else f"held-out {chosen}"
-            self._held_out = f"{label} {found[chosen]:.3f}" if math.isfinite(found[chosen]) else f"{label} unknown"
-        shown = [f"{label} {form.format(metrics[name])}" for name, label, form in _SHOWN if name in metrics]
-        return ", ".join([self._held_out, *shown] if self._held_out is not None else shown)
+            self._evaluation = (
+                f"{label} {evaluated[chosen]:.3f}" if math.isfinite(evaluated[chosen]) else f"{label} unknown"
+            )
+        texts = [f"{label} {form.format(metrics[name])}" for name, label, form in _STEP_METRICS if name in metrics]
+        return ", ".join([self._evaluation, *texts] if self._evaluation is not None else texts)

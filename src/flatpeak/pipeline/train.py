@@ -11,8 +11,7 @@ from flatpeak.config.load import Settings, apply_settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.pipeline.build import CallerObjects, Components, build_components
-from flatpeak.pipeline.checks import without_source
-from flatpeak.pipeline.components import SamplerFactory, announce_decoding
+from flatpeak.pipeline.components import SamplerFactory, announce_decoding, without_model_source
 from flatpeak.pipeline.lifecycle import (
     RecipeSource,
     ResumePoint,
@@ -233,4 +232,4 @@ def _without_source(config: RunConfig, request: RunRequest) -> tuple[RunConfig, 
     """The configuration for a caller's own model, and the notices of settings that it replaces."""
     written_here = apply_settings(request.recipe if isinstance(request.recipe, Mapping) else {}, request.settings or ())
     name = str(request.recipe) if isinstance(request.recipe, str | Path) else "the recipe"
-    return without_source(config, own=written_here, named=name)
+    return without_model_source(config, own=written_here, named=name)

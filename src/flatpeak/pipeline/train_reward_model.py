@@ -21,7 +21,7 @@ from flatpeak.pipeline.lifecycle import (
     resolve_config,
     restore_trainer,
 )
-from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory, pick_device
+from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory
 from flatpeak.protocols import Progress
 from flatpeak.rewards.classifier import (
     COMPLETION,
