@@ -23,7 +23,7 @@ from support.trl import (
 need_trl()
 from trl import GRPOTrainer  # noqa: E402
 
-from flatpeak.integrations.policy_loss import PolicyLoss  # noqa: E402
+from flatpeak.integrations.second_pass import SecondPassLoss  # noqa: E402
 from flatpeak.integrations.trl import GradientRegularizationMixin, GradientRegularizedGRPOConfig  # noqa: E402
 
 MODES = ("importance", "reuse", "importance_clipped")
@@ -69,13 +69,13 @@ def test_a_second_pass_that_takes_the_ratio_for_1_grows_as_the_step_shrinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: what the tests above would not forgive."""
-    stock = PolicyLoss._coefficients
+    stock = SecondPassLoss._coefficients
 
-    def on_policy(self: PolicyLoss, loss: Any, inputs: Any, without_policy: Any, micro: Any) -> Tensor:
+    def on_policy(self: SecondPassLoss, loss: Any, inputs: Any, without_policy: Any, micro: Any) -> Tensor:
         first = {"old_per_token_logps": micro.scores[0]}
         return stock(self, loss, {**inputs, **first}, {**without_policy, **first}, micro)
 
-    monkeypatch.setattr(PolicyLoss, "_coefficients", on_policy)
+    monkeypatch.setattr(SecondPassLoss, "_coefficients", on_policy)
     far, near = (penalty_norm(tmp_path, eps, loss_type="grpo") for eps in (3e-3, 3e-4))
     assert near > 5 * far
 

@@ -1,10 +1,8 @@
-"""The arguments of gradient regularization beside a trainer's own, and the configuration they stand for."""
+"""Arguments of gradient regularization beside a trainer's own, and the configuration that they make up."""
 
 from __future__ import annotations
 
 import importlib
-import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +11,6 @@ from pydantic import ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.regularizer import Report
 
 PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
 """Published code perturbs every trainable parameter whose name contains none of these."""
@@ -48,7 +45,7 @@ Scheduler = Callable[[int], float]
 class GradientRegularizationArguments:
     """Mix this in before any `TrainingArguments`: `class Config(GradientRegularizationArguments, DPOConfig)`.
 
-    Types that name None beside a default that is not None are so for the command line, which reads them as text.
+    Some types allow None although the default is another value: the command line then reads them as text.
     """
 
     grad_reg_strength: float | str | None = field(
@@ -156,7 +153,7 @@ class GradientRegularizationArguments:
     )
 
     def __post_init__(self) -> None:
-        """Check everything that needs no model."""
+        """Check everything that does not depend on the model."""
         self.grad_reg_config()
         self.grad_reg_schedule()
         following = getattr(super(), "__post_init__", None)
@@ -174,7 +171,7 @@ class GradientRegularizationArguments:
         return self.grad_reg_behavior == "published"
 
     def grad_reg_config(self) -> GradientRegularizationConfig:
-        """What the arguments stand for. UserError that names the argument; in published behavior all is perturbed."""
+        """The configuration of these arguments; UserError names a bad one. In published behavior all is perturbed."""
         self._check_choices()
         values: dict[str, Any] = {name: getattr(self, argument) for name, argument in ARGUMENTS.items()}
         values["strength"] = as_strength(self.grad_reg_strength)
@@ -188,17 +185,17 @@ class GradientRegularizationArguments:
         return checked_config(values)
 
     def grad_reg_schedule(self) -> Scheduler | None:
-        """The strength's schedule; None without one."""
-        given: Any = self.grad_reg_scheduler if self.grad_reg_scheduler is not None else self.gradreg_scheduler
-        return load_scheduler(given) if isinstance(given, str) else given
+        """The schedule of the strength; None without one."""
+        scheduler: Any = self.grad_reg_scheduler if self.grad_reg_scheduler is not None else self.gradreg_scheduler
+        return load_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
 
     def to_dict(self) -> dict[str, Any]:
-        """As every TrainingArguments, with functions by name: trackers write this as JSON."""
-        return by_name(super().to_dict())  # type: ignore[misc]
+        """The arguments as a dictionary with functions by name: trackers write it as JSON."""
+        return functions_by_name(super().to_dict())  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Functions by name: every checkpoint pickles its arguments, and a lambda cannot be pickled."""
-        return by_name(vars(self))
+        """The state with functions by name: every checkpoint pickles its arguments, and a lambda cannot be pickled."""
+        return functions_by_name(vars(self))
 
     def _check_choices(self) -> None:
         for name, allowed in (
@@ -245,7 +242,7 @@ class GradientRegularizationArguments:
 
 
 def checked_config(values: dict[str, Any]) -> GradientRegularizationConfig:
-    """The configuration, its first fault told by the argument's name."""
+    """The configuration, or UserError with the first fault and the name of its argument."""
     try:
         return GradientRegularizationConfig(**values)
     except ValidationError as error:
@@ -257,7 +254,7 @@ def checked_config(values: dict[str, Any]) -> GradientRegularizationConfig:
 
 
 def as_strength(value: float | str | None) -> float | str:
-    """A number even where the command line gave its text."""
+    """The strength as a number, also where the command line gave text; a ratio stays text."""
     if value is None:
         return 0.0
     try:
@@ -267,29 +264,29 @@ def as_strength(value: float | str | None) -> float | str:
 
 
 def as_perturbed(value: Sequence[str] | str | None) -> str | tuple[str, ...]:
-    """One of the named sets, or patterns."""
+    """The perturbed set: one of the named ones, or patterns of names."""
     if value is None:
         return "blocks"
     if not isinstance(value, str):
         return tuple(value)
     is_pattern = any(mark in value for mark in "*?[.,")
-    return tuple(part.strip() for part in value.split(",")) if is_pattern else value
+    return tuple(pattern.strip() for pattern in value.split(",")) if is_pattern else value
 
 
 def load_scheduler(path: str) -> Scheduler:
     """The function at `package.module:function`."""
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        scheduler = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"grad_reg_scheduler={path}: give package.module:function ({error})") from error
-    if not callable(found):
+    if not callable(scheduler):
         raise UserError(f"grad_reg_scheduler={path} is not a function")
-    return found  # type: ignore[no-any-return]
+    return scheduler  # type: ignore[no-any-return]
 
 
-def by_name(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy with the schedules' functions given as `module:function`."""
+def functions_by_name(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the arguments with the schedules' functions as `module:function`."""
     paths = {
         name: f"{values[name].__module__}:{getattr(values[name], '__qualname__', type(values[name]).__name__)}"
         for name in SCHEDULERS
@@ -299,39 +296,6 @@ def by_name(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_argument_names(message: str) -> str:
-    """A message of the regularizer in the words of the trainer's user."""
+    """A message of the regularizer with the names of the trainer's arguments."""
     message = message.replace("gradient_regularization.step", "grad_reg_eps")
     return message.replace("gradient_regularization.", "grad_reg_")
-
-
-class LogBook:
-    """Collects reports between two logs, and counts for good."""
-
-    def __init__(self) -> None:
-        self.skipped = 0
-        """Updates without their penalty, and those dropped because their gradient was not finite."""
-        self._values: dict[str, list[float]] = defaultdict(list)
-        self._after_first_pass = 0.0
-        self._whole = 0.0
-
-    def update(self, report: Report, *, dropped: bool) -> None:
-        """One update that had, or should have had, a penalty."""
-        skipped = dropped or report.skipped is not None
-        self.skipped += skipped
-        for name, value in {**report.metrics(), "gradreg/skipped": float(skipped)}.items():
-            if math.isfinite(value):
-                self._values[name].append(value)
-        self._after_first_pass += report.seconds
-
-    def spent(self, seconds: float) -> None:
-        """On a training step, its second pass included."""
-        self._whole += seconds
-
-    def take(self) -> dict[str, float]:
-        """The means by the names of docs/metrics.md; empty where no update was regularized."""
-        means = {name: sum(values) / len(values) for name, values in self._values.items()}
-        if means and self._whole > 0:
-            means["gradreg/time_share"] = self._after_first_pass / self._whole
-        self._values.clear()
-        self._after_first_pass = self._whole = 0.0
-        return means

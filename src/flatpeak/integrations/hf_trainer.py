@@ -12,10 +12,10 @@ from transformers import Trainer, TrainingArguments
 
 from flatpeak.errors import UserError
 from flatpeak.integrations.arguments import GradientRegularizationArguments
-from flatpeak.integrations.policy_loss import path_of
-from flatpeak.integrations.session import Session, autocasts, sharded_dtype
+from flatpeak.integrations.second_pass import autocasts, path_of, sharded_dtype
+from flatpeak.integrations.session import Session
 
-TRANSPARENT = {
+STOCK_TRAINING_STEPS = {
     "transformers.trainer.Trainer",
     "trl.trainer.grpo_trainer.GRPOTrainer",
     "trl.trainer.rloo_trainer.RLOOTrainer",
@@ -25,14 +25,14 @@ TRANSPARENT = {
     "trl.trainer.sft_trainer.SFTTrainer",
 }
 """Classes whose training_step is transformers' own but for timing, counting and where activations are kept."""
-LOOP = ("train", "_inner_training_loop", "_run_epoch")
+LOOP_METHODS = ("train", "_inner_training_loop", "_run_epoch")
 DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 FUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
-"""Parts of names of optimizers that step inside the backward pass."""
+"""Substrings of the names of optimizers that step inside the backward pass."""
 
 
 def check_arguments(trainer: Trainer) -> GradientRegularizationArguments:
-    """The trainer's arguments, if they have ours."""
+    """The trainer's arguments; UserError where they lack those of gradient regularization."""
     if not isinstance(trainer.args, GradientRegularizationArguments):
         raise UserError(
             f"{type(trainer).__name__}: args={type(trainer.args).__name__} has no grad_reg_ arguments; give "
@@ -43,7 +43,7 @@ def check_arguments(trainer: Trainer) -> GradientRegularizationArguments:
 
 
 def check_trainer(trainer: Trainer, mixin: type) -> None:
-    """UserError with the first reason there is."""
+    """Raise UserError where gradient regularization of the trainer would be wrong, with the first reason."""
     for reason in (*_class_reasons(trainer, mixin), *_distribution_reasons(trainer), *_arithmetic_reasons(trainer)):
         raise UserError(f"gradient regularization of {type(trainer).__name__}: {reason}")
 
@@ -51,7 +51,7 @@ def check_trainer(trainer: Trainer, mixin: type) -> None:
 def _class_reasons(trainer: Trainer, mixin: type) -> Iterator[str]:
     kinds = [kind for kind in type(trainer).__mro__ if kind not in (mixin, Trainer, object)]
     for kind in kinds:
-        for name in LOOP:
+        for name in LOOP_METHODS:
             if issubclass(kind, Trainer) and name in vars(kind):
                 yield (
                     f"{kind.__name__} has a {name} of its own, whose steps would not be regularized; use a trainer "
@@ -59,7 +59,7 @@ def _class_reasons(trainer: Trainer, mixin: type) -> Iterator[str]:
                 )
     trusted = getattr(trainer, "grad_reg_trust_training_step", False)
     for kind in kinds:
-        if "training_step" in vars(kind) and path_of(kind) not in TRANSPARENT and not trusted:
+        if "training_step" in vars(kind) and path_of(kind) not in STOCK_TRAINING_STEPS and not trusted:
             yield (
                 f"{kind.__name__} has a training_step of its own, and the second pass runs transformers' instead; if "
                 "its gradient is that of transformers' training_step, set grad_reg_trust_training_step = True in the "
@@ -112,12 +112,12 @@ def _arithmetic_reasons(trainer: Trainer) -> Iterator[str]:
     if getattr(args, "use_liger_loss", False):
         yield "Liger's loss hides the log-probabilities; set use_liger_loss=False"
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if any(part in optimizer for part in FUSED_OPTIMIZERS):
+    if any(name in optimizer for name in FUSED_OPTIMIZERS):
         yield f"optim={optimizer} steps inside the backward pass, before there is a second one; use adamw_torch"
 
 
 class GradientRegularizationMixin(Trainer):
-    """Makes a trainer descend L + strength / 2 * ||grad L||^2 (arXiv 2602.18037). Name it first:
+    """A mixin that makes a trainer descend L + strength / 2 * ||grad L||^2 (arXiv 2602.18037). Name it first:
 
     ```
     @dataclass
@@ -156,16 +156,16 @@ class GradientRegularizationMixin(Trainer):
 
     @property
     def grad_reg_replaying(self) -> bool:
-        """Whether a second pass is on: a loss that keeps records of its own should keep none then."""
+        """Whether a second pass is under way: a loss that keeps records of its own should keep none then."""
         return self._grad_reg is not None and self._grad_reg.replaying is not None
 
     @property
     def grad_reg_skipped_updates(self) -> int:
         """Updates without their penalty so far, and those dropped because their gradient was not finite."""
-        return 0 if self._grad_reg is None else self._grad_reg.book.skipped
+        return 0 if self._grad_reg is None else self._grad_reg.metrics.skipped
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The trainer's own; the second pass follows an update's last."""
+        """Run the trainer's own step, and after an update's last micro-batch the second pass."""
         stock = super().training_step
         if self._grad_reg is None:
             return stock(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
@@ -176,7 +176,7 @@ class GradientRegularizationMixin(Trainer):
         return stock(inputs) if self._grad_reg is None else self._grad_reg.prepare_inputs(stock, inputs)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's own, or what its second pass differentiates."""
+        """Compute the trainer's own loss, or the one that its second pass differentiates."""
         stock = super().compute_loss
         if self._grad_reg is None:
             return stock(model, inputs, *args, **kwargs)
@@ -189,19 +189,19 @@ class GradientRegularizationMixin(Trainer):
         return self._grad_reg.policy_loss.score(stock)
 
     def get_high_entropy_mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's, drawn once per micro-batch of a regularized step."""
+        """Compute TRL's mask, once per micro-batch of a regularized step."""
         stock = partial(super().get_high_entropy_mask, *args, **kwargs)
         return stock() if self._grad_reg is None else self._grad_reg.mask("high_entropy", stock)
 
     def get_off_policy_mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's, drawn once per micro-batch of a regularized step."""
+        """Compute TRL's mask, once per micro-batch of a regularized step."""
         stock = partial(super().get_off_policy_mask, *args, **kwargs)
         return stock() if self._grad_reg is None else self._grad_reg.mask("off_policy", stock)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With the `gradreg/` metrics in what is logged of training."""
+        """Log, with the `gradreg/` metrics beside those of training."""
         if self._grad_reg is not None and "loss" in logs:
-            logs.update(self._grad_reg.book.take())
+            logs.update(self._grad_reg.metrics.pop_means())
         super().log(logs, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -217,8 +217,8 @@ class GradientRegularizationMixin(Trainer):
 
 @dataclass
 class GradientRegularizedTrainingArguments(GradientRegularizationArguments, TrainingArguments):
-    """transformers' TrainingArguments, and ours."""
+    """The TrainingArguments of transformers with those of gradient regularization."""
 
 
 class GradientRegularizedTrainer(GradientRegularizationMixin):
-    """transformers.Trainer with gradient regularization."""
+    """The Trainer of transformers with gradient regularization."""

@@ -32,11 +32,11 @@ except ModuleNotFoundError as error:
 
 @dataclass
 class GradientRegularizedGRPOConfig(GradientRegularizationArguments, GRPOConfig):
-    """TRL's GRPOConfig, and ours."""
+    """The GRPOConfig of TRL with the arguments of gradient regularization."""
 
 
 class GradientRegularizedGRPOTrainer(GradientRegularizationMixin, GRPOTrainer):
-    """TRL's GRPOTrainer with gradient regularization."""
+    """The GRPOTrainer of TRL with gradient regularization."""
 
 
 GRPOGradRegConfig = GradientRegularizedGRPOConfig
