@@ -14,8 +14,8 @@ import pytest
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.result import Evaluation
-from flatpeak.evaluation.robustness import DISTRACTORS
 from flatpeak.evaluation.tables import Comparison
+from flatpeak.evaluation.text_perturbations import DISTRACTORS
 from flatpeak.functional import paired_bootstrap, wilson_interval
 from flatpeak.rewards.build import as_reward
 from flatpeak.tasks.prompts import PromptConfig
@@ -89,7 +89,7 @@ def test_each_kind_stands_beside_the_same_questions_as_they_were() -> None:
     # The sums have no operands in columns and ask `how many` of nothing; the stories are computed again.
     assert (numbers.asked, len(numbers.clean)) == (5, 3)
     assert numbers.perturbed == [1.0, 1.0, 1.0]
-    assert numbers.figure.interval == wilson_interval(3, 3)
+    assert numbers.estimate.interval == wilson_interval(3, 3)
     added = [next(text for text in DISTRACTORS if text in row["question"]) for row in distractor.rows]
     misled = [float(re.search(r"\d", sentence) is None) for sentence in added]
     assert distractor.clean == [1.0, 1.0, 1.0]
@@ -98,7 +98,7 @@ def test_each_kind_stands_beside_the_same_questions_as_they_were() -> None:
     assert distractor.as_dict()["difference"] == change.difference
     assert distractor.as_dict()["difference_interval"] == [change.low, change.high]
     assert len(found.robustness["framing"].clean) == 5
-    assert found.robustness["rename"].figure.mean == 1.0
+    assert found.robustness["rename"].estimate.mean == 1.0
 
 
 def test_the_figures_are_metrics_and_the_questions_are_written_down() -> None:
@@ -121,7 +121,7 @@ def test_what_fits_no_context_and_what_lies_beyond_the_size_is_not_asked() -> No
     assert (short.asked, len(short.clean)) == (5, 2)
     none = run("rename", first=3).robustness["rename"]  # sums have no names
     assert (none.asked, len(none.clean), none.difference) == (2, 0, None)
-    assert math.isnan(none.figure.mean)
+    assert math.isnan(none.estimate.mean)
 
 
 def test_an_old_name_gives_the_figures_of_the_new_one_once() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flatpeak.evaluation.estimates import figure, shown
+from flatpeak.evaluation.estimates import estimate, format_estimate
 from flatpeak.evaluation.result import Evaluation, subset_tables
 from flatpeak.evaluation.tables import Comparison, differences
 from flatpeak.functional import wilson_interval
@@ -31,8 +31,8 @@ def evaluation(accuracy: list[float | None]) -> Evaluation:
 def test_a_table_has_the_figures_of_each_value_and_both_averages() -> None:
     table = subset_tables([{"subject": subject} for subject in SUBJECTS], {"accuracy": ACCURACY})["subject"]
     assert table.sizes == {"algebra": 3, "geometry": 2, "logic": 1}
-    assert [table.figures[subject]["accuracy"].mean for subject in table.sizes] == pytest.approx([2 / 3, 0.0, 1.0])
-    assert table.figures["algebra"]["accuracy"].interval == wilson_interval(2, 3)
+    assert [table.estimates[subject]["accuracy"].mean for subject in table.sizes] == pytest.approx([2 / 3, 0.0, 1.0])
+    assert table.estimates["algebra"]["accuracy"].interval == wilson_interval(2, 3)
     # Five verdicts, three of them right; the mean of 2/3, 0 and 1.
     assert table.micro["accuracy"].mean == pytest.approx(3 / 5)
     assert table.micro["accuracy"].interval == wilson_interval(3, 5)
@@ -41,7 +41,7 @@ def test_a_table_has_the_figures_of_each_value_and_both_averages() -> None:
 
 def test_a_single_question_has_no_interval() -> None:
     table = subset_tables([{"subject": subject} for subject in SUBJECTS], {"accuracy": ACCURACY})["subject"]
-    logic, geometry = (table.figures[subject]["accuracy"] for subject in ("logic", "geometry"))
+    logic, geometry = (table.estimates[subject]["accuracy"] for subject in ("logic", "geometry"))
     assert (logic.mean, logic.questions, logic.interval, logic.method) == (1.0, 1, None, None)
     # The other of the two has no verdict.
     assert (geometry.mean, geometry.questions, geometry.interval) == (0.0, 1, None)
@@ -50,7 +50,7 @@ def test_a_single_question_has_no_interval() -> None:
 def test_values_without_any_verdict_stay_out_of_the_macro_average() -> None:
     table = subset_tables([{"s": "x"}, {"s": "x"}, {"s": "y"}], {"accuracy": [1.0, 0.0, None]})["s"]
     assert table.macro == {"accuracy": 0.5}
-    assert math.isnan(table.figures["y"]["accuracy"].mean)
+    assert math.isnan(table.estimates["y"]["accuracy"].mean)
     assert table.as_dict()["values"]["y"]["counted"] == {"accuracy": 0}
 
 
@@ -110,7 +110,7 @@ def test_models_stand_side_by_side_with_paired_differences() -> None:
 
 
 def test_figures_say_what_they_are() -> None:
-    assert shown(figure([], metric="accuracy")) == "-"
-    assert shown(figure([None, 1.0], metric="accuracy"), of=2) == "1 of 1"
-    assert figure([0.0, 1.0, 0.5], metric="accuracy").method == "bootstrap"
-    assert figure([0.0, 0.0], metric="sampled/length").interval == (0.0, 0.0)
+    assert format_estimate(estimate([], metric="accuracy")) == "-"
+    assert format_estimate(estimate([None, 1.0], metric="accuracy"), of=2) == "1 of 1"
+    assert estimate([0.0, 1.0, 0.5], metric="accuracy").method == "bootstrap"
+    assert estimate([0.0, 0.0], metric="sampled/length").interval == (0.0, 0.0)

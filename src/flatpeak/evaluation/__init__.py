@@ -1,4 +1,4 @@
-"""Held-out evaluation, comparison of stages, chat."""
+"""Evaluation on held-out questions: metrics, estimates with intervals, and comparisons of models."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Configuration of held-out evaluation."""
+"""The configuration of held-out evaluation."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ ChoiceAnswers = Literal["generate", "rank"]
 
 
 class EvaluationConfig(StrictConfig):
-    """One fixed held-out set, its own sampling settings."""
+    """Evaluation on one fixed held-out set, with sampling settings of its own."""
 
     every: Annotated[int, Field(ge=0)] = 50
-    """Evaluate at step 0, every so many steps and at the end; 0: only at step 0 and at the end."""
+    """Steps between evaluations, which also happen at step 0 and at the end; 0: only then."""
     size: Annotated[int, Field(ge=1)] | None = None
-    """The first so many held-out questions; null is all."""
+    """The number of held-out questions, from the first on; null is all."""
     final_size: Annotated[int, Field(ge=1)] | None = None
-    """So many after SFT, before RL, and at the end; null is `size`."""
+    """The number after SFT, before RL, and at the end; null is `size`."""
     accuracy: str | None = "correctness"
     """The reward part that says whether a completion is right (1) or not; null where none does, as in RLHF: then
     `metric` is reward or a reward part."""
     metric: str = "accuracy"
-    """What chooses the best checkpoint: accuracy, reward, pass@k, or a reward part."""
+    """The metric that chooses the best checkpoint: accuracy, reward, pass@k, or a reward part."""
     greedy: bool = True
     """One greedy completion per question. false, with `samples`: only sampled ones, as some published protocols do;
     then `metric` is sampled/accuracy, sampled/reward, pass@k or the like."""
     choices: ChoiceAnswers = "generate"
-    """How a question with lettered options is answered, where `greedy` is on: `generate` writes a completion, `rank`
-    takes the letter with the largest log-probability after the prompt, as published figures of MMLU do."""
+    """The answer to a question with lettered options, where `greedy` is on: `generate` writes a completion, `rank`
+    takes the letter with the largest log-probability after the prompt, as published results on MMLU do."""
     samples: Annotated[int, Field(ge=0)] = 0
     """Sampled completions per question beside the greedy one; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -48,7 +48,7 @@ class EvaluationConfig(StrictConfig):
     robustness: tuple[Perturbation, ...] = ()
     """Ask again with perturbed questions (docs/evaluation.md), before and after training and in `flatpeak eval`."""
     robustness_size: Annotated[int, Field(ge=1)] | None = None
-    """Perturb the first so many of the questions; null is all."""
+    """The number of questions to perturb, from the first on; null is all."""
     seed: int = 0
 
     @model_validator(mode="after")

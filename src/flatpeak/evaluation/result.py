@@ -1,4 +1,4 @@
-"""What one policy did on one fixed set of questions, and the figures that come of it."""
+"""The result of evaluating one policy on one fixed set of questions, with estimates overall and by subset."""
 
 from __future__ import annotations
 
@@ -7,181 +7,186 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from flatpeak.evaluation.config import ChoiceAnswers
-from flatpeak.evaluation.estimates import Figure, figure
+from flatpeak.evaluation.estimates import Estimate, estimate
 from flatpeak.evaluation.robustness import Robustness
 
 Values = Mapping[str, Sequence[float | None]]
+"""By metric, the value of each question."""
+
+HEADLINES: Final = ("accuracy", "sampled/accuracy", "reward", "sampled/reward")
+"""The headline of an evaluation is the first of these metrics that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubsetTable:
-    """One column of `Example.subsets`: the figures of each of its values."""
+    """The estimates for each value of one column of `Example.subsets`."""
 
     column: str
     sizes: Mapping[str, int]
-    """Questions of each value, the values in order."""
-    figures: Mapping[str, Mapping[str, Figure]]
-    """[value][metric]."""
-    micro: Mapping[str, Figure]
-    """Over all questions that have the column: every question counts the same."""
+    """The number of questions of each value, the values in order."""
+    estimates: Mapping[str, Mapping[str, Estimate]]
+    """By value, then by metric."""
+    micro: Mapping[str, Estimate]
+    """Over all questions that have the column, each with the same weight."""
 
     @property
     def macro(self) -> dict[str, float]:
-        """The mean of the values' means: every value counts the same. NaN where no value has the metric."""
-        found = {}
+        """The mean of the values' means, each with the same weight. NaN where no value has the metric."""
+        macro = {}
         for metric in self.micro:
-            means = [row[metric].mean for row in self.figures.values() if row[metric].questions]
-            found[metric] = float(np.mean(means)) if means else math.nan
-        return found
+            means = [row[metric].mean for row in self.estimates.values() if row[metric].questions]
+            macro[metric] = float(np.mean(means)) if means else math.nan
+        return macro
 
     def as_dict(self) -> dict[str, Any]:
-        """For summaries and `--json`."""
+        """The table, for summaries and `--json`."""
         return {
             "values": {
-                value: {"size": size, **_plain(self.figures[value], size=size)} for value, size in self.sizes.items()
+                value: {"size": size, **_as_dict(self.estimates[value], size=size)}
+                for value, size in self.sizes.items()
             },
-            "micro": _plain(self.micro, size=sum(self.sizes.values())),
+            "micro": _as_dict(self.micro, size=sum(self.sizes.values())),
             "macro": self.macro,
         }
 
 
 def subset_tables(subsets: Sequence[Mapping[str, str]], values: Values) -> dict[str, SubsetTable]:
     """A table for each column that any question has; `subsets` and every metric's values are by question."""
-    columns = sorted({column for marks in subsets for column in marks})
-    return {column: _table(column, [marks.get(column) for marks in subsets], values) for column in columns}
+    columns = sorted({column for question in subsets for column in question})
+    return {column: _table(column, [question.get(column) for question in subsets], values) for column in columns}
 
 
-def natural(text: str) -> list[tuple[bool, int, str]]:
-    """A sort key that puts `Level 10` after `Level 9`."""
+def natural_order(text: str) -> list[tuple[bool, int, str]]:
+    """A sort key that places `Level 10` after `Level 9`."""
     pieces = re.findall(r"[0-9]{1,18}|[^0-9]+|[0-9]+", text.lower())
     return [(not piece.isdecimal(), int(piece) if piece.isdecimal() else 0, piece) for piece in pieces]
 
 
-def _table(column: str, marks: Sequence[str | None], values: Values) -> SubsetTable:
-    places: dict[str, list[int]] = {}
-    for index, mark in enumerate(marks):
-        if mark is not None:
-            places.setdefault(mark, []).append(index)
-    ordered = {mark: places[mark] for mark in sorted(places, key=natural)}
+def _table(column: str, subset_values: Sequence[str | None], values: Values) -> SubsetTable:
+    indices_by_value: dict[str, list[int]] = {}
+    for index, value in enumerate(subset_values):
+        if value is not None:
+            indices_by_value.setdefault(value, []).append(index)
+    ordered = {value: indices_by_value[value] for value in sorted(indices_by_value, key=natural_order)}
     return SubsetTable(
         column=column,
-        sizes={mark: len(indices) for mark, indices in ordered.items()},
-        figures={mark: _figures(values, indices) for mark, indices in ordered.items()},
+        sizes={value: len(indices) for value, indices in ordered.items()},
+        estimates={value: _estimates(values, indices) for value, indices in ordered.items()},
         # In the questions' own order, so that its bootstrap is that of the whole set.
-        micro=_figures(values, sorted(index for indices in ordered.values() for index in indices)),
+        micro=_estimates(values, sorted(index for indices in ordered.values() for index in indices)),
     )
 
 
-def _figures(values: Values, indices: Sequence[int]) -> dict[str, Figure]:
-    return {metric: figure([found[index] for index in indices], metric=metric) for metric, found in values.items()}
-
-
-def _plain(figures: Mapping[str, Figure], *, size: int) -> dict[str, Any]:
+def _estimates(values: Values, indices: Sequence[int]) -> dict[str, Estimate]:
     return {
-        "metrics": {metric: found.mean for metric, found in figures.items()},
-        "intervals": {metric: list(found.interval) for metric, found in figures.items() if found.interval},
-        "methods": {metric: found.method for metric, found in figures.items() if found.method},
-        "counted": {metric: found.questions for metric, found in figures.items() if found.questions < size},
+        metric: estimate([by_question[index] for index in indices], metric=metric)
+        for metric, by_question in values.items()
     }
 
 
-HEADLINES = ("accuracy", "sampled/accuracy", "reward", "sampled/reward")
-"""What an evaluation is about: the first of these that it has."""
+def _as_dict(estimates: Mapping[str, Estimate], *, size: int) -> dict[str, Any]:
+    return {
+        "metrics": {metric: one.mean for metric, one in estimates.items()},
+        "intervals": {metric: list(one.interval) for metric, one in estimates.items() if one.interval},
+        "methods": {metric: one.method for metric, one in estimates.items() if one.method},
+        "counted": {metric: one.questions for metric, one in estimates.items() if one.questions < size},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What one policy did on one fixed set of questions."""
+    """The answers of one policy to one fixed set of questions, graded."""
 
     task: str
     size: int
     values: Mapping[str, Sequence[float | None]]
-    """Per question, for each metric; None where a grader failed. The same questions in the same order every time."""
+    """By metric, the value of each question; None where a grader failed."""
     ids: Sequence[str]
+    """The ids of the questions, which are the same in the same order every time."""
     rows: Sequence[Mapping[str, Any]]
     """Per question: id, gold, the greedy text and its finish reason, answer, scores, the samples' correctness."""
     subsets: Sequence[Mapping[str, str]] = ()
-    """Per question, what tables are made by: {"subject": "algebra"}."""
+    """Per question, the subsets it belongs to: {"subject": "algebra"}."""
     robustness: Mapping[str, Robustness] = field(default_factory=dict)
-    """What perturbed questions did, by kind."""
+    """The results on perturbed questions, by kind."""
     choices: ChoiceAnswers | None = None
-    """How questions with lettered options were answered; None where there are no such questions."""
+    """The way of answering questions with lettered options; None where there are no such questions."""
 
     @cached_property
-    def figures(self) -> dict[str, Figure]:
-        """Every metric's mean with its interval, those of the perturbed questions included."""
-        found = {metric: figure(values, metric=metric) for metric, values in self.values.items()}
-        return found | {f"robustness/{kind}": one.figure for kind, one in self.robustness.items()}
+    def estimates(self) -> dict[str, Estimate]:
+        """The estimate of every metric, including accuracy on the perturbed questions."""
+        estimates = {metric: estimate(values, metric=metric) for metric, values in self.values.items()}
+        return estimates | {f"robustness/{kind}": one.estimate for kind, one in self.robustness.items()}
 
     @cached_property
     def subset_tables(self) -> dict[str, SubsetTable]:
-        """A table per column that the questions are marked with."""
+        """A table for each column of the questions' subsets."""
         return subset_tables(self.subsets, self.values)
 
     @property
     def headline(self) -> str:
-        """The metric that stands for the others."""
+        """The metric that represents the evaluation."""
         return next(metric for metric in HEADLINES if metric in self.values)
 
     @property
     def pass_rate(self) -> float:
-        """The accuracy of greedy answers, or of sampled ones where there are no others."""
+        """The accuracy of greedy answers, or of sampled ones where there are no greedy ones."""
         return self.mean("accuracy" if "accuracy" in self.values else "sampled/accuracy")
 
     def mean(self, metric: str) -> float:
-        """The metric over the questions that have it; NaN if none does."""
+        """The mean of a metric over the questions that have it; NaN if none does."""
         if metric not in self.values:
-            return self.figures[metric].mean
+            return self.estimates[metric].mean
         known = self.known(metric)
         return float(np.mean(known)) if known else math.nan
 
     def known(self, metric: str) -> list[float]:
-        """The values that are not missing."""
+        """The values of a metric that are not missing."""
         return [value for value in self.values[metric] if value is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Every metric's mean."""
-        return {metric: found.mean for metric, found in self.figures.items()}
+        """The mean of every metric, by its name."""
+        return {metric: one.mean for metric, one in self.estimates.items()}
 
     def first(self, size: int | None) -> Evaluation:
-        """The evaluation of only the first so many questions: what periodic evaluations see too."""
-        return self if size is None or size >= self.size else self._at(range(size))
+        """The evaluation of only the first `size` questions, as in periodic evaluations."""
+        return self if size is None or size >= self.size else self._select(range(size))
 
     def only(self, ids: set[str]) -> Evaluation:
-        """The evaluation of only these questions."""
-        return self if ids >= set(self.ids) else self._at([at for at, id in enumerate(self.ids) if id in ids])
+        """The evaluation of only the questions with these ids."""
+        return self if ids >= set(self.ids) else self._select([i for i, id in enumerate(self.ids) if id in ids])
 
-    def _at(self, places: Sequence[int]) -> Evaluation:
-        """Of the questions at these places. The perturbed ones are of the whole set and are left out."""
+    def _select(self, indices: Sequence[int]) -> Evaluation:
+        """The evaluation of some questions. The results on perturbed questions are of the whole set and left out."""
         return replace(
             self,
-            size=len(places),
-            values={metric: [values[at] for at in places] for metric, values in self.values.items()},
-            ids=[self.ids[at] for at in places],
-            rows=[self.rows[at] for at in places],
-            subsets=[self.subsets[at] for at in places] if self.subsets else (),
+            size=len(indices),
+            values={metric: [values[index] for index in indices] for metric, values in self.values.items()},
+            ids=[self.ids[index] for index in indices],
+            rows=[self.rows[index] for index in indices],
+            subsets=[self.subsets[index] for index in indices] if self.subsets else (),
             robustness={},
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Means, 95% intervals and their methods, for summaries.
+        """The means, their 95% intervals and methods, for summaries.
 
-        `counted` says of how many questions a mean is, where it is not all of them.
+        `counted` is the number of questions of a mean, where that is not all of them.
         """
-        plain = {metric: found for metric, found in self.figures.items() if metric in self.values}
+        unperturbed = {metric: one for metric, one in self.estimates.items() if metric in self.values}
         return {
             "task": self.task,
             "size": self.size,
             **({} if self.choices is None else {"choices": self.choices}),
             "metrics": self.metrics(),
-            "intervals": {metric: list(found.interval) for metric, found in self.figures.items() if found.interval},
-            "methods": {metric: found.method for metric, found in self.figures.items() if found.method},
-            "counted": {metric: found.questions for metric, found in plain.items() if found.questions < self.size},
+            "intervals": {metric: list(one.interval) for metric, one in self.estimates.items() if one.interval},
+            "methods": {metric: one.method for metric, one in self.estimates.items() if one.method},
+            "counted": {metric: one.questions for metric, one in unperturbed.items() if one.questions < self.size},
             "subsets": {column: table.as_dict() for column, table in self.subset_tables.items()},
             "robustness": {kind: one.as_dict() for kind, one in self.robustness.items()},
         }

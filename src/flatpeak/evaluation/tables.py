@@ -1,4 +1,4 @@
-"""The tables that `flatpeak eval` prints."""
+"""Comparison of models on the same questions, and the tables that `flatpeak eval` prints."""
 
 from __future__ import annotations
 
@@ -6,23 +6,93 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from flatpeak.evaluation.config import ChoiceAnswers
-from flatpeak.evaluation.estimates import shown
+from flatpeak.evaluation.estimates import format_estimate
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.functional.estimators import paired_bootstrap
 
-METHODS = (
+METHODS: Final = (
     "95% intervals: Wilson's for shares of questions (every value 0 or 1), else a bootstrap of the questions; "
     "differences: a paired bootstrap. 'of 98' marks a mean of fewer questions than there are."
 )
 
-ANSWERED: dict[ChoiceAnswers, str] = {"generate": "answers generated", "rank": "letters ranked by log-probability"}
-"""How the title says what `evaluation.choices` was."""
+_ANSWER_NOTES: Final[Mapping[ChoiceAnswers, str]] = {
+    "generate": "answers generated",
+    "rank": "letters ranked by log-probability",
+}
+"""The wording of `evaluation.choices` in the title."""
+
+
+Change = Mapping[str, float]
+"""A difference, the low and high end of its interval, and its number of questions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Evaluations of several models on one fixed set of questions."""
+
+    labels: Sequence[str]
+    evaluations: Sequence[Evaluation]
+    notices: Sequence[str] = ()
+    """Remarks that a reader of the results should know."""
+
+    @cached_property
+    def changes(self) -> list[dict[str, Change]]:
+        """Each later model's paired differences from the first, by metric."""
+        return [differences(self.evaluations[0], evaluation) for evaluation in self.evaluations[1:]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every model's estimates, and each later model's paired differences from the first."""
+        return {
+            "models": [
+                {"label": label, **evaluation.as_dict()}
+                for label, evaluation in zip(self.labels, self.evaluations, strict=True)
+            ],
+            "differences": [
+                {"label": label, "metrics": change} for label, change in zip(self.labels[1:], self.changes, strict=True)
+            ],
+            "notices": list(self.notices),
+        }
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every model's answer to every question, the perturbed questions after the others."""
+        for label, evaluation in zip(self.labels, self.evaluations, strict=True):
+            for row in evaluation.rows:
+                yield {"model": label, **row}
+            for robustness in evaluation.robustness.values():
+                for row in robustness.rows:
+                    yield {"model": label, **row}
+
+    def render(self) -> str:
+        """The tables of metrics, of each subset column and of perturbed questions, then the notices."""
+        return render(self.labels, self.evaluations, self.changes, self.notices)
+
+
+def differences(before: Evaluation, after: Evaluation) -> dict[str, Change]:
+    """after - before, with its interval, for every metric of both, over the questions where neither is missing."""
+    if list(before.ids) != list(after.ids):
+        raise ValueError("evaluations of different questions cannot be paired")
+    changes: dict[str, Change] = {}
+    for metric in before.values:
+        pairs = [
+            (old, new)
+            for old, new in zip(before.values[metric], after.values.get(metric, ()), strict=False)
+            if old is not None and new is not None
+        ]
+        if len(pairs) > 1:
+            paired = paired_bootstrap([old for old, _ in pairs], [new for _, new in pairs])
+            changes[metric] = {
+                "difference": paired.difference,
+                "low": paired.low,
+                "high": paired.high,
+                "questions": len(pairs),
+            }
+    return changes
 
 
 def render(
@@ -31,7 +101,7 @@ def render(
     changes: Sequence[Mapping[str, Mapping[str, float]]],
     notices: Sequence[str],
 ) -> str:
-    """All tables as text. `changes` are the later models' differences from the first, by metric."""
+    """Render all tables as text. `changes` are the later models' differences from the first, by metric."""
     tables = [_metrics(labels, evaluations, changes)]
     tables += [_subsets(labels, evaluations, column) for column in evaluations[0].subset_tables]
     kinds = list(dict.fromkeys(kind for evaluation in evaluations for kind in evaluation.robustness))
@@ -54,73 +124,75 @@ def _metrics(
 ) -> Table:
     """One row per metric, one column per model, and the change since the first where there are two."""
     first = evaluations[0]
-    answered = "" if first.choices is None else f", {ANSWERED[first.choices]}"
+    answered = "" if first.choices is None else f", {_ANSWER_NOTES[first.choices]}"
     table = _table(f"{first.task}, {first.size} questions{answered}", "metric", labels)
     for label in labels[1:]:
         table.add_column(f"{label} - {labels[0]}", justify="right", overflow="fold")
     table.add_column("interval")
     for metric in dict.fromkeys(metric for evaluation in evaluations for metric in evaluation.values):
-        found = [evaluation.figures.get(metric) for evaluation in evaluations]
-        methods = dict.fromkeys(one.method for one in found if one is not None and one.method is not None)
+        estimates = [evaluation.estimates.get(metric) for evaluation in evaluations]
+        methods = dict.fromkeys(one.method for one in estimates if one is not None and one.method is not None)
         table.add_row(
             metric,
-            *(shown(one, of=first.size) for one in found),
-            *(_change(change.get(metric)) for change in changes),
+            *(format_estimate(one, of=first.size) for one in estimates),
+            *(_format_change(change.get(metric)) for change in changes),
             "/".join(methods),
         )
     return table
 
 
 def _subsets(labels: Sequence[str], evaluations: Sequence[Evaluation], column: str) -> Table:
-    """One row per value: its questions, each model's headline figure, and how often no answer was found."""
+    """One row per value: its questions, each model's headline metric, and the share without an extracted answer."""
     first = evaluations[0]
     metric = first.headline
-    failed = "sampled/extraction_failed" if metric.startswith("sampled/") else "extraction_failed"
+    failure_metric = "sampled/extraction_failed" if metric.startswith("sampled/") else "extraction_failed"
     tables = [evaluation.subset_tables[column] for evaluation in evaluations]
-    drawn = Table(title=f"{metric} by {column}")
-    drawn.add_column(column, overflow="fold")
-    drawn.add_column("questions", justify="right")
+    rendered = Table(title=f"{metric} by {column}")
+    rendered.add_column(column, overflow="fold")
+    rendered.add_column("questions", justify="right")
     for label in labels:
-        drawn.add_column(label, justify="right", overflow="fold")
-    with_failures = all(failed in table.micro for table in tables)
+        rendered.add_column(label, justify="right", overflow="fold")
+    with_failures = all(failure_metric in table.micro for table in tables)
     for label in labels if with_failures else ():
-        drawn.add_column("no answer" if len(labels) == 1 else f"no answer, {label}", justify="right", overflow="fold")
+        rendered.add_column(
+            "no answer" if len(labels) == 1 else f"no answer, {label}", justify="right", overflow="fold"
+        )
     for value, size in tables[0].sizes.items():
-        figures = [table.figures[value] for table in tables]
-        cells = [shown(row.get(metric), of=size) for row in figures]
-        cells += [f"{row[failed].mean:.3g}" for row in figures if with_failures]
-        drawn.add_row(value, str(size), *cells)
-    drawn.add_section()
+        rows = [table.estimates[value] for table in tables]
+        cells = [format_estimate(row.get(metric), of=size) for row in rows]
+        cells += [f"{row[failure_metric].mean:.3g}" for row in rows if with_failures]
+        rendered.add_row(value, str(size), *cells)
+    rendered.add_section()
     total = sum(tables[0].sizes.values())
-    micro = [shown(table.micro.get(metric), of=total) for table in tables]
-    micro += [f"{table.micro[failed].mean:.3g}" for table in tables if with_failures]
-    drawn.add_row("all questions (micro)", str(total), *micro)
-    macro = [_plain(table.macro.get(metric)) for table in tables]
-    macro += [_plain(table.macro[failed]) for table in tables if with_failures]
-    drawn.add_row("mean of the rows (macro)", "", *macro)
-    return drawn
+    micro = [format_estimate(table.micro.get(metric), of=total) for table in tables]
+    micro += [f"{table.micro[failure_metric].mean:.3g}" for table in tables if with_failures]
+    rendered.add_row("all questions (micro)", str(total), *micro)
+    macro = [_format_number(table.macro.get(metric)) for table in tables]
+    macro += [_format_number(table.macro[failure_metric]) for table in tables if with_failures]
+    rendered.add_row("mean of the rows (macro)", "", *macro)
+    return rendered
 
 
 def _robustness(labels: Sequence[str], evaluations: Sequence[Evaluation], kinds: Sequence[str]) -> Table:
-    """One row per kind and model: coverage, accuracy as the questions were and perturbed, and the difference."""
+    """One row per kind and model: coverage, accuracy on the clean and the perturbed questions, and the difference."""
     metric = evaluations[0].headline
-    drawn = Table(title=f"{metric} on perturbed questions, beside the same questions as they were")
+    rendered = Table(title=f"{metric} on perturbed questions, beside the same questions as they were")
     for name in ("perturbation", "model", "covered", "clean", "perturbed", "difference", "no answer"):
-        drawn.add_column(name, justify="left" if name in ("perturbation", "model") else "right", overflow="fold")
+        rendered.add_column(name, justify="left" if name in ("perturbation", "model") else "right", overflow="fold")
     for kind in kinds:
         for label, evaluation in zip(labels, evaluations, strict=True):
-            found = evaluation.robustness[kind]
-            change = None if found.difference is None else asdict(found.difference)
-            drawn.add_row(
+            robustness = evaluation.robustness[kind]
+            change = None if robustness.difference is None else asdict(robustness.difference)
+            rendered.add_row(
                 kind,
                 label,
-                f"{len(found.clean)} of {found.asked}",
-                shown(found.clean_figure, of=len(found.clean)),
-                shown(found.figure, of=len(found.clean)),
-                _change(change),
-                _plain(found.failed_share),
+                f"{len(robustness.clean)} of {robustness.asked}",
+                format_estimate(robustness.clean_estimate, of=len(robustness.clean)),
+                format_estimate(robustness.estimate, of=len(robustness.clean)),
+                _format_change(change),
+                _format_number(robustness.failed_share),
             )
-    return drawn
+    return rendered
 
 
 def _table(title: str, first: str, labels: Sequence[str]) -> Table:
@@ -131,78 +203,11 @@ def _table(title: str, first: str, labels: Sequence[str]) -> Table:
     return table
 
 
-def _plain(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
-def _change(change: Mapping[str, float] | None) -> str:
+def _format_change(change: Mapping[str, float] | None) -> str:
     if change is None:
         return "-"
     return f"{change['difference']:+.4g} [{change['low']:+.4g}, {change['high']:+.4g}]"
-
-
-Change = Mapping[str, float]
-"""difference, low, high, and of how many questions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Evaluations of several models on one fixed set of questions."""
-
-    labels: Sequence[str]
-    evaluations: Sequence[Evaluation]
-    notices: Sequence[str] = ()
-    """What a reader of the figures should know."""
-
-    @cached_property
-    def changes(self) -> list[dict[str, Change]]:
-        """Each later model's paired differences from the first, by metric."""
-        return [differences(self.evaluations[0], evaluation) for evaluation in self.evaluations[1:]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Every model's figures, and each later model's paired difference from the first."""
-        return {
-            "models": [
-                {"label": label, **evaluation.as_dict()}
-                for label, evaluation in zip(self.labels, self.evaluations, strict=True)
-            ],
-            "differences": [
-                {"label": label, "metrics": change} for label, change in zip(self.labels[1:], self.changes, strict=True)
-            ],
-            "notices": list(self.notices),
-        }
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """What every model answered to every question, the perturbed ones after the others."""
-        for label, evaluation in zip(self.labels, self.evaluations, strict=True):
-            for row in evaluation.rows:
-                yield {"model": label, **row}
-            for one in evaluation.robustness.values():
-                for row in one.rows:
-                    yield {"model": label, **row}
-
-    def render(self) -> str:
-        """Tables: the metrics, one per column of subsets, and the perturbed questions; then what to know of them."""
-        return render(self.labels, self.evaluations, self.changes, self.notices)
-
-
-def differences(before: Evaluation, after: Evaluation) -> dict[str, Change]:
-    """after - before for every metric both have, over the questions where neither is missing, with its interval."""
-    if list(before.ids) != list(after.ids):
-        raise ValueError("evaluations of different questions cannot be paired")
-    found: dict[str, Change] = {}
-    for metric in before.values:
-        pairs = [
-            (old, new)
-            for old, new in zip(before.values[metric], after.values.get(metric, ()), strict=False)
-            if old is not None and new is not None
-        ]
-        if len(pairs) > 1:
-            paired = paired_bootstrap([old for old, _ in pairs], [new for _, new in pairs])
-            found[metric] = {
-                "difference": paired.difference,
-                "low": paired.low,
-                "high": paired.high,
-                "questions": len(pairs),
-            }
-    return found

@@ -7,8 +7,15 @@ import re
 import pytest
 
 from flatpeak.evaluation.config import Perturbation
-from flatpeak.evaluation.robustness import DISTRACTORS, FRAMES, perturb
-from flatpeak.evaluation.spans import ALIKE, LISTS, last_sentence, split_question
+from flatpeak.evaluation.robustness import perturb
+from flatpeak.evaluation.text_perturbations import (
+    DISTRACTORS,
+    FIRST_NAMES,
+    FRAMES,
+    INTERCHANGEABLE,
+    last_sentence,
+    split_question,
+)
 from flatpeak.types import Example
 
 STORY = (
@@ -120,13 +127,13 @@ def test_a_person_keeps_one_new_name_of_the_same_list() -> None:
     assert new is not None
     assert "Nadia" not in found
     assert "Hugo" not in found
-    assert new[1] in ALIKE["Nadia"]
-    assert new[2] in ALIKE["Hugo"]
+    assert new[1] in INTERCHANGEABLE["Nadia"]
+    assert new[2] in INTERCHANGEABLE["Hugo"]
     assert found == STORY.replace("Nadia", new[1]).replace("Hugo", new[2])
 
 
 def test_no_name_is_on_both_lists_or_twice_on_one() -> None:
-    assert len(ALIKE) == sum(map(len, LISTS))
+    assert len(INTERCHANGEABLE) == sum(map(len, FIRST_NAMES))
 
 
 @pytest.mark.parametrize(
