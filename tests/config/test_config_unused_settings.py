@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flatpeak.config.load import load_recipe, merge, parse_config, shipped_recipes
-from flatpeak.config.unused_settings import written
+from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.training.config import ObjectiveConfig
 
@@ -217,9 +217,9 @@ def test_a_resolved_recipe_is_accepted_again(name: str) -> None:
 
 
 def test_the_defaults_of_a_resolved_section_are_nobodys_choice() -> None:
-    assert list(written(ObjectiveConfig(cap=5.0), "cap", "clip_low")) == ["cap"]
+    assert list(explicit_settings(ObjectiveConfig(cap=5.0), "cap", "clip_low")) == ["cap"]
     everything = ObjectiveConfig.model_validate(ObjectiveConfig(dual_clip=2.0).model_dump())
-    assert list(written(everything, "cap", "clip_low", "dual_clip")) == ["dual_clip"]
+    assert list(explicit_settings(everything, "cap", "clip_low", "dual_clip")) == ["dual_clip"]
 
 
 @pytest.mark.parametrize("section", ["optimizer", "sft.optimizer", "reward_model.optimizer"])

@@ -1,4 +1,4 @@
-"""Recipes: YAML files that extend each other, overrides from the command line, and errors a reader can act on.
+"""Recipes: YAML files that extend each other, settings merged into them, and the check that makes a RunConfig.
 
 Nothing here imports torch: a bad recipe fails at once.
 """
@@ -14,14 +14,227 @@ from typing import Any
 
 import yaml
 
-from flatpeak.config.messages import describe
+from flatpeak.config.messages import describe_errors
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import without_superseded
 from flatpeak.errors import UserError, nearest
 
+Settings = Mapping[str, Any] | Sequence[str]
+"""Changes of a recipe: a mapping whose keys may be dotted (`{"training.steps": 2, "rollout": {"group_size": 8}}`), or
+`key.path=value` strings."""
 
-class _Loader(yaml.SafeLoader):
-    """The scalars of YAML 1.2 instead of 1.1, where `1e-5` is text, `no` is false and `2026-01-01` is a date."""
+SHIPPED = "flatpeak:"
+RENAMED = {
+    "flatpeak:algorithms/gradient_regularization_s0": "flatpeak:algorithms/gradient_regularization_from_scratch_dr_grpo"
+}
+"""Shipped recipes that had another name in the version before, which still works."""
+_RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Load a recipe, with everything that it extends and then the overrides merged in.
+
+    `path_or_name` is a file, or a shipped recipe such as `flatpeak:algorithms/dr_grpo`; `.yaml` may be left out. Each
+    override is `key.path=value`, with the value read as YAML would read it. Raises UserError for what cannot be read.
+    """
+    recipe = _load(str(path_or_name), directory=Path(), trail=())
+    return apply_overrides(recipe, overrides)
+
+
+def read_recipe(recipe: Mapping[str, Any] | str | Path, settings: Settings = ()) -> dict[str, Any]:
+    """Read a recipe of a Python caller (a mapping, path or name) with its bases, and merge the settings into it.
+
+    A mapping may have `extends` as a file has; its relative paths start at the working directory.
+    """
+    if isinstance(recipe, Mapping):
+        resolved = _extend(recipe, directory=Path(), trail=(), where="the recipe")
+    else:
+        resolved = load_recipe(recipe)
+    return apply_settings(resolved, settings)
+
+
+def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
+    """Check a resolved recipe. Raises UserError: one line, each problem with its dotted key and what would be right."""
+    from pydantic import ValidationError
+
+    try:
+        return RunConfig.model_validate(recipe)
+    except ValidationError as error:
+        raise UserError(describe_errors(error.errors(include_url=False))) from None
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes in the package, `flatpeak:...`."""
+    return sorted(SHIPPED + path.relative_to(_RECIPES).with_suffix("").as_posix() for path in _RECIPES.rglob("*.yaml"))
+
+
+def merge(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `delta` over `base`: mappings merge key by key, everything else (lists too) is replaced.
+
+    A mapping whose `type` differs from the base's replaces it whole: the keys of one type mean nothing to another, and
+    `task: {type: gsm8k}` over an arithmetic task must not inherit `max_value`.
+    """
+    merged = dict(base)
+    for key, value in delta.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _changes_type(old, value):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def apply_overrides(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Merge each `key.path=value` into the recipe; whole numbers in a path index lists.
+
+    Those that set a `type` go first, since they replace their section: the order of the arguments does not matter.
+    """
+    return _apply(recipe, [_parse_override(override) for override in overrides])
+
+
+def apply_settings(recipe: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Merge settings into the recipe as overrides are; the values of a mapping are taken as they are."""
+    if isinstance(settings, Mapping):
+        return _apply(recipe, [(_path(key, label=f"setting {key!r}"), value) for key, value in settings.items()])
+    return apply_overrides(recipe, [settings] if isinstance(settings, str) else settings)
+
+
+def _apply(recipe: Mapping[str, Any], split: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    resolved = copy.deepcopy(dict(recipe))
+    written: dict[str, Any] = {}
+    for path, value in sorted(split, key=lambda item: item[0][-1] != "type"):
+        resolved = _set(resolved, path, value, done=())
+        written = merge(written, _nested(path, value))
+    return without_superseded(resolved, written)
+
+
+def _changes_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return "type" in old and "type" in new and old["type"] != new["type"]
+
+
+def _load(name: str, *, directory: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
+    path = _find(name, directory=directory, origin=trail[-1] if trail else None)
+    if path in trail:
+        chain = " -> ".join(str(step) for step in (*trail[trail.index(path) :], path))
+        raise UserError(f"recipes extend each other in a circle: {chain}; remove one `extends`")
+    return _extend(parse_file(path), directory=path.parent, trail=(*trail, path), where=str(path))
+
+
+def _extend(recipe: Mapping[str, Any], *, directory: Path, trail: tuple[Path, ...], where: str) -> dict[str, Any]:
+    """Merge a recipe over its bases; relative names start at `directory`."""
+    content = dict(recipe)
+    bases = content.pop("extends", None) or []
+    if isinstance(bases, str | Path):
+        bases = [bases]
+    if not isinstance(bases, list | tuple) or not all(isinstance(base, str | Path) for base in bases):
+        raise UserError(f"{where}: extends must be the name of a recipe or a list of names")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = _over_base(merged, _load(str(base), directory=directory, trail=trail))
+    return _over_base(merged, content)
+
+
+def _over_base(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `delta` over its base, less the inherited settings that its choices leave without effect."""
+    return without_superseded(merge(base, delta), delta)
+
+
+def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
+    """The file a name stands for; `directory` is where a relative one starts."""
+    name = _current_name(name)
+    exact = _RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
+    for path in (exact, exact.with_name(f"{exact.name}.yaml")) if exact.name else ():
+        if path.is_file():
+            return path.resolve()
+    where = f" (extended by {origin})" if origin else ""
+    if not name.strip().removeprefix(SHIPPED):
+        raise UserError(
+            f"recipe {name!r}{where} has no name: give a YAML file or a shipped recipe, such as flatpeak:demo"
+        )
+    what = "is a directory, not a recipe" if exact.is_dir() else "not found"
+    near = _near_recipes(name)
+    hint = f"did you mean {' or '.join(near)}?" if near else "give a YAML file or a shipped recipe, flatpeak:NAME"
+    raise UserError(f"recipe {name} {what}{where}: {hint}")
+
+
+def _current_name(name: str) -> str:
+    """The name of a shipped recipe in this version, with a notice where it was another."""
+    former = name.removesuffix(".yaml")
+    if former not in RENAMED:
+        return name
+    warnings.warn(
+        f"recipe {former} is now {RENAMED[former]}, and the old name goes with the next version",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return RENAMED[former]
+
+
+def _near_recipes(name: str) -> list[str]:
+    """Shipped recipes whose name, or its last component, is close to the requested one."""
+    path = Path(name.rpartition(":")[2])  # the prefix may be misspelled as well
+    wanted = path.with_suffix("") if path.name else path
+    by_stem: dict[str, list[str]] = {}
+    for shipped in shipped_recipes():
+        plain = shipped.removeprefix(SHIPPED)
+        for key in {plain, plain.rpartition("/")[2]}:
+            by_stem.setdefault(key, []).append(shipped)
+    close = [key for text in (wanted.as_posix(), wanted.name) for key in nearest(text, by_stem, count=2)]
+    return list(dict.fromkeys(shipped for key in close for shipped in by_stem[key]))[:3]
+
+
+def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise UserError(f"override {override!r}: write key.path=value, such as optimizer.learning_rate=1e-5")
+    path = _path(key.strip(), label=f"override {override!r}")
+    try:
+        return path, parse_value(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value ({_first_line(error)})") from None
+
+
+def _path(key: Any, *, label: str) -> tuple[str, ...]:
+    """The components of a dotted key."""
+    path = tuple(key.split(".")) if isinstance(key, str) else ("",)
+    if not all(path):
+        raise UserError(f"{label}: write key.path=value, such as optimizer.learning_rate=1e-5")
+    if path[0] == "extends":
+        raise UserError(f"{label}: extends belongs in a recipe")
+    return path
+
+
+def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
+    """The sections around a value; indices of lists stay keys."""
+    return {path[0]: _nested(path[1:], value) if path[1:] else value}
+
+
+def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...]) -> Any:
+    """Replace the value at `path` of `target` (merge it, where both are mappings), and return the result."""
+    key, rest = path[0], path[1:]
+    here = ".".join(done) or "the recipe"
+    if isinstance(target, list):
+        if not key.isdecimal() or int(key) >= len(target):
+            raise UserError(f"{'.'.join((*done, key))}: {here} is a list with elements 0 to {len(target) - 1}")
+        index = int(key)
+        new = _set(target[index], rest, value, done=(*done, key)) if rest else value
+        return [*target[:index], new, *target[index + 1 :]]
+    if target is None:
+        target = {}
+    if not isinstance(target, Mapping):
+        raise UserError(f"{'.'.join((*done, *path))}: {here} is {target!r}, which has no keys")
+    if rest:
+        return {**target, key: _set(target.get(key), rest, value, done=(*done, key))}
+    delta = {key: value}
+    return delta if _changes_type(target, delta) else merge(target, delta)
+
+
+def _first_line(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or error).splitlines()[0]
+
+
+class _YAMLLoader(yaml.SafeLoader):
+    """A loader with the scalars of YAML 1.2, not of 1.1, where `1e-5` is text, `no` false and `2026-01-01` a date."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own layout)
 
@@ -50,13 +263,13 @@ for _tag, _pattern, _first in (
     ),
     ("merge", r"<<", ["<"]),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+    _YAMLLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
 def parse_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError with the line where it is broken."""
+    """Read the mapping in a YAML file. Raises UserError with the line where it is broken."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_YAMLLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -71,235 +284,21 @@ def parse_file(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """One value of the command line: a list, a mapping, a quotation, or a scalar whatever its colons and hashes.
+    """Parse a value of the command line: a list, a mapping, a quotation, or a scalar whatever its colons and hashes.
 
     Text that only looks like a mapping, `{a}+{b}=` or `{answer}`, is text.
     """
     text = text.strip()
     if text[:1] in ('"', "'"):
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_YAMLLoader)
     if text[:1] == "[" or text == "{}" or (text[:1] == "{" and ":" in text):
         try:
-            return yaml.load(text, Loader=_Loader)
+            return yaml.load(text, Loader=_YAMLLoader)
         except yaml.YAMLError:
             return text
-    loader = _Loader("")
+    loader = _YAMLLoader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text, (True, False))
         return loader.construct_object(yaml.ScalarNode(tag, text))
     finally:
         loader.dispose()
-
-
-Settings = Mapping[str, Any] | Sequence[str]
-"""Changes of a recipe: a mapping whose keys may be dotted (`{"training.steps": 2, "rollout": {"group_size": 8}}`), or
-`key.path=value` strings."""
-
-SHIPPED = "flatpeak:"
-RENAMED = {
-    "flatpeak:algorithms/gradient_regularization_s0": "flatpeak:algorithms/gradient_regularization_from_scratch_dr_grpo"
-}
-"""Shipped recipes that had another name in the version before, which still works."""
-_RECIPES = Path(__file__).parents[1] / "recipes"
-
-
-def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """A recipe with everything it extends merged in, then the overrides.
-
-    `path_or_name` is a file, or a shipped recipe such as `flatpeak:algorithms/dr_grpo`; `.yaml` may be left out. Each
-    override is `key.path=value`, with the value read as YAML would read it. Raises UserError for what cannot be read.
-    """
-    recipe = _load(str(path_or_name), directory=Path(), trail=())
-    return apply_overrides(recipe, overrides)
-
-
-def read_recipe(recipe: Mapping[str, Any] | str | Path, settings: Settings = ()) -> dict[str, Any]:
-    """A recipe as Python callers give it, a mapping or a path or name, with what it extends; then the settings.
-
-    A mapping may have `extends` as a file has; its relative paths start at the working directory.
-    """
-    if isinstance(recipe, Mapping):
-        resolved = _extend(recipe, directory=Path(), trail=(), where="the recipe")
-    else:
-        resolved = load_recipe(recipe)
-    return apply_settings(resolved, settings)
-
-
-def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
-    """Check a resolved recipe. Raises UserError: one line, each problem with its dotted key and what would be right."""
-    from pydantic import ValidationError
-
-    try:
-        return RunConfig.model_validate(recipe)
-    except ValidationError as error:
-        raise UserError(describe(error.errors(include_url=False))) from None
-
-
-def shipped_recipes() -> list[str]:
-    """The names of the recipes in the package, `flatpeak:...`."""
-    return sorted(SHIPPED + path.relative_to(_RECIPES).with_suffix("").as_posix() for path in _RECIPES.rglob("*.yaml"))
-
-
-def merge(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
-    """`delta` over `base`: mappings merge key by key, everything else (lists too) is replaced.
-
-    A mapping whose `type` differs from the base's replaces it whole: the keys of one type mean nothing to another, and
-    `task: {type: gsm8k}` over an arithmetic task must not inherit `max_value`.
-    """
-    merged = dict(base)
-    for key, value in delta.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _changes_type(old, value):
-            merged[key] = merge(old, value)
-        else:
-            merged[key] = copy.deepcopy(value)
-    return merged
-
-
-def apply_overrides(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Each `key.path=value` merged into the recipe; whole numbers in a path index lists.
-
-    Those that set a `type` go first, since they replace their section: the order of the arguments does not matter.
-    """
-    return _apply(recipe, [_split(override) for override in overrides])
-
-
-def apply_settings(recipe: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Settings merged into the recipe as overrides are; the values of a mapping are taken as they are."""
-    if isinstance(settings, Mapping):
-        return _apply(recipe, [(_path(key, shown=f"setting {key!r}"), value) for key, value in settings.items()])
-    return apply_overrides(recipe, [settings] if isinstance(settings, str) else settings)
-
-
-def _apply(recipe: Mapping[str, Any], split: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    resolved = copy.deepcopy(dict(recipe))
-    written: dict[str, Any] = {}
-    for path, value in sorted(split, key=lambda item: item[0][-1] != "type"):
-        resolved = _set(resolved, path, value, done=())
-        written = merge(written, _nested(path, value))
-    return without_superseded(resolved, written)
-
-
-def _changes_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return "type" in old and "type" in new and old["type"] != new["type"]
-
-
-def _load(name: str, *, directory: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
-    path = _find(name, directory=directory, origin=trail[-1] if trail else None)
-    if path in trail:
-        chain = " -> ".join(str(step) for step in (*trail[trail.index(path) :], path))
-        raise UserError(f"recipes extend each other in a circle: {chain}; remove one `extends`")
-    return _extend(parse_file(path), directory=path.parent, trail=(*trail, path), where=str(path))
-
-
-def _extend(recipe: Mapping[str, Any], *, directory: Path, trail: tuple[Path, ...], where: str) -> dict[str, Any]:
-    """A recipe over what it extends; relative names start at `directory`."""
-    content = dict(recipe)
-    bases = content.pop("extends", None) or []
-    if isinstance(bases, str | Path):
-        bases = [bases]
-    if not isinstance(bases, list | tuple) or not all(isinstance(base, str | Path) for base in bases):
-        raise UserError(f"{where}: extends must be the name of a recipe or a list of names")
-    merged: dict[str, Any] = {}
-    for base in bases:
-        merged = _layer(merged, _load(str(base), directory=directory, trail=trail))
-    return _layer(merged, content)
-
-
-def _layer(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
-    """`delta` over what it extends, less the inherited settings that its choices leave without effect."""
-    return without_superseded(merge(base, delta), delta)
-
-
-def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
-    """The file a name stands for; `directory` is where a relative one starts."""
-    name = _current_name(name)
-    place = _RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
-    for path in (place, place.with_name(f"{place.name}.yaml")) if place.name else ():
-        if path.is_file():
-            return path.resolve()
-    where = f" (extended by {origin})" if origin else ""
-    if not name.strip().removeprefix(SHIPPED):
-        raise UserError(
-            f"recipe {name!r}{where} has no name: give a YAML file or a shipped recipe, such as flatpeak:demo"
-        )
-    what = "is a directory, not a recipe" if place.is_dir() else "not found"
-    near = _near_recipes(name)
-    hint = f"did you mean {' or '.join(near)}?" if near else "give a YAML file or a shipped recipe, flatpeak:NAME"
-    raise UserError(f"recipe {name} {what}{where}: {hint}")
-
-
-def _current_name(name: str) -> str:
-    """The name of a shipped recipe in this version, with a notice where it was another."""
-    former = name.removesuffix(".yaml")
-    if former not in RENAMED:
-        return name
-    warnings.warn(
-        f"recipe {former} is now {RENAMED[former]}, and the old name goes with the next version",
-        FutureWarning,
-        stacklevel=2,
-    )
-    return RENAMED[former]
-
-
-def _near_recipes(name: str) -> list[str]:
-    """Shipped recipes whose name, or last part of it, is close to the one asked for."""
-    place = Path(name.rpartition(":")[2])  # the prefix may be misspelled as well
-    wanted = place.with_suffix("") if place.name else place
-    by_stem: dict[str, list[str]] = {}
-    for shipped in shipped_recipes():
-        plain = shipped.removeprefix(SHIPPED)
-        for key in {plain, plain.rpartition("/")[2]}:
-            by_stem.setdefault(key, []).append(shipped)
-    close = [key for text in (wanted.as_posix(), wanted.name) for key in nearest(text, by_stem, count=2)]
-    return list(dict.fromkeys(shipped for key in close for shipped in by_stem[key]))[:3]
-
-
-def _split(override: str) -> tuple[tuple[str, ...], Any]:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise UserError(f"override {override!r}: write key.path=value, such as optimizer.learning_rate=1e-5")
-    path = _path(key.strip(), shown=f"override {override!r}")
-    try:
-        return path, parse_value(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value ({_first_line(error)})") from None
-
-
-def _path(key: Any, *, shown: str) -> tuple[str, ...]:
-    """The parts of a dotted key."""
-    path = tuple(key.split(".")) if isinstance(key, str) else ("",)
-    if not all(path):
-        raise UserError(f"{shown}: write key.path=value, such as optimizer.learning_rate=1e-5")
-    if path[0] == "extends":
-        raise UserError(f"{shown}: extends belongs in a recipe")
-    return path
-
-
-def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
-    """The sections around a value; indices of lists stay keys."""
-    return {path[0]: _nested(path[1:], value) if path[1:] else value}
-
-
-def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...]) -> Any:
-    """`target` with the value at `path` replaced (merged, where both are mappings)."""
-    key, rest = path[0], path[1:]
-    here = ".".join(done) or "the recipe"
-    if isinstance(target, list):
-        if not key.isdecimal() or int(key) >= len(target):
-            raise UserError(f"{'.'.join((*done, key))}: {here} is a list with elements 0 to {len(target) - 1}")
-        index = int(key)
-        new = _set(target[index], rest, value, done=(*done, key)) if rest else value
-        return [*target[:index], new, *target[index + 1 :]]
-    if target is None:
-        target = {}
-    if not isinstance(target, Mapping):
-        raise UserError(f"{'.'.join((*done, *path))}: {here} is {target!r}, which has no keys")
-    if rest:
-        return {**target, key: _set(target.get(key), rest, value, done=(*done, key))}
-    delta = {key: value}
-    return delta if _changes_type(target, delta) else merge(target, delta)
-
-
-def _first_line(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or error).splitlines()[0]

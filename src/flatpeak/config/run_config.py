@@ -1,10 +1,10 @@
-"""RunConfig: one recipe, composed of the Config each component owns."""
+"""RunConfig, the schema of a recipe, composed of the configurations that the components own."""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from flatpeak.config.unused_settings import refuse_idle
+from flatpeak.config.unused_settings import refuse_unused
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.config import ModelConfig, ReferenceConfig
@@ -26,15 +26,15 @@ from flatpeak.training.config import (
 )
 from flatpeak.utils.schema import StrictConfig
 
-RESERVED_PARTS = frozenset(
+RESERVED_REWARD_NAMES = frozenset(
     {"mean", "std", "missing_fraction", "accuracy", "reward", "length", "truncated"}
     | {"extraction_failed", "missing", "robustness"}
 )
-"""Names of metrics that stand beside the reward parts' own."""
+"""Names of metrics beside those of the reward components."""
 
 
 class RunConfig(StrictConfig):
-    """Everything that decides what a run does. The keys are the sections of a recipe."""
+    """Everything that decides what a run does; its fields are the sections of a recipe."""
 
     run: RunSectionConfig = RunSectionConfig()
     model: ModelConfig = ModelConfig()
@@ -69,7 +69,7 @@ class RunConfig(StrictConfig):
                 f"objective.overlong_buffer={buffer} punishes every completion of at most rollout.max_new_tokens="
                 f"{limit}: set a smaller buffer"
             )
-        taken = sorted(RESERVED_PARTS & self.rewards.keys())
+        taken = sorted(RESERVED_REWARD_NAMES & self.rewards.keys())
         if taken:
             raise ValueError(f"rewards.{taken[0]}: metrics of that name exist already; call this reward something else")
         if self.evaluation.samples and max(self.evaluation.k) > self.evaluation.samples:
@@ -94,7 +94,7 @@ class RunConfig(StrictConfig):
     @model_validator(mode="after")
     def _effective(self) -> RunConfig:
         """Refuse written settings that have no effect."""
-        refuse_idle(self)
+        refuse_unused(self)
         curriculum, steps = self.curriculum, self.training.steps
         if curriculum and curriculum.until_pass_rate is None and 0 < steps <= curriculum.steps:
             raise ValueError(
@@ -104,7 +104,7 @@ class RunConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
-    def _shadows(self) -> RunConfig:
+    def _shadow_rewards_exist(self) -> RunConfig:
         for name, reward in self.rewards.items():
             shadow = getattr(reward, "shadow", None)
             if shadow is not None and (shadow == name or shadow not in self.rewards):
@@ -113,8 +113,8 @@ class RunConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
-    def _judged(self) -> RunConfig:
-        """What waits for a share of right answers needs something that says which are right."""
+    def _measured_accuracy(self) -> RunConfig:
+        """Refuse thresholds of accuracy in a run that measures none."""
         if self.evaluation.accuracy is not None:
             return self
         until = self.curriculum.until_pass_rate if self.curriculum else None

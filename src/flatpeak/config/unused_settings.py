@@ -16,19 +16,19 @@ Get = Callable[[str], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`settings` do nothing where `applies`, which is decided by the value of `choice`."""
+    """The settings that have no effect where `applies` is true of the value of `choice`."""
 
     choice: str
     """Dotted key of the choice."""
     applies: Callable[[Any], bool]
     settings: tuple[str, ...]
-    """Dotted keys of what it leaves without effect."""
+    """Dotted keys of the settings that the choice leaves without effect."""
     instead: str
-    """The choice under which they would count."""
+    """The choice under which the settings have an effect."""
     unless: Callable[[Get], bool] = lambda get: False
-    """Condition under which they have an effect all the same."""
+    """Condition under which the settings have an effect all the same."""
 
-    def idle(self, get: Get) -> bool:
+    def is_unused(self, get: Get) -> bool:
         """Whether the settings have no effect in this recipe."""
         return self.applies(get(self.choice)) and not self.unless(get)
 
@@ -64,13 +64,13 @@ def _task(section: str) -> tuple[Rule, ...]:
             settings=(f"{section}.shots",),
             instead=f"{section}.wording=official",
         ),
-        *_held_out(section),
+        *_own_test_set(section),
         *_preferences(section),
     )
 
 
-def _held_out(section: str) -> tuple[Rule, ...]:
-    """Test rows of their own leave nothing to hold out by a fraction."""
+def _own_test_set(section: str) -> tuple[Rule, ...]:
+    """The rules of tasks with a test set of their own, of which no fraction is held out."""
     return tuple(
         Rule(
             choice=f"{section}.{name}",
@@ -149,13 +149,13 @@ RULES = (
 )
 
 
-def refuse_idle(config: StrictConfig) -> None:
-    """ValueError for a setting that was written, is not off, and has no effect."""
+def refuse_unused(config: StrictConfig) -> None:
+    """Raise ValueError for a setting that the recipe writes, that is not off, and that has no effect."""
     for rule in RULES:
-        if not rule.idle(lambda key: _value(config, key)):
+        if not rule.is_unused(lambda key: _value(config, key)):
             continue
         for setting in rule.settings:
-            if _written(config, setting):
+            if _is_explicit(config, setting):
                 value, chosen = _value(config, setting), _value(config, rule.choice)
                 if value is None or value is False:  # it says off, as the choice does
                     continue
@@ -166,20 +166,20 @@ def refuse_idle(config: StrictConfig) -> None:
 
 
 def _as_yaml(value: Any) -> str:
-    """A value as a recipe writes it."""
+    """A value in the notation of recipes."""
     if not isinstance(value, bool | list | tuple):
         return str(value)
     return json.dumps(value, default=lambda section: section.model_dump(mode="json", exclude_unset=True))
 
 
 def without_superseded(merged: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
-    """`merged` less the inherited settings that a choice made in `delta` leaves without effect.
+    """Drop the inherited settings of `merged` that a choice made in `delta` leaves without effect.
 
     `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip, and is no contradiction.
     """
     kept = dict(merged)
     for rule in RULES:
-        if _find(delta, rule.choice) is None or not rule.idle(lambda key: (_find(merged, key) or (None,))[0]):
+        if _find(delta, rule.choice) is None or not rule.is_unused(lambda key: (_find(merged, key) or (None,))[0]):
             continue
         for setting in rule.settings:
             if _find(delta, setting) is None:
@@ -187,10 +187,10 @@ def without_superseded(merged: Mapping[str, Any], delta: Mapping[str, Any]) -> d
     return kept
 
 
-def written(section: StrictConfig, *names: str) -> Iterator[str]:
-    """Those of the settings that somebody wrote.
+def explicit_settings(section: StrictConfig, *names: str) -> Iterator[str]:
+    """The settings of a section that the recipe chooses explicitly, out of `names`.
 
-    A resolved recipe, as a run keeps it, names all settings of a section; a default there is nobody's choice.
+    A resolved recipe, as a run keeps it, names all settings of a section; a default there counts as no choice.
     """
     fields = type(section).model_fields
     resolved = section.model_fields_set == fields.keys()
@@ -200,12 +200,12 @@ def written(section: StrictConfig, *names: str) -> Iterator[str]:
             yield name
 
 
-def _written(config: StrictConfig, key: str) -> bool:
+def _is_explicit(config: StrictConfig, key: str) -> bool:
     *sections, name = key.split(".")
     section: Any = config
     for step in sections:
         section = getattr(section, step, None)
-    return name in getattr(type(section), "model_fields", {}) and any(written(section, name))
+    return name in getattr(type(section), "model_fields", {}) and any(explicit_settings(section, name))
 
 
 def _value(config: Any, key: str) -> Any:
@@ -215,7 +215,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _find(recipe: Mapping[str, Any], key: str) -> tuple[Any] | None:
-    """The value of a dotted key of an unchecked recipe, in a tuple; None where nothing is written."""
+    """The value of a dotted key of an unchecked recipe, in a tuple; None where the recipe has no such key."""
     value: Any = recipe
     for step in key.split("."):
         if not isinstance(value, Mapping) or step not in value:
@@ -225,7 +225,7 @@ def _find(recipe: Mapping[str, Any], key: str) -> tuple[Any] | None:
 
 
 def _without(recipe: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """The recipe without what stands at the path; sections stay, empty where that was all."""
+    """The recipe without the value at the path; its sections stay, even if they are empty then."""
     first, *rest = path
     inner = recipe.get(first)
     if not rest:

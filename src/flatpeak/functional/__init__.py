@@ -1,4 +1,4 @@
-"""The mathematics: tensors in, tensors out."""
+"""The mathematics of the library: pure functions of tensors and numbers."""
 
 from flatpeak.functional import losses
 from flatpeak.functional.advantages import group_advantages

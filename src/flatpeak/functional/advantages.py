@@ -1,4 +1,4 @@
-"""From the rewards of groups to advantages."""
+"""Advantages of completions from the rewards of their groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning from preferences between two answers: elementwise, the caller weighs and sums.
+"""The Bradley-Terry loss of reward models and its relatives: elementwise, the caller weights and sums.
 
 P preference pairs; `chosen_P` and `rejected_P` are a reward model's scores of the preferred and the other answer.
 """
@@ -33,8 +33,8 @@ def preference_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
 def calibration_error(probabilities_N: Tensor, outcomes_N: Tensor, *, bins: int = 10) -> Tensor:
     """Expected calibration error: sum over bins of n_b / N * |mean probability - mean outcome|. Guo et al. 2017.
 
-    `probabilities_N` in [0, 1] fall into `bins` bins of equal width; `outcomes_N` are what came of them, in [0, 1].
-    NaN for no values.
+    `probabilities_N` in [0, 1] fall into `bins` bins of equal width; `outcomes_N` are the outcomes, in
+    [0, 1]. NaN for no values.
     """
     if bins < 1:
         raise ValueError(f"bins={bins}: give at least 1")

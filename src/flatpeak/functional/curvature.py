@@ -1,4 +1,4 @@
-"""Combining two gradients into a regularized one, and the exact curvature to hold it against."""
+"""The regularized gradient as a combination of two gradients, and the exact curvature as its reference."""
 
 from __future__ import annotations
 

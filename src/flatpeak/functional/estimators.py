@@ -1,4 +1,4 @@
-"""What n samples say about k of them, and how sure a mean is."""
+"""Estimators of evaluations: pass@k and maj@k of n samples, and confidence intervals of means."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> tup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedDifference:
-    """How much larger b is than a, item by item."""
+    """The mean difference b - a of paired items, with its confidence interval."""
 
     difference: float
     """mean(b) - mean(a)."""

@@ -57,7 +57,7 @@ def token_logprobs(
 
 
 def _autocast(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would do to a linear layer's inputs, done here so that the backward pass recomputes the same."""
+    """Cast as autocast does before a linear layer, here so that the backward pass recomputes the same."""
     device = hidden_TD.device.type
     if not torch.is_autocast_enabled(device) or hidden_TD.dtype == torch.float64:
         return hidden_TD, weight_VD, bias_V
@@ -86,7 +86,7 @@ def _check(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """How logits become what softmax sees, and how many tokens at a time."""
+    """The transformation of hidden states into the inputs of softmax, for chunks of tokens."""
 
     softcap: float | None
     logit_scale: float
@@ -161,8 +161,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     None if grad_entropy_T is None else grad_entropy_T[rows],
                 )
                 grads.add(grad_CV.mul_(slope), hidden_TD[rows], weight_VD, rows)
-            found = (grads.hidden_TD, grads.weight_VD, grads.bias_V)
-            cast = [g if g is None else g.to(hidden_TD.dtype) for g in found]
+            summed = (grads.hidden_TD, grads.weight_VD, grads.bias_V)
+            cast = [g if g is None else g.to(hidden_TD.dtype) for g in summed]
         if torch.is_grad_enabled():
             sources = [t for t in (hidden_TD, weight_VD, bias_V) if t is not None]
             cast = [g if g is None else _DifferentiatedOnce.apply(g, *sources) for g in cast]
@@ -172,14 +172,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gradients:
-    """Those asked for, filled chunk by chunk: weight and bias are summed in at least float32."""
+    """The requested gradients, filled chunk by chunk: weight and bias are summed in at least float32."""
 
     hidden_TD: Tensor | None
     weight_VD: Tensor | None
     bias_V: Tensor | None
 
     def add(self, grad_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor, rows: slice) -> None:
-        """Add what a chunk's gradient with respect to h W^T + b says."""
+        """Add the contribution of a chunk, given its gradient with respect to h W^T + b."""
         if self.bias_V is not None:
             self.bias_V.add_(grad_CV.sum(0))
         grad_CV = grad_CV.to(hidden_CD.dtype)
@@ -193,7 +193,7 @@ class _DifferentiatedOnce(torch.autograd.Function):
     """A gradient as it is, which cannot be differentiated again.
 
     torch's `once_differentiable` lets a second derivative pass as a constant where the incoming gradient is one:
-    a Hessian through it would be wrong without a word.
+    a Hessian through it would be silently wrong.
     """
 
     @staticmethod

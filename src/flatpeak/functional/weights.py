@@ -1,4 +1,4 @@
-"""Every published normalization of the loss is one weight per completion."""
+"""Normalizations of the loss, each of which is one weight per completion."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from flatpeak.config.run_config import RunConfig
-from flatpeak.config.unused_settings import written
+from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import CURRENT_NAMES, EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
@@ -311,7 +311,7 @@ def without_model_source(config: RunConfig, *, own: Mapping[str, Any], named: st
     A model that `own`, the part of the recipe that was written for this call, names beside it is a UserError. One that
     comes from a shared recipe (called `named`), given by its name, resolved before or extended, is left out.
     """
-    said = list(written(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
+    said = list(explicit_settings(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
     if not said:
         return config, []
     section = own.get("model", {})

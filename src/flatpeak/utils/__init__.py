@@ -1,1 +1,1 @@
-"""The ground floor: helpers that every part may import."""
+"""The ground floor: helpers that every package may import."""

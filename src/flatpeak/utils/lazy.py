@@ -1,4 +1,4 @@
-"""Packages that name their public things without importing them."""
+"""Lazy public names of packages: a module is imported when one of its names is used."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names lie in the modules that `homes` gives, by name.
+    """The `__getattr__` of a package whose public names are defined in the modules that `homes` gives, by name.
 
-    A module is imported when one of its names is asked for, so that a package's configuration loads no torch.
+    A module is imported when one of its names is used, so that a package's configuration loads no torch.
     """
 
-    def find(name: str) -> Any:
+    def get(name: str) -> Any:
         if name in homes:
             return getattr(import_module(f"{package}.{homes[name]}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return find
+    return get
