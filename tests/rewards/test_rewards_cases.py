@@ -9,7 +9,6 @@ import pytest
 from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.countdown import CountdownReward, evaluate
 from flatpeak.rewards.format import FormatReward
-from flatpeak.rewards.judge_score import parse_judge_score
 from flatpeak.rewards.number import NumberReward, extract_answer
 
 P = "<think>x</think>\n<answer>"
@@ -108,15 +107,6 @@ def test_countdown_accepts_line_breaks_in_the_answer(completion, prompt):
 
 def test_a_wrong_answer_earns_nothing_for_its_box(completion, prompt):
     assert NumberReward(extraction="boxed")(completion(r"So \boxed{17}."), prompt("18")) == 0.0
-
-
-def test_a_judges_scale_is_not_its_score():
-    assert parse_judge_score("Out of 1.0 I give 0.0") == 0.0
-
-
-@pytest.mark.parametrize("verdict", ["10.0", ""])
-def test_a_score_out_of_range_or_absent_is_invalid(verdict):
-    assert parse_judge_score(verdict) is None
 
 
 def test_a_judge_that_raises_gives_missing_and_never_zero(group):
