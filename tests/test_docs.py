@@ -15,7 +15,7 @@ import pytest
 
 from flatpeak.config.load import RENAMED, load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.policy.compatibility import PROVEN
-from flatpeak.rewards.base import PartScores
+from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Completion, Example, Group, Prompt, Score
@@ -65,15 +65,15 @@ def varied(completion_ids: list[list[int]]) -> list[float]:
     return [sum(ids) / 100 for ids in completion_ids]
 
 
-class Faulty:
+class Faulty(Scorer):
     """A reward that has no score for the first completion, and ran out of time over the second."""
 
-    def score(self, groups: Sequence[Group]) -> PartScores:
+    def score(self, groups: Sequence[Group]) -> ComponentScores:
         sizes = [len(group.completions) for group in groups]
         scores: list[list[Score]] = [[0.0] * size for size in sizes]
         late = [[False] * size for size in sizes]
         scores[0][0], late[-1][-1] = None, True
-        return PartScores(scores=scores, timed_out=late, failed=1, first_error=ValueError("no"), tolerated=True)
+        return ComponentScores(scores=scores, timed_out=late, failed=1, first_error=ValueError("no"), tolerated=True)
 
     def answer(self, completion: Completion, prompt: Prompt) -> None:
         return None

@@ -200,7 +200,7 @@ def test_a_score_for_running_out_of_time_needs_a_call_that_can() -> None:
         FunctionConfig(function="support.worker_functions:where", timeout=None, on_timeout=0)
     with WorkerPool(1, timeout=60) as pool:
         for name in ("where_batch", "patient", "stays", "nameless"):
-            with pytest.raises(UserError, match=r"^reward 'mine': on_timeout=0 has no effect in the trainer's own"):
+            with pytest.raises(UserError, match=r"^rewards\.mine: on_timeout=0 has no effect in the trainer's own"):
                 build_reward(
                     {"mine": FunctionConfig(function=f"support.worker_functions:{name}", on_timeout=0)}, workers=pool
                 )

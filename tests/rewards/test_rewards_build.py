@@ -32,7 +32,7 @@ def test_every_type_of_a_recipe_is_built_with_its_settings(group, tmp_path):
 
 
 def test_a_function_that_cannot_be_built_names_its_place_in_the_recipe():
-    with pytest.raises(UserError, match=r"^rewards\.mine: there is no file .*nowhere\.py"):
+    with pytest.raises(UserError, match=r"^rewards\.mine: function 'nowhere\.py:f': there is no file .*nowhere\.py"):
         build_reward({"mine": FunctionConfig(function="nowhere.py:f")})
     with pytest.raises(UserError, match=r"^rewards\.mine: reward function 'sqrt' has parameters without a usable name"):
         build_reward({"mine": FunctionConfig(function="math:sqrt")})

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.calls import one_line
 from flatpeak.rewards.functions import FunctionReward
+from flatpeak.utils.user_code import one_line
 
 
 class Stubborn:

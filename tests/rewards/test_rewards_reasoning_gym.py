@@ -238,7 +238,7 @@ def test_from_python_it_is_graded_as_in_a_recipe():
     assert as_reward({"gym": (REWARD, 2.0)})([group]).total == [[2.0, 0.0]]
     rewards = as_reward(REWARD)
     assert rewards([group]).total == [[1.0, 0.0]]
-    assert [part.isolation.timeout for part in rewards._parts.values()] == [5.0]
+    assert [scorer.isolation.timeout for scorer in rewards._scorers.values()] == [5.0]
 
 
 def test_what_unpickles_it_has_loaded_the_package_before_the_clock_starts():

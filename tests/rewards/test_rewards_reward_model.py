@@ -41,7 +41,7 @@ from flatpeak.rewards.classifier import (
     read_record,
 )
 from flatpeak.rewards.config import SequenceClassifierConfig
-from flatpeak.rewards.reward_model import ModelScorer, load_scorer
+from flatpeak.rewards.reward_model import ModelScorer
 from flatpeak.types import Group
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz :\n?{}<|>"
@@ -102,7 +102,7 @@ def save(directory: Path, model: Any, made: Any, record: Record | None = None) -
 
 
 def load(path: Path, **settings: Any) -> ModelScorer:
-    return load_scorer(SequenceClassifierConfig(path=str(path), device="cpu", **settings), where="rewards.helpful")
+    return SequenceClassifierConfig(path=str(path), device="cpu", **settings).build("helpful")  # type: ignore[return-value]
 
 
 TEXTS = [[5, 9, 6, EOS], [7, 4, EOS], [8, 12, 9, 30, 4, 5, 6, 11, EOS], [10], [0, 3, 0, EOS, 0], [9, 9, 9, 9, EOS]]

@@ -6,14 +6,14 @@ import time
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import RuleScorer
+from flatpeak.rewards.base import Component
 from flatpeak.rewards.functions import FunctionReward
 from flatpeak.rewards.number import NumberReward
-from flatpeak.rewards.reward_set import Part, RewardSet
+from flatpeak.rewards.reward_set import RewardSet
 
 
-def part(name, function, weight=1.0):
-    return Part(name=name, weight=weight, scorer=FunctionReward(function, name=name))
+def component(name, function, weight=1.0):
+    return Component(name=name, weight=weight, scorer=FunctionReward(function, name=name))
 
 
 def fail(completion):
@@ -23,8 +23,8 @@ def fail(completion):
 def test_the_total_is_the_weighted_sum_of_unweighted_parts(group):
     reward = RewardSet(
         [
-            part("length", lambda completion: len(completion), 0.5),
-            part("a", lambda completion: float("a" in completion), -2.0),
+            component("length", lambda completion: len(completion), 0.5),
+            component("a", lambda completion: float("a" in completion), -2.0),
         ]
     )
     scores = reward([group("a", "bbb"), group("aa")])
@@ -35,7 +35,10 @@ def test_the_total_is_the_weighted_sum_of_unweighted_parts(group):
 
 def test_the_total_is_missing_where_a_weighted_part_is(group):
     reward = RewardSet(
-        [part("one", lambda completion: 1.0), part("some", lambda completion: None if completion == "a" else 0.0, 0.1)]
+        [
+            component("one", lambda completion: 1.0),
+            component("some", lambda completion: None if completion == "a" else 0.0, 0.1),
+        ]
     )
     scores = reward([group("a", "b")])
     assert scores.total == [[None, 1.0]]
@@ -43,7 +46,7 @@ def test_the_total_is_missing_where_a_weighted_part_is(group):
 
 
 def test_a_part_without_weight_is_logged_only_whatever_happens_to_it(group):
-    reward = RewardSet([part("one", lambda completion: 1.0), part("watch", fail, 0.0)])
+    reward = RewardSet([component("one", lambda completion: 1.0), component("watch", fail, 0.0)])
     scores = reward([group("a", "b")])
     assert scores.total == [[1.0, 1.0]]
     assert scores.parts["watch"] == [[None, None]]
@@ -56,7 +59,7 @@ def test_failures_are_counted_over_calls_and_keep_the_first_error(group):
             raise ValueError(f"bad {completion}")
         return 1.0
 
-    reward = RewardSet([part("picky", picky), part("fine", lambda completion: 1.0)])
+    reward = RewardSet([component("picky", picky), component("fine", lambda completion: 1.0)])
     assert reward.failures == {}
     reward([group("x1", "b"), group("x2", "d")])
     reward([group("x3", "b")])
@@ -66,7 +69,7 @@ def test_failures_are_counted_over_calls_and_keep_the_first_error(group):
 
 
 def test_a_weighted_part_that_fails_everywhere_stops_with_its_error(group):
-    reward = RewardSet([part("one", lambda completion: 1.0), part("judge", fail)])
+    reward = RewardSet([component("one", lambda completion: 1.0), component("judge", fail)])
     with pytest.raises(
         UserError,
         match=r"^reward 'judge' failed on all 3 completions: RuntimeError: no luck \(.*:\d+\); correct it, or give it",
@@ -75,26 +78,26 @@ def test_a_weighted_part_that_fails_everywhere_stops_with_its_error(group):
 
 
 def test_a_part_that_is_missing_everywhere_without_failing_does_not_stop(group):
-    assert RewardSet([part("none", lambda completion: None)])([group("a")]).total == [[None]]
+    assert RewardSet([component("none", lambda completion: None)])([group("a")]).total == [[None]]
 
 
 def test_groups_with_the_same_prompt_text_stay_separate(group):
-    reward = RewardSet([Part(name="correctness", weight=1.0, scorer=RuleScorer(rule=NumberReward()))])
+    reward = RewardSet([Component(name="correctness", weight=1.0, scorer=NumberReward())])
     twins = [group("1", "2", id="a", gold="1"), group("1", "2", id="b", gold="2")]
     assert twins[0].prompt.text == twins[1].prompt.text
     assert reward(twins).total == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_no_groups_have_no_scores():
-    scores = RewardSet([part("one", lambda completion: 1.0)])([])
+    scores = RewardSet([component("one", lambda completion: 1.0)])([])
     assert (scores.total, scores.parts) == ([], {"one": []})
 
 
 def test_answers_come_from_the_part_that_extracts_them(completion, prompt):
     reward = RewardSet(
         [
-            Part(name="correctness", weight=1.0, scorer=RuleScorer(rule=NumberReward(extraction="last_number"))),
-            part("style", lambda completion: 1.0),
+            Component(name="correctness", weight=1.0, scorer=NumberReward(extraction="last_number")),
+            component("style", lambda completion: 1.0),
         ]
     )
     assert reward.answer("correctness", completion(" so 0.75 "), prompt()) == "3/4"
@@ -110,7 +113,7 @@ def test_answers_come_from_the_part_that_extracts_them(completion, prompt):
 )
 def test_a_set_that_cannot_teach_is_refused(weights, message):
     with pytest.raises(UserError, match=message):
-        RewardSet([part(f"part{i}", lambda completion: 1.0, weight) for i, weight in enumerate(weights)])
+        RewardSet([component(f"reward{i}", lambda completion: 1.0, weight) for i, weight in enumerate(weights)])
 
 
 class Holds(FunctionReward):
@@ -126,7 +129,7 @@ class Holds(FunctionReward):
 
 def test_all_parts_are_closed_whatever_one_raises():
     scorers = [Holds(lambda completion: 1.0, name=name) for name in ("quiet", "loud", "other")]
-    reward = RewardSet([Part(name=scorer.name, weight=1.0, scorer=scorer) for scorer in scorers])
+    reward = RewardSet([Component(name=scorer.name, weight=1.0, scorer=scorer) for scorer in scorers])
     with pytest.raises(RuntimeError, match="stuck"):
         reward.close()
     assert [scorer.closed for scorer in scorers] == [True, True, True]
@@ -145,7 +148,7 @@ def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch):
         notices.append(text)
         told.set()
 
-    reward = RewardSet([Part(name="mine", weight=1.0, scorer=FunctionReward(slow))], notice=notice)
+    reward = RewardSet([Component(name="mine", weight=1.0, scorer=FunctionReward(slow))], notice=notice)
     assert reward([group("a", "b")]).total == [[1.0, 1.0]]
     assert len(notices) == 1
     assert "reward 'mine' has been at work for 0.05 s" in notices[0]
@@ -155,7 +158,7 @@ def test_a_function_that_comes_back_is_not(group, monkeypatch):
     monkeypatch.setattr("flatpeak.rewards.reward_set.SLOW_SECONDS", 0.05)
     notices = []
     reward = RewardSet(
-        [Part(name="mine", weight=1.0, scorer=FunctionReward(lambda completions: [1.0]))], notice=notices.append
+        [Component(name="mine", weight=1.0, scorer=FunctionReward(lambda completions: [1.0]))], notice=notices.append
     )
     reward([group("a")])
     time.sleep(0.1)

@@ -4,7 +4,8 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.config import build_task
-from flatpeak.tasks.custom import CustomTaskConfig, load_object
+from flatpeak.tasks.custom import CustomTaskConfig
+from flatpeak.utils.user_code import load_object
 
 SOURCE = """
 from __future__ import annotations
@@ -91,7 +92,7 @@ def test_two_files_of_one_name_do_not_answer_for_each_other(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "task.py").write_text(f"class Which:\n    folder = {folder!r}\n")
-        classes.append(load_object(f"{tmp_path / folder / 'task.py'}:Which"))
+        classes.append(load_object(f"{tmp_path / folder / 'task.py'}:Which", where="task"))
     assert [each.folder for each in classes] == ["one", "two"]
     assert [sys.modules[each.__module__].Which for each in classes] == classes
 
@@ -101,7 +102,7 @@ def test_two_files_of_one_name_do_not_answer_for_each_other(tmp_path):
     [
         ("{file}", "write module:name or file.py:name"),
         ("{file}:", "write module:name or file.py:name"),
-        ("{folder}/absent.py:make", "absent.py does not exist"),
+        ("{folder}/absent.py:make", "task.factory=.*absent.py:make: there is no file .*absent.py"),
         ("{file}:dubling", r"has no 'dubling', did you mean 'doubling'\?"),
         ("no_such_module_anywhere:make", "No module named 'no_such_module_anywhere'; install it, or write file.py"),
         ("{file}:constant", "is a int; name a function"),

@@ -15,7 +15,7 @@ import typer
 from flatpeak.errors import UserError
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.config import Extraction
+    from flatpeak.rewards.base import NumberExtraction
 
 Models = Annotated[
     list[str],
@@ -25,7 +25,7 @@ Correct = bool | None
 """Whether an answer is correct; None where grading it failed."""
 _OUTCOMES = {True: "correct", False: "wrong", None: "failed"}
 _PRINTED_ANSWERS = 20
-_GSM8K: tuple[Extraction, ...] = ("gsm8k_strict", "answer_tag", "boxed", "whole")
+_GSM8K: tuple[NumberExtraction, ...] = ("gsm8k_strict", "answer_tag", "boxed", "whole")
 """The extractions that are tried on an answer, in order."""
 
 

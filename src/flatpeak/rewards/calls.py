@@ -1,4 +1,4 @@
-"""Calling what a user wrote: plain or async, one failure at a time, and checking what comes back."""
+"""Calls of a user's functions, plain or async: their results are checked, and the failures of components counted."""
 
 from __future__ import annotations
 
@@ -14,22 +14,36 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.base import ComponentScores
 from flatpeak.rewards.workers.process import WorkerError
+from flatpeak.utils.user_code import OneLineError, describe_value, one_line
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.base import Part, PartScores
+    from flatpeak.rewards.base import Component
     from flatpeak.types import Group, Score
+
+
+PATIENCE: Final = 16
+"""Completions in a row without a success that end a run."""
+_FIXES: Final = {
+    "timeout": "make it faster, or give it a longer `timeout`",
+    "budget": "make it faster, or raise run.grading_budget",
+    "memory": "let it use less memory, or raise run.grading_memory",
+    "died": "find out what ends its process, or keep it in this one with `timeout: null`",
+    "unloadable": "let it use only what its process can import",
+    "raised": "correct it, or give it weight 0",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Stands where a call has no result."""
+    """The outcome of a call that raised."""
 
     error: Exception
 
 
-class BadResultError(Exception):
-    """What a function returned is no score; as text, one line that says what was expected."""
+class BadResultError(OneLineError):
+    """A function's result that is no score; the text says what was expected."""
 
 
 def call_each(function: Callable[..., Any], calls: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -96,11 +110,11 @@ def as_list(result: object, *, expected: int, name: str) -> list[Any]:
     """
     need = f"return a list of {expected} scores, one per completion and in their order"
     if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
-        raise BadResultError(f"reward function {name!r} returned {describe(result)}: {need}")
+        raise BadResultError(f"reward function {name!r} returned {describe_value(result)}: {need}")
     try:
         scores = list(result)
     except TypeError:  # a tensor or array of no dimension says so only when iterated
-        raise BadResultError(f"reward function {name!r} returned {describe(result)}: {need}") from None
+        raise BadResultError(f"reward function {name!r} returned {describe_value(result)}: {need}") from None
     except UserError:
         raise
     except Exception as error:  # a generator is the function's own code
@@ -127,126 +141,120 @@ def as_score(value: object, *, name: str, index: int) -> Score:
     if math.isfinite(score):
         return score
     raise BadResultError(
-        f"reward function {name!r} returned {describe(value)} for completion {index}: "
+        f"reward function {name!r} returned {describe_value(value)} for completion {index}: "
         "return a finite number, or None where there is no score"
     )
 
 
-def describe(value: object) -> str:
-    """A value and its type, short enough for one line."""
-    if value is None:
-        return "None"
-    try:
-        shown = " ".join(repr(value).split())[:60]
-    except Exception:  # an integer of too many digits, an object of the user's
-        shown = "(it cannot be shown)"
-    return f"{type(value).__name__} {shown}"
+@dataclass(frozen=True, slots=True)
+class CheckedFunction:
+    """A function of the user's whose results are checked, as it is sent to worker processes."""
 
+    function: Callable[..., Any]
+    name: str
+    """The function's name in messages."""
+    returns_list: bool
+    """Whether a call returns a list of scores; else it returns the score of one completion."""
 
-def one_line(error: Exception) -> str:
-    """An exception as one line: its type, its message, and the line of code that raised it.
+    def __call__(self, arguments: Mapping[str, Any], size: int, index: int) -> ComponentScores:
+        """Call it for `size` completions; `index` is the number of the first in messages."""
+        return self.check(call_each(self.function, [arguments])[0], size=size, index=index)
 
-    The package's own say by themselves what is wrong and where.
-    """
-    if isinstance(error, BadResultError | WorkerError):
-        return str(error)
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    place = "" if frame is None else f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})"
-    try:
-        message = " ".join(str(error)[:3000].split())[:300]
-    except Exception:  # of an exception class of the user's
-        message = "(its message cannot be read)"
-    return f"{type(error).__name__}: {message}{place}"
-
-
-PATIENCE: Final = 16
-"""So many completions in a row without a success end a run."""
-_FIXES: Final = {
-    "timeout": "make it faster, or give it a longer `timeout`",
-    "budget": "make it faster, or raise run.grading_budget",
-    "memory": "let it use less memory, or raise run.grading_memory",
-    "died": "find out what ends its process, or keep it in this one with `timeout: null`",
-    "unloadable": "let it use only what its process can import",
-    "raised": "correct it, or give it weight 0",
-}
+    def check(self, result: object, *, size: int, index: int) -> ComponentScores:
+        """The result of a call, or `Failed`, as one row of scores; anything that is no score is missing."""
+        if isinstance(result, Failed):
+            return ComponentScores(scores=[[None] * size], failed=size, first_error=result.error)
+        try:
+            values = as_list(result, expected=size, name=self.name) if self.returns_list else [result]
+        except BadResultError as error:
+            return ComponentScores(scores=[[None] * size], failed=size, first_error=error)
+        scores: list[Score] = []
+        errors: list[Exception] = []
+        for offset, value in enumerate(values):
+            try:
+                scores.append(as_score(value, name=self.name, index=index + offset))
+            except BadResultError as error:
+                scores.append(None)
+                errors.append(error)
+        return ComponentScores(scores=[scores], failed=len(errors), first_error=errors[0] if errors else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """What has gone wrong in one part since the set was made."""
+    """The failures of one component since the reward set was made."""
 
     count: int
     """Completions that have no score because something raised, or ended without an answer."""
     first_error: str
-    """The first thing that went wrong, on one line."""
+    """The first error, on one line."""
 
 
 class FailureLog:
-    """The failures of every part of a set, over all calls."""
+    """The failures of every component of a reward set, over all calls."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
-        self.found: dict[str, Failures] = {}
+        self.by_component: dict[str, Failures] = {}
         self.proven: set[str] = set()
-        """The parts that have worked at least once."""
+        """The components that have given a score at least once."""
         self._notice = notice
         self._in_a_row: dict[str, int] = {}
         self._timed_out: dict[str, int] = {}
         self._short_calls: dict[str, int] = {}
 
-    def record(self, part: Part, scored: PartScores, groups: Sequence[Group]) -> None:
-        """Count the failures of one call, and say so the first time and then at powers of ten.
+    def record(self, component: Component, scored: ComponentScores, groups: Sequence[Group]) -> None:
+        """Count the failures of one call, with a notice of the first and of every power of ten.
 
-        A UserError where a part with a weight works for nothing: it has failed on PATIENCE completions in a row, or has
+        A UserError where a component with a weight is broken: it has failed on PATIENCE completions in a row, or has
         raised on all of its very first call, if that is about several questions. Completions that were not graded for
-        want of time say nothing of the part: one hard question that spends the step's budget stops no run, and neither
-        do failures that the part itself tolerates.
+        want of time count neither way: one hard question that spends the step's budget stops no run, and neither do
+        failures that the component itself tolerates.
         """
         size = sum(len(group.completions) for group in groups)
         if not size:
             return
-        first = part.name not in self._in_a_row
+        first = component.name not in self._in_a_row
         timed_out = sum(scored.flags)
         fruitless = scored.failed + timed_out == size and not scored.tolerated
-        in_a_row = self._in_a_row.get(part.name, 0) + size - scored.unasked if fruitless else 0
-        self._in_a_row[part.name] = in_a_row
+        in_a_row = self._in_a_row.get(component.name, 0) + size - scored.ungraded if fruitless else 0
+        self._in_a_row[component.name] = in_a_row
         if not fruitless:
-            self.proven.add(part.name)
+            self.proven.add(component.name)
         if scored.first_error is None:
             return
         error = scored.first_error
         if scored.failed:
-            self._count(part.name, scored.failed, one_line(error))
-        self._count_limits(part.name, timed_out, scored.unasked)
+            self._count(component.name, scored.failed, one_line(error))
+        self._count_limits(component.name, timed_out, scored.ungraded)
         reason = error.reason if isinstance(error, WorkerError) else "raised"
         at_once = first and len(groups) > 1 and reason == "raised"
-        if part.weight and in_a_row >= (1 if at_once else PATIENCE):
+        if component.weight and in_a_row >= (1 if at_once else PATIENCE):
             over = f"all {in_a_row} completions" if in_a_row == size else f"all of the last {in_a_row} completions"
-            raise UserError(f"reward {part.name!r} failed on {over}: {one_line(error)}; {_FIXES[reason]}") from error
+            raise UserError(
+                f"reward {component.name!r} failed on {over}: {one_line(error)}; {_FIXES[reason]}"
+            ) from error
 
     def _count(self, name: str, failed: int, line: str) -> None:
-        before = self.found.get(name, Failures(count=0, first_error=line))
+        before = self.by_component.get(name, Failures(count=0, first_error=line))
         count = before.count + failed
-        self.found[name] = Failures(count=count, first_error=before.first_error)
+        self.by_component[name] = Failures(count=count, first_error=before.first_error)
         if passes_power_of_ten(before.count, count):
             counted = "1 completion has" if count == 1 else f"{count} completions have"
             self._notice(f"reward {name!r}: {counted} had no score so far because of an error; now {line}")
 
-    def _count_limits(self, name: str, timed_out: int, unasked: int) -> None:
-        found = _grown(self._timed_out, name, timed_out)
-        if found is not None:
-            answers = "1 answer" if found == 1 else f"{found} answers"
+    def _count_limits(self, name: str, timed_out: int, ungraded: int) -> None:
+        total = _grown(self._timed_out, name, timed_out)
+        if total is not None:
+            answers = "1 answer" if total == 1 else f"{total} answers"
             self._notice(f"reward {name!r}: {answers} so far ran out of time or memory; the score stands for wrong")
-        if unasked and _grown(self._short_calls, name, 1) is not None:
+        if ungraded and _grown(self._short_calls, name, 1) is not None:
             self._notice(
-                f"reward {name!r}: {unasked} completions of this step were not graded and count as timed out: answers "
+                f"reward {name!r}: {ungraded} completions of this step were not graded and count as timed out: answers "
                 "that ran out of time had used up run.grading_budget"
             )
 
 
 def _grown(counts: dict[str, int], name: str, more: int) -> int | None:
-    """Add to a count; the new count where it is time to say so."""
+    """Add to a count; the new count where it has reached a power of ten, else None."""
     before = counts.get(name, 0)
     counts[name] = before + more
     return counts[name] if more and passes_power_of_ten(before, counts[name]) else None

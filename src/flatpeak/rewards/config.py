@@ -1,15 +1,23 @@
-"""Configuration of rewards: a mapping from the part's name to one of these."""
+"""Configuration of rewards: a mapping from a component's name to one of these, each of which builds its scorer.
+
+What a scorer needs is imported as it is built: reading a recipe loads neither torch nor a grader.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from flatpeak.errors import UserError
+from flatpeak.rewards.base import ChoiceExtraction, MathExtraction, NumberExtraction
 from flatpeak.rewards.judge.config import JudgeConfig
 from flatpeak.utils.schema import StrictConfig
 
-MathExtraction = Literal["auto", "any", "boxed"]
+if TYPE_CHECKING:
+    from flatpeak.rewards.base import Scorer
 
 
 class _VerifiedConfig(StrictConfig):
@@ -22,6 +30,11 @@ class _VerifiedConfig(StrictConfig):
     """Whether an answer has to be worked out as far as the gold answer is: one that leaves operations which the gold
     does not have, or is copied from the question, is wrong."""
 
+    def _grader(self, extract: Callable[[str], str | None]) -> Scorer:
+        from flatpeak.rewards.math.math_reward import MathReward
+
+        return MathReward(extract, timeout=self.timeout, workers=self.workers, evaluated=self.evaluated)
+
 
 class MathConfig(_VerifiedConfig):
     """1 if the last box or answer block is mathematically equal to the gold answer, else 0."""
@@ -31,17 +44,35 @@ class MathConfig(_VerifiedConfig):
     """`auto`: the last box or answer block. `boxed`: the last box. `any`: where there is neither box nor block,
     `#### x`, or a short text as a whole."""
 
+    def build(self, name: str) -> Scorer:
+        """The grader of extracted answers, with worker processes of its own."""
+        from flatpeak.rewards.math.grader import extracted
+
+        return self._grader(partial(extracted, extraction=self.extraction))
+
 
 class R1ZeroConfig(_VerifiedConfig):
     """1 if the answer is right and in the layout `</think> <answer>...</answer>`, else 0."""
 
     type: Literal["r1_zero"] = "r1_zero"
 
+    def build(self, name: str) -> Scorer:
+        """The grader of answers in an answer block, with worker processes of its own."""
+        from flatpeak.rewards.math.math_reward import r1_zero_answer
+
+        return self._grader(r1_zero_answer)
+
 
 class QuestionOnlyConfig(_VerifiedConfig):
     """1 if the answer is right and in a box, else 0."""
 
     type: Literal["question_only"] = "question_only"
+
+    def build(self, name: str) -> Scorer:
+        """The grader of answers in a box, with worker processes of its own."""
+        from flatpeak.rewards.math.math_reward import question_only_answer
+
+        return self._grader(question_only_answer)
 
 
 class SequenceClassifierConfig(StrictConfig):
@@ -83,8 +114,11 @@ class SequenceClassifierConfig(StrictConfig):
             raise ValueError(f"clip={list(self.clip)}: give the smallest score first, then a larger one")
         return self
 
+    def build(self, name: str) -> Scorer:
+        """The loaded model; UserError where it does not load or fit."""
+        from flatpeak.rewards.reward_model import load_scorer
 
-Extraction = Literal["whole", "answer_tag", "gsm8k_strict", "gsm8k_flexible", "last_number", "boxed"]
+        return load_scorer(where=f"rewards.{name}", **self.model_dump(exclude={"type", "weight"}))
 
 
 class NumberConfig(StrictConfig):
@@ -92,10 +126,16 @@ class NumberConfig(StrictConfig):
 
     type: Literal["number"] = "number"
     weight: float = 1.0
-    extraction: Extraction = "whole"
+    extraction: NumberExtraction = "whole"
     evaluated: bool = False
     """Whether the answer has to be worked out, as for `math`: `144/12` is no answer to a question that has it, and
     `15 + 6/2` none at all. Only for what is read as a whole: `last_number` and the two of GSM8K take digits."""
+
+    def build(self, name: str) -> Scorer:
+        """The rule that compares numbers."""
+        from flatpeak.rewards.number import NumberReward
+
+        return NumberReward(extraction=self.extraction, evaluated=self.evaluated)
 
 
 class FormatConfig(StrictConfig):
@@ -103,6 +143,12 @@ class FormatConfig(StrictConfig):
 
     type: Literal["format"] = "format"
     weight: float = 1.0
+
+    def build(self, name: str) -> Scorer:
+        """The rule that checks the tags."""
+        from flatpeak.rewards.format import FormatReward
+
+        return FormatReward()
 
 
 class LengthConfig(StrictConfig):
@@ -119,6 +165,12 @@ class LengthConfig(StrictConfig):
             raise ValueError(f"limit={self.limit} must be greater than target={self.target}")
         return self
 
+    def build(self, name: str) -> Scorer:
+        """The rule that counts sampled tokens."""
+        from flatpeak.rewards.format import LengthReward
+
+        return LengthReward(target=self.target, limit=self.limit)
+
 
 class CountdownConfig(StrictConfig):
     """1 if the arithmetic in the answer block uses each of the row's `nums` once and makes its `target`."""
@@ -127,6 +179,12 @@ class CountdownConfig(StrictConfig):
     weight: float = 1.0
     format_score: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """For any other answer block; TinyZero's reward has 0.1."""
+
+    def build(self, name: str) -> Scorer:
+        """The rule that evaluates the arithmetic."""
+        from flatpeak.rewards.countdown import CountdownReward
+
+        return CountdownReward(format_score=self.format_score)
 
 
 class ReasoningGymRewardConfig(StrictConfig):
@@ -139,8 +197,11 @@ class ReasoningGymRewardConfig(StrictConfig):
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 5.0
     """Seconds that a worker process may take for one answer, which scores 0 if it takes longer."""
 
+    def build(self, name: str) -> Scorer:
+        """The scorer that asks the data set, in a worker process where there are any."""
+        from flatpeak.rewards.reasoning_gym import ReasoningGymReward
 
-ChoiceExtraction = Literal["robust", "letter", "official"]
+        return ReasoningGymReward(extraction=self.extraction, timeout=self.timeout)
 
 
 class ChoiceConfig(StrictConfig):
@@ -150,6 +211,12 @@ class ChoiceConfig(StrictConfig):
     weight: float = 1.0
     extraction: ChoiceExtraction = "robust"
     """robust: the last stated letter. letter: the first letter of the completion. official: MMLU-Pro's own."""
+
+    def build(self, name: str) -> Scorer:
+        """The rule that compares letters."""
+        from flatpeak.rewards.multiple_choice import ChoiceReward
+
+        return ChoiceReward(extraction=self.extraction)
 
 
 class FunctionConfig(StrictConfig):
@@ -173,6 +240,21 @@ class FunctionConfig(StrictConfig):
         if self.on_timeout is not None and self.timeout is None:
             raise ValueError("on_timeout has no effect with timeout: null, which calls the function in this process")
         return self
+
+    def build(self, name: str) -> Scorer:
+        """The loaded function; UserError where it is not there, or not as these settings take it to be."""
+        from flatpeak.rewards.functions import FunctionReward
+        from flatpeak.utils.user_code import load_function
+
+        try:
+            return FunctionReward(
+                load_function(self.function),
+                arguments=self.arguments,
+                timeout=self.timeout,
+                on_timeout=self.on_timeout,
+            )
+        except UserError as error:
+            raise UserError(f"rewards.{name}: {error}") from error
 
 
 RewardConfig = Annotated[

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.base import Rule
 from flatpeak.rewards.number import parse_number
 from flatpeak.utils.answers import judged_text, last_answer
 
@@ -64,7 +65,7 @@ def _combine(sign: ast.operator, left: Fraction, right: Fraction) -> Fraction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CountdownReward:
+class CountdownReward(Rule):
     """1 if the last answer block uses each of the row's `nums` exactly once and |value - target| < 1e-5.
 
     Else `format_score` where there is a complete answer block, whatever it holds, and 0 where there is none. The row's

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flatpeak.rewards.base import Rule
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, judged_text
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def format_parts(text: str) -> dict[str, bool]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FormatReward:
+class FormatReward(Rule):
     """The mean of the three parts: 0, 1/3, 2/3 or 1, so that every step towards the layout is felt."""
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
@@ -52,7 +53,7 @@ class FormatReward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LengthReward:
+class LengthReward(Rule):
     """clip((limit - tokens) / (limit - target), 0, 1): 1 up to `target` tokens, 0 from `limit` on."""
 
     target: int

@@ -1,35 +1,31 @@
-"""Rewards that users write: found by name, called as their parameters ask, checked in what they return."""
+"""Rewards that users write as functions: how their parameters are filled, and which process calls them."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.rewards.base import PartScores, joined
-from flatpeak.rewards.calls import BadResultError, Failed, as_list, as_score, call_each, describe, one_line
-from flatpeak.rewards.workers.process import USER_FILE
+from flatpeak.rewards.base import ComponentScores, Isolation, Scorer, WorkerCalls, join_scores
+from flatpeak.rewards.calls import CheckedFunction, call_each
 
 if TYPE_CHECKING:
-    from flatpeak.types import Completion, Group, Prompt, Score
+    from flatpeak.types import Completion, Group, Prompt
 
-Way = Literal["batch", "group", "completion"]
-HINT: Final = " (did you mean {}?)"
+Scope = Literal["batch", "group", "completion"]
+"""The completions that one call covers: those of every group, of one group, or one."""
+Timeout = float | Literal["auto"] | None
+_HINT: Final = " (did you mean {}?)"
 SIGNATURES: Final = (
     "f(completions, ...): all completions at once, with prompts, completion_ids and columns as lists, as in TRL; "
     "f(group, ...): one group at a time, returning a score for each of its completions; "
     "f(completion, ...): one completion's text at a time, with prompt, question, gold and other columns by name"
 )
-_GIVEN: Final[dict[Way, frozenset[str]]] = {
+_FILLED_IN: Final[dict[Scope, frozenset[str]]] = {
     "batch": frozenset({"completions", "prompts", "completion_ids"}),
     "group": frozenset({"group"}),
     "completion": frozenset({"completion", "prompt"}),
@@ -42,21 +38,21 @@ _SYNONYMS: Final = {
     "question": frozenset({"problem", "query", "input", "instruction"}),
     "rationale": frozenset({"reasoning", "explanation", "cot", "chain_of_thought"}),
 }
-"""What data sets and other libraries' rewards call the columns that every row has here."""
+"""The names that data sets and other libraries' rewards use for the columns that every row has here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """A function's parameters, as far as calling it with rewards' arguments goes."""
+    """The parameters of a reward function, and which arguments fill them."""
 
     name: str
-    """What messages call the function."""
-    way: Way
-    """What one call covers: every completion of every group, one group, or one completion."""
+    """The function's name in messages."""
+    scope: Scope
+    """The completions that one call covers."""
     required: frozenset[str]
     """Parameters without a default that no configured argument fills."""
     parameters: frozenset[str]
-    """All that can be passed by name."""
+    """All parameters that can be passed by name."""
     takes_all: bool
     """Whether it has `**kwargs`, and so is given every column."""
     arguments: Mapping[str, Any]
@@ -67,27 +63,27 @@ class Signature:
         for group in groups:
             self._check_columns(group.prompt)
         pairs = [(completion, group.prompt) for group in groups for completion in group.completions]
-        match self.way:
+        match self.scope:
             case "batch":
                 return [self._select(_batch(pairs), _batch_columns([prompt for _, prompt in pairs]))]
             case "group":
-                return [self._select({"group": group}, columns(group.prompt)) for group in groups]
+                return [self._select({"group": group}, row_columns(group.prompt)) for group in groups]
             case "completion":
                 return [
-                    self._select({"completion": completion.text, "prompt": prompt.text}, columns(prompt))
+                    self._select({"completion": completion.text, "prompt": prompt.text}, row_columns(prompt))
                     for completion, prompt in pairs
                 ]
 
-    def _select(self, given: Mapping[str, Any], by_name: Mapping[str, Any]) -> dict[str, Any]:
+    def _select(self, completions: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: value
-            for name, value in {**by_name, **given, **self.arguments}.items()
+            for name, value in {**columns, **completions, **self.arguments}.items()
             if self.takes_all or name in self.parameters
         }
 
     def _check_columns(self, prompt: Prompt) -> None:
-        available = columns(prompt)
-        for name in sorted(self.required - _GIVEN[self.way] - available.keys()):
+        available = row_columns(prompt)
+        for name in sorted(self.required - _FILLED_IN[self.scope] - available.keys()):
             raise UserError(
                 f"reward function {self.name!r} has a parameter {name!r}, but row {prompt.id!r} has no such column"
                 f"{_nearest_column(name, available)}: rename the parameter, give it a default, or set it under "
@@ -104,10 +100,10 @@ def read_signature(function: Callable[..., Any], *, name: str, arguments: Mappin
     by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         raise UserError(f"reward function {name!r} has parameters without a usable name; write one of {SIGNATURES}")
-    way = _way(by_name.keys(), name)
+    scope = _scope(by_name.keys(), name)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for argument in arguments:
-        if argument in _GIVEN[way]:
+        if argument in _FILLED_IN[scope]:
             raise UserError(
                 f"reward function {name!r}: {argument!r} is filled in by flatpeak; remove it from arguments"
             )
@@ -116,7 +112,7 @@ def read_signature(function: Callable[..., Any], *, name: str, arguments: Mappin
     required = {p.name for p in by_name.values() if p.default is p.empty}
     return Signature(
         name=name,
-        way=way,
+        scope=scope,
         required=frozenset(required - arguments.keys()),
         parameters=frozenset(by_name),
         takes_all=takes_all,
@@ -124,19 +120,19 @@ def read_signature(function: Callable[..., Any], *, name: str, arguments: Mappin
     )
 
 
-def _way(names: Iterable[str], name: str) -> Way:
+def _scope(names: Iterable[str], name: str) -> Scope:
     # Some of TRL's own rewards look at token ids only, so either list marks its signature.
     if {"completions", "completion_ids"} & set(names):
         return "batch"
-    ways: list[Way] = [way for way in ("group", "completion") if way in names]
-    if len(ways) != 1:
-        found = f"({', '.join(names)})"
-        raise UserError(f"reward function {name!r} has parameters {found}, but needs exactly one of {SIGNATURES}")
-    return ways[0]
+    scopes: list[Scope] = [scope for scope in ("group", "completion") if scope in names]
+    if len(scopes) != 1:
+        listed = f"({', '.join(names)})"
+        raise UserError(f"reward function {name!r} has parameters {listed}, but needs exactly one of {SIGNATURES}")
+    return scopes[0]
 
 
-def columns(prompt: Prompt) -> dict[str, Any]:
-    """What a function can ask for by name: the row's columns, and the example's own fields, which win."""
+def row_columns(prompt: Prompt) -> dict[str, Any]:
+    """The values that a function can take by name: the row's columns, and the example's own fields, which win."""
     example = prompt.example
     return {
         **example.columns,
@@ -147,13 +143,13 @@ def columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def _nearest_column(name: str, available: Iterable[str]) -> str:
-    """A hint at the column that holds what is elsewhere called `name`, else at one of a similar name."""
+    """A hint at the column that other data sets call `name`, else at one of a similar name."""
     for meant, others in _SYNONYMS.items():
         if name.casefold().removesuffix("s") in others:
             # A data set may have a column of such a name beside flatpeak's own.
-            found = [meant, *(column for column in sorted(available) if column in others)]
-            return HINT.format(" or ".join(map(repr, found)))
-    return did_you_mean(name, available, form=HINT)
+            known = [meant, *(column for column in sorted(available) if column in others)]
+            return _HINT.format(" or ".join(map(repr, known)))
+    return did_you_mean(name, available, form=_HINT)
 
 
 def _batch(pairs: Sequence[tuple[Completion, Prompt]]) -> dict[str, Any]:
@@ -172,105 +168,26 @@ def _batch(pairs: Sequence[tuple[Completion, Prompt]]) -> dict[str, Any]:
 
 def _batch_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     """One list per column, one entry per completion; None where a row lacks a column that others have."""
-    rows = [columns(prompt) for prompt in prompts]
+    rows = [row_columns(prompt) for prompt in prompts]
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
-def load_function(reference: str) -> Callable[..., Any]:
-    """The function that `module:name` or `file.py:name` names; a UserError that says what is missing.
-
-    Modules are looked for in the working directory too, and a file may import its neighbours: both directories join
-    the end of `sys.path`. A file is run once, however many functions are taken from it.
-    """
-    source, _, name = reference.rpartition(":")
-    if not source or not name:
-        raise UserError(f"function {reference!r}: write module:name or file.py:name")
-    module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    if not hasattr(module, name):
-        functions = [known for known, value in vars(module).items() if callable(value)]
-        raise UserError(f"function {reference!r}: {source} defines no {name!r}{did_you_mean(name, functions)}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise UserError(f"function {reference!r}: {name!r} is {describe(function)}, not a function")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_module(name: str) -> ModuleType:
-    _make_importable(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise UserError(f"cannot import module {name!r}: {one_line(error)}") from error
-
-
-def load_file(path: Path) -> ModuleType:
-    """The file as a module; a UserError if it is not there or fails."""
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise UserError(f"there is no file {path}: give a path that exists, relative to {Path.cwd()} or absolute")
-    name = f"{USER_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    _make_importable(path.parent)
-    sys.modules[name] = module  # before it runs: dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise UserError(f"cannot run {path}: {one_line(error)}") from error
-    return module
-
-
-def _make_importable(directory: Path) -> None:
-    # At the end: a user's types.py must not take the standard library's place.
-    if str(directory) not in sys.path:
-        sys.path.append(str(directory))
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """What to call a function: its own name, that of what a partial wraps, or its class's."""
+def function_name(function: object) -> str:
+    """The name of a function, of the function that a partial wraps, or of a callable object's class."""
     wrapped = getattr(function, "func", function)
     return str(getattr(wrapped, "__name__", type(wrapped).__name__))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """A function that is called and has its result checked: what travels to worker processes."""
+class FunctionReward(Scorer):
+    """A user's function as a scorer, with one of the `SIGNATURES`.
 
-    function: Callable[..., Any]
-    name: str
-    """What messages call it."""
-    one: bool
-    """Whether a call is about one completion, and returns its score and no list."""
+    `timeout` alone decides where it is called: None is this process, seconds are a worker process, and `auto` is a
+    worker wherever that changes no score. Functions of one completion or one group change none. Those of all
+    completions (TRL's signature) may compare any with any, and async ones wait for many at once: they stay here,
+    unless an attribute `by_group = True` says that one call may be one group. `by_group = False` keeps a function here.
+    """
 
-    def __call__(self, arguments: Mapping[str, Any], size: int, index: int) -> PartScores:
-        """Call it for `size` completions, the first of which messages call `index`."""
-        return self.read(call_each(self.function, [arguments])[0], size=size, index=index)
-
-    def read(self, result: object, *, size: int, index: int) -> PartScores:
-        """What a call returned, or `Failed`, as one row of scores; what is no score is missing."""
-        if isinstance(result, Failed):
-            return PartScores(scores=[[None] * size], failed=size, first_error=result.error)
-        try:
-            values = [result] if self.one else as_list(result, expected=size, name=self.name)
-        except BadResultError as error:
-            return PartScores(scores=[[None] * size], failed=size, first_error=error)
-        scores: list[Score] = []
-        errors: list[Exception] = []
-        for at, value in enumerate(values):
-            try:
-                scores.append(as_score(value, name=self.name, index=index + at))
-            except BadResultError as error:
-                scores.append(None)
-                errors.append(error)
-        return PartScores(scores=[scores], failed=len(errors), first_error=errors[0] if errors else None)
-
-
-class FunctionReward:
-    """A user's function as a reward part; the signatures are listed in `flatpeak.rewards.functions`."""
+    may_hang: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -278,23 +195,79 @@ class FunctionReward:
         *,
         name: str | None = None,
         arguments: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+        on_timeout: float | None = None,
     ) -> None:
+        """`name` is for messages. UserError for a `timeout` or `on_timeout` that the function cannot have."""
         self.name = name or function_name(function)
         self._signature = read_signature(function, name=self.name, arguments=arguments or {})
-        self.call = Call(function=function, name=self.name, one=self._signature.way == "completion")
+        self.function = CheckedFunction(function, name=self.name, returns_list=self._signature.scope != "completion")
+        self._isolation = self._worker_limits(timeout, on_timeout)
+        if on_timeout is not None and self._isolation is None:
+            raise UserError(
+                f"on_timeout={on_timeout:g} has no effect in the trainer's own process, which nothing interrupts: give "
+                "the function a `timeout` in seconds, or leave on_timeout out"
+            )
 
     @property
-    def way(self) -> Way:
-        """What one call covers."""
-        return self._signature.way
+    def isolation(self) -> Isolation | None:
+        """The limits of a worker's calls; None where this process calls the function."""
+        return self._isolation
 
-    def calls(self, groups: Sequence[Group]) -> list[tuple[dict[str, Any], int, int]]:
-        """The arguments of `call` that together cover all completions in order; calls about none are left out.
+    def worker_calls(self, groups: Sequence[Group]) -> WorkerCalls:
+        """The calls that a worker makes, with their positions for messages."""
+        calls = self._calls(groups)
+        return WorkerCalls(function=self.function, arguments=calls, sizes=[size for _, size, _ in calls])
 
-        A column that a row lacks is a UserError.
+    def score(self, groups: Sequence[Group]) -> ComponentScores:
+        """Call the function for all completions, in this process; those of a call that raises have no score.
+
+        Neither have those of a call that returns too few or too many scores, nor one whose score is no finite number.
+        """
+        calls = self._calls(groups)
+        results = call_each(self.function.function, [arguments for arguments, _, _ in calls])
+        return join_scores(
+            [
+                self.function.check(result, size=size, index=start)
+                for (_, size, start), result in zip(calls, results, strict=True)
+            ],
+            groups,
+        )
+
+    def _worker_limits(self, timeout: Timeout, on_timeout: float | None) -> Isolation | None:
+        # A worker calls it if `timeout` is in seconds, or `auto` and no score depends on another group.
+        in_worker = timeout is not None and (timeout != "auto" or self._by_group)
+        if not in_worker:
+            return None
+        seconds = None if timeout == "auto" else timeout
+        required = seconds is not None or self._by_group_attribute is True
+        obstacle = _import_obstacle(self.function.function)
+        if obstacle and seconds is not None:
+            raise UserError(f"timeout={seconds:g} needs a worker process, but {obstacle}; set timeout: null")
+        if obstacle and not required:
+            self.unprotected = obstacle
+            return None
+        single_call = self._signature.scope == "batch" and self._by_group_attribute is not True
+        return Isolation(timeout=seconds, single_call=single_call, required=required, on_timeout=on_timeout)
+
+    @property
+    def _by_group_attribute(self) -> Any:
+        return getattr(self.function.function, "by_group", None)
+
+    @property
+    def _by_group(self) -> bool:
+        """Whether scores depend on one group alone: as the function's attribute says, else by its signature."""
+        if isinstance(self._by_group_attribute, bool):
+            return self._by_group_attribute
+        return self._signature.scope != "batch" and not _is_async(self.function.function)
+
+    def _calls(self, groups: Sequence[Group]) -> list[tuple[dict[str, Any], int, int]]:
+        """(arguments, completions, index of the first) of the calls that cover all completions in order.
+
+        Calls about no completion are left out; a column that a row lacks is a UserError.
         """
         lengths = [len(group.completions) for group in groups]
-        match self.way:
+        match self._signature.scope:
             case "batch":
                 sizes = [sum(lengths)]
             case "group":
@@ -307,22 +280,20 @@ class FunctionReward:
         calls = zip(self._signature.calls(groups), sizes, starts, strict=False)
         return [(arguments, size, start) for arguments, size, start in calls if size]
 
-    def score(self, groups: Sequence[Group]) -> PartScores:
-        """Call the function for all completions, in this process; what a call that raises covers is missing.
 
-        A result of the wrong length makes what the call covers missing too, and so does something that is no finite
-        number the completion it stands for.
-        """
-        calls = self.calls(groups)
-        results = call_each(self.call.function, [arguments for arguments, _, _ in calls])
-        return joined(
-            [
-                self.call.read(result, size=size, index=start)
-                for (_, size, start), result in zip(calls, results, strict=True)
-            ],
-            groups,
-        )
+def _is_async(function: Callable[..., Any]) -> bool:
+    method = getattr(type(function), "__call__", None)  # noqa: B004 - an object's call, not whether it has one
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
-    def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The stripped text: a function says how good an answer is, not what it is."""
-        return completion.text.strip()
+
+def _import_obstacle(function: Callable[..., Any]) -> str | None:
+    """The reason why another process cannot import the function; None where it can."""
+    module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module == "__main__":
+        return "it is defined in the script that is run: move it to a module, or name it file.py:name in the recipe"
+    importable: Any = sys.modules.get(str(module))
+    for name in str(path).split("."):
+        importable = getattr(importable, name, None)
+    if importable is not function:
+        return "it is a lambda, a closure or an object: define a function in a module"
+    return None

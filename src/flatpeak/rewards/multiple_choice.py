@@ -11,10 +11,11 @@ from string import ascii_letters, ascii_uppercase
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.base import Rule
 from flatpeak.utils.answers import after_thinking, judged_text, last_answer, last_boxed
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.config import ChoiceExtraction
+    from flatpeak.rewards.base import ChoiceExtraction
     from flatpeak.types import Completion, Prompt, Score
 
 _WIDE: Final = str.maketrans(
@@ -320,7 +321,7 @@ def first_letter(text: str) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChoiceReward:
+class ChoiceReward(Rule):
     """1 if the extracted letter is the row's gold letter, else 0.
 
     - `robust`: what the completion states last, after its thinking (see `flatpeak.rewards.multiple_choice`).

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.base import Rule
 from flatpeak.rewards.math.evaluated import is_evaluated
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
@@ -20,7 +21,7 @@ from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
 from flatpeak.utils.answers import after_thinking, judged_text
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.config import Extraction
+    from flatpeak.rewards.base import NumberExtraction
     from flatpeak.types import Completion, Prompt, Score
 
 _EQUALS: Final = re.compile(r"(?<![<>!])=(?!=)")
@@ -166,7 +167,7 @@ def numbers_equal(first: str, second: str) -> bool:
     return value is not None and value == parse_number(second)
 
 
-def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
+def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:
     """The number a transcript gives as its answer, or None.
 
     - `whole`: the text after the thinking is the number.
@@ -197,7 +198,7 @@ def extract_answer(text: str, extraction: Extraction) -> Fraction | None:
             return None if stated is None else _read_gsm8k(stated)
 
 
-def stated_text(text: str, extraction: Extraction) -> str | None:
+def stated_text(text: str, extraction: NumberExtraction) -> str | None:
     """The text that a number has to be as a whole, or None: where a pattern finds the number, there is none."""
     try:
         match extraction:
@@ -242,17 +243,17 @@ def _without_latex(text: str) -> str:
     return text
 
 
-def leaves_work(text: str, extraction: Extraction, *, gold: str, question: str) -> bool:
+def leaves_work(text: str, extraction: NumberExtraction, *, gold: str, question: str) -> bool:
     """Whether the text that states a number is not worked out (see `flatpeak.rewards.math.evaluated`)."""
     stated = stated_text(text, extraction)
     return stated is not None and not is_evaluated(stated, gold, question)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NumberReward:
+class NumberReward(Rule):
     """1 if the extracted number equals the row's gold number, else 0."""
 
-    extraction: Extraction = "whole"
+    extraction: NumberExtraction = "whole"
     evaluated: bool = False
     """Whether an answer has to be worked out (see `flatpeak.rewards.math.evaluated`)."""
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import PartScores
+from flatpeak.rewards.base import ComponentScores, Isolation, Rule
 from flatpeak.rewards.countdown import evaluate
 from flatpeak.utils.answers import after_thinking, judged_text, last_answer
 
@@ -72,7 +72,7 @@ _LARGEST_NUMBER: Final = 10**12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReasoningGymReward:
+class ReasoningGymReward(Rule):
     """The data set's own score of the answer, in [0, 1]; 0 where there is no answer.
 
     The row's column `reasoning_gym` says which data set, with which arguments, and what its row was.
@@ -80,10 +80,17 @@ class ReasoningGymReward:
 
     extraction: Literal["answer_tag", "whole"] = "answer_tag"
     """The last answer block after the thinking, or all that follows the thinking."""
-    by_completion: ClassVar[bool] = True
+    timeout: float = 5.0
+    """Seconds that a worker process may take for one answer, which scores 0 if it takes longer."""
+    parallel: ClassVar[bool] = False
 
-    def __reduce__(self) -> tuple[Callable[..., ReasoningGymReward], tuple[str]]:
-        return _ready, (self.extraction,)
+    def __reduce__(self) -> tuple[Callable[..., ReasoningGymReward], tuple[str, float]]:
+        return _load, (self.extraction, self.timeout)
+
+    @property
+    def isolation(self) -> Isolation:
+        """The limits of a worker's calls: scorers are other people's code."""
+        return Isolation(timeout=self.timeout, on_timeout=0.0)
 
     def __call__(self, completion: Completion, prompt: Prompt) -> float:
         """The score; 0 also where the scorer raises on this answer, and not on the row's own.
@@ -104,7 +111,7 @@ class ReasoningGymReward:
             return 0.0
         return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
 
-    def score(self, groups: Sequence[Group]) -> PartScores:
+    def score(self, groups: Sequence[Group]) -> ComponentScores:
         """All scores; those are missing for which a scorer raised."""
         failed, first_error = 0, None
         scores: list[list[Score]] = []
@@ -119,7 +126,7 @@ class ReasoningGymReward:
                     failed, first_error = failed + 1, first_error or error
                     row.append(None)
             scores.append(row)
-        return PartScores(scores=scores, failed=failed, first_error=first_error)
+        return ComponentScores(scores=scores, failed=failed, first_error=first_error)
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The answer's text, stripped, or None: what a majority vote counts."""
@@ -128,11 +135,11 @@ class ReasoningGymReward:
         return (content or "").strip() or None
 
 
-def _ready(extraction: Literal["answer_tag", "whole"]) -> ReasoningGymReward:
-    """What a worker makes of a pickled reward: the package is loaded before the clock of the first call starts."""
+def _load(extraction: Literal["answer_tag", "whole"], timeout: float) -> ReasoningGymReward:
+    """The reward in a worker process, with its package loaded before the clock of the first call starts."""
     with contextlib.suppress(ImportError):
         import reasoning_gym.factory  # noqa: F401
-    return ReasoningGymReward(extraction=extraction)
+    return ReasoningGymReward(extraction=extraction, timeout=timeout)
 
 
 def admissible(name: str, answer: str, entry: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The scores of a reward model as a part of the reward."""
+"""The scores of a reward model as a component of the reward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import PartScores
+from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rewards.classifier import (
     CHAT,
     Classifier,
@@ -19,12 +19,11 @@ from flatpeak.rewards.classifier import (
     locate,
     make_wording,
 )
-from flatpeak.rewards.config import SequenceClassifierConfig
-from flatpeak.types import Completion, Group, Message, Prompt, Score
+from flatpeak.types import Group, Message, Prompt, Score
 from flatpeak.utils.huggingface import pick_device
 
 
-class ModelScorer:
+class ModelScorer(Scorer):
     """Scores completions by a sequence-classification model that reads them with its own template and tokenizer.
 
     The chat messages behind a prompt where there are any, else the example's question, and the completion's text: the
@@ -44,13 +43,13 @@ class ModelScorer:
         self.name = name
         self.batch_tokens = batch_tokens
         self.spread = spread
-        """What scores are standardized by; None: not at all."""
+        """Mean and standard deviation that standardize scores; None: they stay as they are."""
         self.clip = clip
         self.truncated = 0
-        """How many questions have been shortened since `metrics` was asked last."""
+        """Questions that were shortened since the last call of `metrics`."""
 
-    def score(self, groups: Sequence[Group]) -> PartScores:
-        """Every completion's score, micro-batched over all groups."""
+    def score(self, groups: Sequence[Group]) -> ComponentScores:
+        """The score of every completion, micro-batched over all groups."""
         wording = self.classifier.wording
         asked = [
             (_asked(group.prompt, wording.template), completion) for group in groups for completion in group.completions
@@ -58,8 +57,8 @@ class ModelScorer:
         encoded = [wording.encode(question, completion.text) for question, completion in asked]
         self.truncated += sum(text.truncated for text in encoded if text is not None)
         texts = [text.token_ids for text in encoded if text is not None]
-        found = iter(self.classifier.score_all(texts, batch_tokens=self.batch_tokens))
-        flat = [None if text is None else self._finish(next(found)) for text in encoded]
+        raw = iter(self.classifier.score_all(texts, batch_tokens=self.batch_tokens))
+        flat = [None if text is None else self._finish(next(raw)) for text in encoded]
         error: Exception | None = None
         if flat.count(None) > len(encoded) - len(texts):
             error = ValueError("the reward model's score is not finite")
@@ -67,7 +66,7 @@ class ModelScorer:
             error = ValueError(f"a completion alone is longer than the reward model's max_tokens={wording.max_tokens}")
         rest = iter(flat)
         scores = [[next(rest) for _ in group.completions] for group in groups]
-        return PartScores(scores=scores, failed=flat.count(None), first_error=error)
+        return ComponentScores(scores=scores, failed=flat.count(None), first_error=error)
 
     def _finish(self, score: float) -> Score:
         if not math.isfinite(score):
@@ -81,10 +80,6 @@ class ModelScorer:
         shortened, self.truncated = self.truncated, 0
         return {f"reward/{self.name}/shortened": float(shortened)} if shortened else {}
 
-    def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The stripped text: a reward model reads no answer out of it."""
-        return completion.text.strip()
-
 
 def _asked(prompt: Prompt, template: str) -> str | Sequence[Message]:
     """The question as the model's template takes it: text, or for a chat template messages where there are any."""
@@ -93,40 +88,55 @@ def _asked(prompt: Prompt, template: str) -> str | Sequence[Message]:
     return conversation(prompt.example.columns) or prompt.messages or prompt.example.question
 
 
-def load_scorer(config: SequenceClassifierConfig, *, where: str) -> ModelScorer:
-    """The reward a recipe asks for; `where` names its section, such as `rewards.preference`. UserError for what does
-    not load or does not fit together."""
-    device = pick_device(config.device, where=f"{where}.device")
+def load_scorer(
+    *,
+    where: str,
+    path: str,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
+    template: str = "auto",
+    max_tokens: int | None = None,
+    batch_tokens: int | None = None,
+    label: int | None = None,
+    normalization: str = "none",
+    mean: float | None = None,
+    std: float | None = None,
+    clip: tuple[float, float] | None = None,
+) -> ModelScorer:
+    """The scorer that a recipe asks for, its settings those of `SequenceClassifierConfig`.
+
+    `where` is the name of the section in messages, such as `rewards.preference`. UserError for a model that does not
+    load, or does not fit the settings.
+    """
+    target = pick_device(device, where=f"{where}.device")
     model, tokenizer, record = load_model(
-        locate(config.path, where=f"{where}.path"),
-        where=f"{where}.path",
-        revision=config.revision,
-        dtype=getattr(torch, config.dtype),
+        locate(path, where=f"{where}.path"), where=f"{where}.path", revision=revision, dtype=getattr(torch, dtype)
     )
-    model.to(device).requires_grad_(False)
-    wording = make_wording(
-        model, tokenizer, record, template=config.template, max_tokens=config.max_tokens, where=where
-    )
+    model.to(target).requires_grad_(False)
+    wording = make_wording(model, tokenizer, record, template=template, max_tokens=max_tokens, where=where)
+    spread = _spread(mean, std, record, where=where) if normalization == "standardize" else None
+    output = _output(label, model.config.num_labels, path, where=where)
     return ModelScorer(
-        Classifier(model, wording, label=_label(config, model.config.num_labels, where=where)),
+        Classifier(model, wording, label=output),
         name=where.rpartition(".")[2],
-        batch_tokens=config.batch_tokens,
-        spread=_spread(config, record, where=where) if config.normalization == "standardize" else None,
-        clip=config.clip,
+        batch_tokens=batch_tokens,
+        spread=spread,
+        clip=clip,
     )
 
 
-def _label(config: SequenceClassifierConfig, outputs: int, *, where: str) -> int:
-    if config.label is None and outputs > 1:
-        raise UserError(f"{where}.path={config.path} has {outputs} outputs: set {where}.label to the one that scores")
-    if config.label is not None and config.label >= outputs:
-        raise UserError(f"{where}.label={config.label}: the model has outputs 0 to {outputs - 1}")
-    return config.label or 0
+def _output(label: int | None, outputs: int, path: str, *, where: str) -> int:
+    if label is None and outputs > 1:
+        raise UserError(f"{where}.path={path} has {outputs} outputs: set {where}.label to the one that scores")
+    if label is not None and label >= outputs:
+        raise UserError(f"{where}.label={label}: the model has outputs 0 to {outputs - 1}")
+    return label or 0
 
 
-def _spread(config: SequenceClassifierConfig, record: Record | None, *, where: str) -> Spread:
-    if config.mean is not None and config.std is not None:
-        return Spread(mean=config.mean, std=config.std, count=0)
+def _spread(mean: float | None, std: float | None, record: Record | None, *, where: str) -> Spread:
+    if mean is not None and std is not None:
+        return Spread(mean=mean, std=std, count=0)
     if record is None or record.scores is None:
         raise UserError(
             f"{where}.normalization=standardize: no mean and std are recorded with this model; set {where}.mean and "

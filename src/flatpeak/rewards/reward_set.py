@@ -1,21 +1,17 @@
-"""Several rewards as one: the parts by name, and their weighted total."""
+"""Several rewards as one: components by name, and their weighted total."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import BudgetedScorer, GradingBudget
-from flatpeak.rewards.base import Part as Part
-from flatpeak.rewards.calls import FailureLog
-from flatpeak.rewards.calls import Failures as Failures
-from flatpeak.rewards.functions import FunctionReward
-from flatpeak.rewards.workers.grading import CannotTravelError, Grading
+from flatpeak.rewards.base import GradingBudget
+from flatpeak.rewards.calls import FailureLog, Failures
+from flatpeak.rewards.workers.grading import Grading, UnloadableError
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.types import Scores
 
@@ -23,92 +19,76 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flatpeak.protocols import Reward
-    from flatpeak.rewards.base import PartScores
+    from flatpeak.rewards.base import Component, ComponentScores
     from flatpeak.types import Completion, Example, Group, Prompt, Score
 
-
-def shadow_metrics(
-    judged: Sequence[Sequence[Score]], verified: Sequence[Sequence[Score]], *, threshold: float = 0.5
-) -> dict[str, float]:
-    """`shadow_gap` and `shadow_agreement` over the completions [p][g] that both have scored; empty if there are none.
-
-    gap = mean judge - mean verifier: where it grows while the verifier stands still, the judge is being gamed.
-    agreement = how often both are at least, or both below, `threshold`.
-    """
-    pairs = [
-        (judge, truth)
-        for judge_G, truth_G in zip(judged, verified, strict=True)
-        for judge, truth in zip(judge_G, truth_G, strict=True)
-        if judge is not None and truth is not None
-    ]
-    if not pairs:
-        return {}
-    gap = sum(judge - truth for judge, truth in pairs) / len(pairs)
-    agreement = sum((judge >= threshold) == (truth >= threshold) for judge, truth in pairs) / len(pairs)
-    return {"shadow_gap": gap, "shadow_agreement": agreement}
-
-
-SLOW_SECONDS = 60.0
-"""How long a function of the user's may be at work in this process before the user is told."""
+SLOW_SECONDS: Final = 60.0
+"""Seconds after which a notice says that a function of the user's is still being called in this process."""
 
 
 class RewardSet:
-    """total = sum of weight * part, over the parts with a weight; missing where any of those is missing.
+    """total = sum of weight * component, over the components with a weight; missing where any of those is missing.
 
-    With `workers`, parts that have an isolation are graded there, and where `rules`, those that are `by_group`; the
-    others are graded in this process. The scores are the same. `budget` is in seconds, for each of `step_budget`.
-    `notice` hears of failures and of what cannot travel.
+    With `workers`, components with limits for them (`Scorer.isolation`) are scored there, and where `rules`, so are
+    parallel ones; all others are scored in this process. The scores are the same. `budget` is in seconds, for each
+    of `step_budget`. `notice` is called with failures and with what cannot be sent to a worker.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        components: Sequence[Component],
         *,
         workers: WorkerPool | None = None,
         rules: bool = True,
         budget: float | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> None:
-        if not parts:
+        if not components:
             raise UserError("there is no reward: give at least one")
-        for part in parts:
-            if not math.isfinite(part.weight):
-                raise UserError(f"reward {part.name!r} has weight {part.weight}: give a finite number")
-        if not any(part.weight for part in parts):
+        for component in components:
+            if not math.isfinite(component.weight):
+                raise UserError(f"reward {component.name!r} has weight {component.weight}: give a finite number")
+        if not any(component.weight for component in components):
             raise UserError("every reward has weight 0, so there is nothing to learn from: give one a weight")
-        self._set(parts, workers=workers, rules=rules, budget=budget, notice=notice)
+        self._set(components, workers=workers, rules=rules, budget=budget, notice=notice)
+        for component in components if workers is not None else ():
+            if component.scorer.unprotected is not None:
+                self._notice(_unprotected(component.name, component.scorer.unprotected))
 
     def _set(
         self,
-        parts: Sequence[Part],
+        components: Sequence[Component],
         *,
         workers: WorkerPool | None,
         rules: bool,
         budget: float | None,
         notice: Callable[[str], None] | None,
     ) -> None:
-        self._parts = {part.name: part for part in parts}
+        self._components = {component.name: component for component in components}
+        self._scorers = {component.name: component.scorer for component in components}
         self._workers = workers
         self._rules = rules
+        self._unloadable: set[str] = set()
+        """Components that a worker failed to load, and that are scored in this process from then on."""
         self._budget = budget
-        self._notice = notice or _say_nothing
+        self._notice = notice or _ignore
         self._failures = FailureLog(self._notice)
         self._checked = False
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each part, by name; empty where only the scores of a caller's own reward name its parts."""
-        return {name: part.weight for name, part in self._parts.items()}
+        """The weight of each component; empty where only the scores of a caller's own reward name its components."""
+        return {name: component.weight for name, component in self._components.items()}
 
     @property
     def failures(self) -> dict[str, Failures]:
-        """By name, the parts in which something has failed so far; the counts only grow."""
-        return dict(self._failures.found)
+        """The failures of each component that has had any so far; the counts only grow."""
+        return dict(self._failures.by_component)
 
     def __call__(self, groups: Sequence[Group], *, budget: GradingBudget | None = None) -> Scores:
-        """Score every completion of every group; groups are told apart by their place.
+        """Score every completion of every group; groups are distinguished by their position.
 
-        A UserError where a part with a weight works for nothing (see `FailureLog.record`).
+        A UserError where a component with a weight fails everywhere (see `FailureLog.record`).
         """
         grading = self.grading()
         if grading is not None:
@@ -117,130 +97,136 @@ class RewardSet:
         return self.finish(groups, grading, budget=budget)
 
     def step_budget(self) -> GradingBudget | None:
-        """The time that one step of training may lose to answers without a verdict; None is no limit."""
+        """The seconds that one step of training may lose to answers without a verdict; None is no limit."""
         return None if self._budget is None else GradingBudget(self._budget)
 
     def grading(self) -> Grading | None:
-        """What takes the groups of a call as they come, to be passed to `finish`; None where no worker would grade."""
-        parts = [part for part in self._parts.values() if part.isolation is not None or (part.by_group and self._rules)]
-        if self._workers is None or not parts:
+        """An object that sends groups to workers one by one, to be passed to `finish`; None where none would grade."""
+        components = [component for component in self._components.values() if self._in_worker(component)]
+        if self._workers is None or not components:
             return None
-        return Grading(parts, self._workers, unproven=self._parts.keys() - self._failures.proven)
+        return Grading(components, self._workers, unproven=self._components.keys() - self._failures.proven)
 
     def finish(
         self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
     ) -> Scores:
-        """The scores of a call, of which `grading`, if there is one, has had every group."""
-        elsewhere = grading.names if grading is not None else frozenset()
+        """The scores of a call of which `grading`, if there is one, was given every group."""
+        in_workers = grading.names if grading is not None else frozenset()
         scored = {
-            name: self._score(part, groups, budget) for name, part in self._parts.items() if name not in elsewhere
+            name: self._score(component, groups, budget)
+            for name, component in self._components.items()
+            if name not in in_workers
         }
         if grading is not None:
-            for name, found in grading.scores(groups, budget).items():
-                scored[name] = self._here(name, found, groups) if isinstance(found, CannotTravelError) else found
-        for name, part in self._parts.items():
-            self._failures.record(part, scored[name], groups)
-        self._tell()
-        parts = {name: scored[name].scores for name in self._parts}
-        total: list[list[Score]] = [
-            [
-                _weighted_sum([(part.weight, parts[name][p][g]) for name, part in self._parts.items() if part.weight])
-                for g in range(len(group.completions))
-            ]
-            for p, group in enumerate(groups)
-        ]
-        timed_out = {name: [list(row) for row in one.timed_out] for name, one in scored.items() if any(one.flags)}
-        return Scores(total=total, parts=parts, timed_out=timed_out)
+            for name, result in grading.scores(groups, budget).items():
+                if isinstance(result, UnloadableError):
+                    scored[name] = self._fall_back(name, result, groups)
+                else:
+                    scored[name] = result
+        for name, component in self._components.items():
+            self._failures.record(component, scored[name], groups)
+        self._give_notices()
+        return Scores(
+            total=self._total(scored, groups),
+            parts={name: scored[name].scores for name in self._components},
+            timed_out={name: [list(row) for row in one.timed_out] for name, one in scored.items() if any(one.flags)},
+        )
 
     def prepare(self, examples: Sequence[Example]) -> None:
-        """Let parts that can check themselves do so, before anything is spent on a run: UserError if one is unfit.
+        """Let components check themselves, before anything is spent on a run: UserError if one is unfit.
 
-        Then all are closed: nobody will use them.
+        Then all are closed: no run will use them.
         """
-        for part, prepare in self._able("prepare"):
+        for name, scorer in self._scorers.items():
             try:
-                report = prepare(examples)
+                check = scorer.prepare(examples)
             except BaseException:
                 self.close()
                 raise
-            if report is not None:
-                rate = report.false_positive_rate
-                self._notice(f"reward {part!r}: {rate:.1%} of {report.judged} worthless answers fooled the judge")
-        self._tell()
+            if check is not None:
+                self._notice(f"reward {name!r}: {check.summary}")
+        self._give_notices()
         self._checked = True
 
     def check(self) -> None:
-        """Let parts check themselves again, where training lies between: UserError if one has become unfit."""
+        """Let components check themselves again after some training: UserError if one has become unfit."""
         if not self._checked:
-            for _, check in self._able("run_canaries"):
-                check()
-            self._tell()
+            for scorer in self._scorers.values():
+                scorer.run_canaries()
+            self._give_notices()
         self._checked = False
 
     def attach(self, directory: Path, *, stopping: Callable[[], bool]) -> None:
-        """Let parts write into a run's directory, and raise StoppedError where they wait and `stopping()`."""
-        for _, attach in self._able("attach"):
-            attach(directory, stopping=stopping)
+        """Let components write into a run's directory, and raise StoppedError where they wait and `stopping()`."""
+        for scorer in self._scorers.values():
+            scorer.attach(directory, stopping=stopping)
 
     def measured(self, scores: Scores) -> dict[str, float]:
-        """What parts measured since the last time, and how far judges are from the parts that know the truth."""
-        found: dict[str, float] = {}
-        for name, metrics in self._able("metrics"):
-            found |= metrics()
-            truth = getattr(self._parts[name].scorer, "shadow", None)
-            if truth is not None and truth in scores.parts:
+        """The components' metrics since the last call, and the distance of judges from components that know better."""
+        metrics: dict[str, float] = {}
+        for name, scorer in self._scorers.items():
+            metrics |= scorer.metrics()
+            if scorer.shadow is not None and scorer.shadow in scores.parts:
                 prefix = "judge" if name == "judge" else f"judge/{name}"
-                gaps = shadow_metrics(scores.parts[name], scores.parts[truth])
-                found |= {f"{prefix}/{key}": value for key, value in gaps.items()}
-        return found
+                gaps = shadow_metrics(scores.parts[name], scores.parts[scorer.shadow])
+                metrics |= {f"{prefix}/{key}": value for key, value in gaps.items()}
+        return metrics
 
     def close(self) -> None:
-        """Let go of what parts hold: processes, connections. The workers are whose they are."""
+        """Release the components' processes and connections; the pool of workers stays open."""
         with ExitStack() as stack:  # all of them, whatever one raises
-            for _, close in self._able("close"):
-                stack.callback(close)
+            for scorer in self._scorers.values():
+                stack.callback(scorer.close)
 
     def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
-        """What a completion answers, as the part of that name reads it: equal answers give equal strings.
+        """The answer that the component of that name reads in a completion: equal answers give equal strings.
 
-        The extracted answer (None if there is none) where the part extracts one, else the stripped text.
+        The extracted answer (None if there is none) where the component extracts one, else the stripped text.
         """
-        if name not in self._parts:
-            raise UserError(f"there is no reward {name!r}: choose one of {', '.join(self._parts)}")
-        return self._parts[name].scorer.answer(completion, prompt)
+        if name not in self._scorers:
+            raise UserError(f"there is no reward {name!r}: choose one of {', '.join(self._scorers)}")
+        return self._scorers[name].answer(completion, prompt)
 
-    def _able(self, method: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """The parts whose scorers have an optional method, and the method."""
-        for name, part in self._parts.items():
-            found = getattr(part.scorer, method, None)
-            if found is not None:
-                yield name, found
+    def _in_worker(self, component: Component) -> bool:
+        scorer = component.scorer
+        return (scorer.isolation is not None or (scorer.parallel and self._rules)) and (
+            component.name not in self._unloadable
+        )
 
-    def _tell(self) -> None:
-        for _, notices in self._able("notices"):
-            for text in notices():
-                self._notice(text)
+    def _score(self, component: Component, groups: Sequence[Group], budget: GradingBudget | None) -> ComponentScores:
+        """The scores of a component in this process, with a notice where a function does not return."""
+        if not component.scorer.may_hang:
+            return component.scorer.score_within(groups, budget)
+        with _notice_if_slow(component.name, self._notice):
+            return component.scorer.score_within(groups, budget)
 
-    def _score(self, part: Part, groups: Sequence[Group], budget: GradingBudget | None) -> PartScores:
-        """The scores of a part in this process; a function that does not come back is told of."""
-        if isinstance(part.scorer, BudgetedScorer):
-            return part.scorer.score_within(groups, budget)
-        if not isinstance(part.scorer, FunctionReward):
-            return part.scorer.score(groups)
-        with _told_if_slow(part.name, self._notice):
-            return part.scorer.score(groups)
-
-    def _here(self, name: str, error: CannotTravelError, groups: Sequence[Group]) -> PartScores:
-        """Grade in this process, now and from now on, what no worker can load."""
-        part = self._parts[name]
-        if part.isolation is None or part.isolation.required:
+    def _fall_back(self, name: str, error: UnloadableError, groups: Sequence[Group]) -> ComponentScores:
+        """Score in this process, now and from now on, a component that no worker can load."""
+        component = self._components[name]
+        isolation = component.scorer.isolation
+        if isolation is None or isolation.required:
             raise UserError(
                 f"reward {name!r} or a row cannot be sent to a worker process: {error}; define the function in a "
                 "module that can be imported, or keep it here: by_group = False on it, or timeout: null"
             ) from error
-        self._parts[name] = replace(part, isolation=None, by_group=False)
-        self._notice(f"reward {name!r} {unprotected(f'it cannot be sent to a worker process: {error}')}")
-        return self._score(self._parts[name], groups, None)
+        self._unloadable.add(name)
+        self._notice(_unprotected(name, f"it cannot be sent to a worker process: {error}"))
+        return self._score(component, groups, None)
+
+    def _total(self, scored: Mapping[str, ComponentScores], groups: Sequence[Group]) -> list[list[Score]]:
+        weights = {name: weight for name, weight in self.weights.items() if weight}
+        return [
+            [
+                _weighted_sum([(weight, scored[name].scores[p][g]) for name, weight in weights.items()])
+                for g in range(len(group.completions))
+            ]
+            for p, group in enumerate(groups)
+        ]
+
+    def _give_notices(self) -> None:
+        for scorer in self._scorers.values():
+            for text in scorer.notices():
+                self._notice(text)
 
 
 class CallersReward(RewardSet):
@@ -264,8 +250,29 @@ class CallersReward(RewardSet):
         return completion.text.strip()
 
 
+def shadow_metrics(
+    judged: Sequence[Sequence[Score]], verified: Sequence[Sequence[Score]], *, threshold: float = 0.5
+) -> dict[str, float]:
+    """`shadow_gap` and `shadow_agreement` over the completions [p][g] that both have scored; empty if there are none.
+
+    gap = mean judge - mean verifier: where it grows while the verifier stands still, the judge is being gamed.
+    agreement = how often both are at least, or both below, `threshold`.
+    """
+    pairs = [
+        (judge, truth)
+        for judge_G, truth_G in zip(judged, verified, strict=True)
+        for judge, truth in zip(judge_G, truth_G, strict=True)
+        if judge is not None and truth is not None
+    ]
+    if not pairs:
+        return {}
+    gap = sum(judge - truth for judge, truth in pairs) / len(pairs)
+    agreement = sum((judge >= threshold) == (truth >= threshold) for judge, truth in pairs) / len(pairs)
+    return {"shadow_gap": gap, "shadow_agreement": agreement}
+
+
 @contextmanager
-def _told_if_slow(name: str, notice: Callable[[str], None]) -> Iterator[None]:
+def _notice_if_slow(name: str, notice: Callable[[str], None]) -> Iterator[None]:
     text = (
         f"reward {name!r} has been at work for {SLOW_SECONDS:g} s, and the run waits for it; `timeout: SECONDS` in a "
         "recipe calls it in a process that can be killed"
@@ -279,12 +286,12 @@ def _told_if_slow(name: str, notice: Callable[[str], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def unprotected(why: str) -> str:
-    """What is said of a reward that could be graded elsewhere, and is not."""
-    return f"is graded in the trainer's own process, which it can hang or end ({why})"
+def _unprotected(name: str, why: str) -> str:
+    """The notice about a reward that a worker could score, and that is scored in this process."""
+    return f"reward {name!r} is graded in the trainer's own process, which it can hang or end ({why})"
 
 
-def _say_nothing(text: str) -> None:
+def _ignore(text: str) -> None:
     pass
 
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.math.grader import MathGrader, Symbolic
-from flatpeak.rewards.math.math_reward import MathReward, build_math_reward, question_only_reward, r1_zero_reward
+from flatpeak.rewards.math.math_reward import MathReward, question_only_reward, r1_zero_reward
 from flatpeak.types import Completion, Group, Prompt
 from support import worker_functions
 
@@ -113,7 +113,7 @@ def test_an_answer_that_wants_too_much_of_the_stack_wants_too_much_memory(monkey
 def test_an_answer_is_one_spelling_of_what_was_extracted(
     completion: Callable[..., Completion], prompt: Callable[..., Prompt]
 ) -> None:
-    reward = build_math_reward(config(type="math"))
+    reward = config(type="math").build("correctness")
     assert reward.answer(completion(r"\boxed{0.50}"), prompt()) == "1/2"
     assert reward.answer(completion(r"<answer>\dfrac{1}{2}</answer>"), prompt()) == "1/2"
     assert reward.answer(completion(r"\boxed{ \sqrt {2} }"), prompt()) == r"\sqrt{2}"

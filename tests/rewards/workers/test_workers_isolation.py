@@ -17,11 +17,11 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.pipeline.compare import compare_checkpoints
-from flatpeak.rewards.base import PartScores
+from flatpeak.rewards.base import Component, ComponentScores, Scorer
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.calls import PATIENCE
 from flatpeak.rewards.config import FunctionConfig, NumberConfig
-from flatpeak.rewards.reward_set import Part, RewardSet
+from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rewards.workers.process import MARK
 from flatpeak.types import Completion, Group, Score
@@ -213,7 +213,7 @@ def test_a_recipe_says_where_a_function_is_graded(
 
 
 def test_a_limit_that_cannot_be_kept_is_refused(pool: WorkerPool) -> None:
-    with pytest.raises(UserError, match=r"reward 'mine': timeout=3 needs a worker process, but it is a lambda.*null"):
+    with pytest.raises(UserError, match=r"rewards\.mine: timeout=3 needs a worker process, but it is a lambda.*null"):
         build_reward({"mine": FunctionConfig(function="support.worker_functions:nameless", timeout=3)}, workers=pool)
 
 
@@ -311,15 +311,15 @@ def test_one_question_never_ends_a_run_that_has_just_begun(pool: WorkerPool, gro
         reward_of(worker_functions.hostile, pool)([group("raises"), group("raises")])
 
 
-class Strict:
+class Strict(Scorer):
     """A grader that could not tell, which is no fault of its own."""
 
     closed = 0
 
-    def score(self, groups: list[Group]) -> PartScores:
+    def score(self, groups: list[Group]) -> ComponentScores:
         scores: list[list[Score]] = [[None] * len(group.completions) for group in groups]
         error = TimeoutError("too hard to compare")
-        return PartScores(scores=scores, failed=sum(map(len, scores)), first_error=error, tolerated=True)
+        return ComponentScores(scores=scores, failed=sum(map(len, scores)), first_error=error, tolerated=True)
 
     def answer(self, completion: Completion, prompt: Any) -> None:
         return None
@@ -330,7 +330,7 @@ class Strict:
 
 def test_failures_that_a_grader_tolerates_are_counted_and_never_end_a_run(group: MAKE) -> None:
     scorer, notices = Strict(), list[str]()
-    reward = RewardSet([Part(name="math", weight=1.0, scorer=scorer)], notice=notices.append)
+    reward = RewardSet([Component(name="math", weight=1.0, scorer=scorer)], notice=notices.append)
     for _ in range(5):
         assert reward([group(*["x"] * 50)]).total == [[None] * 50]
     assert reward.failures["math"].count == 250

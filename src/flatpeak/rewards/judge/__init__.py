@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from flatpeak.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from flatpeak.rewards.judge.build import build_judge_reward as build_judge_reward
     from flatpeak.rewards.judge.build import judge_noise as judge_noise
     from flatpeak.rewards.judge.build import judge_reward as judge_reward
     from flatpeak.rewards.judge.config import JudgeConfig as JudgeConfig
@@ -17,6 +18,7 @@ __getattr__ = lazy_names(
         "JudgeConfig": "config",
         "JudgeReply": "protocol",
         "JudgeRequest": "protocol",
+        "build_judge_reward": "build",
         "judge_noise": "build",
         "judge_reward": "build",
     },

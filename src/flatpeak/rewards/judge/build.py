@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.functions import load_function
 from flatpeak.rewards.judge.config import CustomJudgeConfig, EndpointConfig, JudgeConfig, LocalConfig
 from flatpeak.rewards.judge.panel import JudgePanel, ReplyCache
 from flatpeak.rewards.judge.protocol import Judge, SystemClock
 from flatpeak.rewards.judge.reward import JudgeReward, Safety
 from flatpeak.rewards.judge.rubrics import PairwiseFormat, Rubric, RubricFormat, VerdictFormat, load_rubric
 from flatpeak.rewards.judge.scoring import JudgeScorer, PairwiseScorer, RequestSettings, RubricScorer
+from flatpeak.utils.user_code import load_function
 
 if TYPE_CHECKING:
     from flatpeak.rewards.judge.prompt import Show

@@ -52,6 +52,11 @@ class CanaryReport:
     fooled_by: tuple[str, ...]
     """Names of the canaries above the threshold, once for each time."""
 
+    @property
+    def summary(self) -> str:
+        """One sentence for the user."""
+        return f"{self.false_positive_rate:.1%} of {self.judged} worthless answers fooled the judge"
+
 
 def canaries(example: Candidate, *, best_reply: str) -> dict[str, str]:
     """Worthless answers to a question by name; `best_reply` is the reply that would give the highest marks.

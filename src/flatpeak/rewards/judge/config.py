@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from flatpeak.utils.schema import StrictConfig
+
+if TYPE_CHECKING:
+    from flatpeak.rewards.base import Scorer
 
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _SECRET_NAME: Final = re.compile(r"(^|_)(api_?key|key|token|secret|password|authorization)$", re.IGNORECASE)
@@ -176,3 +179,9 @@ class JudgeConfig(StrictConfig):
             if not priced:
                 raise ValueError("budget.max_cost needs backend.price_input and backend.price_output")
         return self
+
+    def build(self, name: str) -> Scorer:
+        """The judge and its rubric as a scorer; UserError where the rubric, the key or the judge is not there."""
+        from flatpeak.rewards.judge import build_judge_reward
+
+        return build_judge_reward(name, self)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import PartScores
+from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rewards.judge.canaries import CanaryReport, check_judge, run_canaries
 from flatpeak.rewards.judge.limits import BackgroundLoop
 from flatpeak.rewards.judge.prompt import Show, visible_text
@@ -40,7 +40,7 @@ class Safety:
     min_valid_fraction: float = 0.5
 
 
-class JudgeReward:
+class JudgeReward(Scorer):
     """A reward that asks a judge. The first `score` checks the judge, unless `prepare` was called before."""
 
     def __init__(
@@ -117,14 +117,14 @@ class JudgeReward:
             self._notify(f"reward {self.name!r}: the judge gave no verdict on {report.missing} canaries")
         return report
 
-    def score(self, groups: Sequence[Group]) -> PartScores:
+    def score(self, groups: Sequence[Group]) -> ComponentScores:
         """A score for every completion; missing without a verdict. UserError below `min_valid_fraction`."""
         if self._examples is None and groups:
             self.prepare([group.prompt.example for group in groups])
         verdicts = self.verdicts(groups)
         self._check_valid_fraction()
         missing = [verdict for group in verdicts for verdict in group if verdict.score is None]
-        return PartScores(
+        return ComponentScores(
             scores=[[verdict.score for verdict in group] for group in verdicts],
             failed=len(missing),
             first_error=JudgeError(_missing_reason(missing[0])) if missing else None,

@@ -10,7 +10,7 @@ from flatpeak.rewards.math.nodes import MAX_BOXES, MAX_CHARACTERS, OverLimitErro
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, after_thinking, find_boxes, last_block
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.config import MathExtraction
+    from flatpeak.rewards.base import MathExtraction
 
 _BOX_BEGINS: Final = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+[^\s{}$\\<>])")
 _BARE: Final = re.compile(r"\\{1,2}(?:boxed|fbox)\s+([^\s{}$\\<>]{1,64})")

@@ -10,16 +10,15 @@ from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.rewards.base import GradingBudget, stopwatch
-from flatpeak.rewards.calls import one_line
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.nodes import MAX_CHARACTERS, OverLimitError
 from flatpeak.rewards.math.rule_grader import read_answer, rule_verdict, worth_asking
-from flatpeak.rewards.workers.pool import UNASKED, WorkerError, WorkerPool
+from flatpeak.rewards.workers.pool import NOT_CALLED, WorkerError, WorkerPool
 from flatpeak.rewards.workers.process import LIMITS
+from flatpeak.utils.user_code import one_line
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.base import GradingBudget
-    from flatpeak.rewards.config import MathExtraction
+    from flatpeak.rewards.base import GradingBudget, MathExtraction
     from flatpeak.types import Score
 
 Pair = tuple[str, str]
@@ -254,7 +253,7 @@ class MathGrader:
             found = ask_within(budget, pairs, self._submit, limit=self._timeout, workers=self._size)
         for pair, outcome in found.items():
             self._remember(pair, outcome)
-        return {pair: found.get(pair, UNASKED) for pair in asked}
+        return {pair: found.get(pair, NOT_CALLED) for pair in asked}
 
     def _blamed(self, outcome: Outcome, gold: str, budget: GradingBudget | None) -> Outcome:
         """UnscorableError for a limit that the answer ran into, and not the gold answer; else the outcome."""

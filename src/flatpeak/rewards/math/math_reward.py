@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
-from flatpeak.rewards.base import PartScores
-from flatpeak.rewards.config import MathConfig, QuestionOnlyConfig, R1ZeroConfig
+from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.math.extract import block_answer, extract_answer, gold_answer
-from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extracted, score_of
+from flatpeak.rewards.math.grader import MathGrader, UnscorableError, score_of
 from flatpeak.rewards.math.nodes import OverLimitError
 from flatpeak.rewards.math.rule_grader import normalized
 from flatpeak.rewards.workers.pool import WorkerError
@@ -71,11 +69,11 @@ def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question:
     return {"format_reward": float(answer is not None), "answer_reward": right, "reward": right}
 
 
-class MathReward:
+class MathReward(Scorer):
     """1 if what `extract` finds in a completion is equal to the row's gold answer, else 0.
 
     An answer that runs out of time or memory is not shown to be right, and so 0. Missing is what cannot be blamed on an
-    answer: the gold answer is too much for the grader too, or a worker died. A Scorer with worker processes of its own.
+    answer: the gold answer is too much for the grader too, or a worker died. It has worker processes of its own.
     Failures are those of single texts, so they are tolerated.
     """
 
@@ -92,11 +90,11 @@ class MathReward:
         self._evaluated = evaluated
         self._grader = MathGrader(timeout=timeout, workers=workers)
 
-    def score(self, groups: Sequence[Group]) -> PartScores:
+    def score(self, groups: Sequence[Group]) -> ComponentScores:
         """The scores of all groups; the first failure with its reason."""
         return self.score_within(groups, None)
 
-    def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> PartScores:
+    def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> ComponentScores:
         """The scores of all groups; what the budget leaves ungraded has run out of time."""
         pairs = [
             (self._extract(judged_text(completion, group.prompt)), group.prompt.example.gold)
@@ -112,11 +110,11 @@ class MathReward:
         errors.sort(key=lambda error: isinstance(error, UnscorableError))  # failures first
         found = iter(outcomes)
         rows = [[next(found) for _ in group.completions] for group in groups]
-        return PartScores(
+        return ComponentScores(
             scores=[[score_of(outcome) for outcome in row] for row in rows],
             timed_out=[[isinstance(outcome, UnscorableError) for outcome in row] for row in rows],
             failed=sum(score_of(outcome) is None for outcome in outcomes),
-            unasked=sum(error.reason == "budget" for error in errors),
+            ungraded=sum(error.reason == "budget" for error in errors),
             first_error=errors[0] if errors else None,
             tolerated=True,
         )
@@ -134,15 +132,3 @@ class MathReward:
     def close(self) -> None:
         """End the workers."""
         self._grader.close()
-
-
-def build_math_reward(config: MathConfig | R1ZeroConfig | QuestionOnlyConfig) -> MathReward:
-    """The reward that a recipe asks for."""
-    match config:
-        case MathConfig():
-            extract: Callable[[str], str | None] = partial(extracted, extraction=config.extraction)
-        case R1ZeroConfig():
-            extract = r1_zero_answer
-        case QuestionOnlyConfig():
-            extract = question_only_answer
-    return MathReward(extract, timeout=config.timeout, workers=config.workers, evaluated=config.evaluated)

@@ -18,11 +18,12 @@ from flatpeak.errors import UserError
 from flatpeak.rewards.workers import process as processes
 from flatpeak.rewards.workers.process import WorkerError as WorkerError
 from flatpeak.rewards.workers.worker import ForkServer, remember
+from flatpeak.utils.user_code import user_files
 
 T = TypeVar("T")
 
 START_SECONDS: Final = 60.0
-UNASKED: Final = WorkerError("budget", "not called: the step's time for calls without a result was spent")
+NOT_CALLED: Final = WorkerError("budget", "not called: the step's time for calls without a result was spent")
 _OWN_TIMER: Final = "killed by SIGALRM"
 # A process of its own, not one of `multiprocessing`: that would import the user's main module again, torch and all.
 _BOOT: Final = (
@@ -158,7 +159,7 @@ class _Worker:
         answers: list[Any] = []
         while len(answers) < len(messages):
             if stop is not None and stop.is_set():
-                return answers + [UNASKED] * (len(messages) - len(answers))
+                return answers + [NOT_CALLED] * (len(messages) - len(answers))
             try:
                 pipe = self._ready(code)
             except WorkerError as error:
@@ -191,8 +192,8 @@ class _Worker:
         except (EOFError, OSError) as error:
             raise WorkerError("died", f"a worker process did not start: {self.discard() or error}") from error
         if code not in self._loaded:
-            places = (sys.path, processes.user_files())
-            (answer,) = self._exchange(pipe, ("load", code, START_SECONDS, places), START_SECONDS)
+            sources = (sys.path, user_files())
+            (answer,) = self._exchange(pipe, ("load", code, START_SECONDS, sources), START_SECONDS)
             if isinstance(answer, Exception):
                 raise answer
             remember(self._loaded, code, True)

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from flatpeak.rewards.workers import process as output
+from flatpeak.utils.user_code import OneLineError
 
 SPARE_SECONDS: Final = 1.0
-USER_FILE: Final = "flatpeak_user_"
-"""What the names of modules begin with that are files of the user's: nothing can import them, but they can be run."""
 FORK: Final = 0
 """Asks a fork server for a new worker; any other number is a process id, and asks how that worker ended."""
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
@@ -44,7 +43,7 @@ class Process(Protocol):
         ...
 
 
-class WorkerError(Exception):
+class WorkerError(OneLineError):
     """A call that has no result; as text, one line that says why."""
 
     def __init__(self, reason: Reason, text: str) -> None:
@@ -144,12 +143,6 @@ def leave(pid: int) -> None:
 def extend_path(path: Sequence[str]) -> None:
     """Look for modules in these places too."""
     sys.path += [place for place in path if place not in sys.path]
-
-
-def user_files() -> dict[str, str]:
-    """The user's files that this process has run, by the names of their modules."""
-    loaded = [*sys.modules.items()]
-    return {name: str(module.__file__) for name, module in loaded if name.startswith(USER_FILE)}
 
 
 MARK: Final = "reward: "

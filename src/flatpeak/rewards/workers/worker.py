@@ -20,6 +20,7 @@ from typing import Any, Final
 from flatpeak.errors import UserError
 from flatpeak.rewards.workers import process as processes
 from flatpeak.rewards.workers.process import FORK, WorkerError
+from flatpeak.utils.user_code import load_file, one_line, user_files
 
 _KEPT: Final = 32
 _OUT_OF_MEMORY: Final = pickle.dumps(("memory", "a worker process ran out of the memory it may use"))
@@ -117,8 +118,6 @@ def _answer(function: Callable[..., Any], message: bytes) -> bytes:
     except MemoryError:
         return _OUT_OF_MEMORY
     except Exception as error:
-        from flatpeak.rewards.calls import one_line  # loads asyncio, which few workers need
-
         return pickle.dumps(("raised", one_line(error)))
 
 
@@ -127,8 +126,6 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module in _FILES and module not in sys.modules:
-            from flatpeak.rewards.functions import load_file
-
             load_file(Path(_FILES[module]))
         return super().find_class(module, name)
 
@@ -231,7 +228,7 @@ class ForkServer:
             self._process = processes.start([*command, *sys.path], theirs)
         processes.limit_waiting(control, self._seconds)
         control.recv_bytes()
-        control.send_bytes(pickle.dumps((self.code, (sys.path, processes.user_files()))))
+        control.send_bytes(pickle.dumps((self.code, (sys.path, user_files()))))
         outcome, text = pickle.loads(control.recv_bytes())
         if outcome != "done":
             raise WorkerError(outcome, text)

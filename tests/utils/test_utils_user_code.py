@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.functions import load_function
+from flatpeak.utils.user_code import load_function
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_a_missing_module_is_named():
 
 def test_a_missing_function_names_the_nearest(tmp_path):
     write(tmp_path / "graders.py", "shorts = 3\ndef shortness(completion): ...\ndef other(completion): ...")
-    with pytest.raises(UserError, match=r"graders\.py defines no 'shortnes', did you mean 'shortness'\?"):
+    with pytest.raises(UserError, match=r"graders\.py has no 'shortnes', did you mean 'shortness'\?"):
         load_function("graders.py:shortnes")
 
 

@@ -1,0 +1,121 @@
+"""The user's own code: loading what a recipe names, and describing its values and errors on one line."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from flatpeak.errors import UserError, did_you_mean
+
+USER_FILE: Final = "flatpeak_user_"
+"""Prefix of the module names of the user's files: such a module cannot be imported by name, but run from its file."""
+
+
+class OneLineError(Exception):
+    """An exception whose text alone is a full explanation on one line."""
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that `module:name` or `file.py:name` names; a UserError that says what is missing."""
+    function = load_object(reference, where=f"function {reference!r}")
+    if not callable(function):
+        name = reference.rpartition(":")[2]
+        raise UserError(f"function {reference!r}: {name!r} is {describe_value(function)}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def load_object(reference: str, *, where: str) -> Any:
+    """The object that `module:name` or `file.py:name` names; a UserError, which begins with `where`, if it is missing.
+
+    Modules are searched for in the working directory too, and a file may import its neighbours: both directories join
+    the end of `sys.path`. A file is run once, however many objects are taken from it.
+    """
+    source, _, name = reference.rpartition(":")
+    if not source or not name:
+        raise UserError(f"{where}: write module:name or file.py:name")
+    try:
+        module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    if not hasattr(module, name):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise UserError(f"{where}: {source} has no {name!r}{did_you_mean(name, public)}")
+    return getattr(module, name)
+
+
+def load_file(path: Path) -> ModuleType:
+    """The file as a module; a UserError if it is not there or fails."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"there is no file {path}: give a path that exists, relative to {Path.cwd()} or absolute")
+    name = f"{USER_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    _make_importable(path.parent)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"cannot run {path}: {one_line(error)}") from error
+    return module
+
+
+def user_files() -> dict[str, str]:
+    """The paths of the user's files that this process has run, by the names of their modules."""
+    loaded = [*sys.modules.items()]
+    return {name: str(module.__file__) for name, module in loaded if name.startswith(USER_FILE)}
+
+
+def _load_module(name: str) -> ModuleType:
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"cannot import module {name!r}: {type(error).__name__}: {error}; install it, or write file.py:name for a "
+            "file here"
+        ) from error
+    except Exception as error:
+        raise UserError(f"cannot import module {name!r}: {one_line(error)}") from error
+
+
+def _make_importable(directory: Path) -> None:
+    # At the end: a user's types.py must not take the standard library's place.
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+
+
+def describe_value(value: object) -> str:
+    """A value and its type, short enough for one line."""
+    if value is None:
+        return "None"
+    try:
+        text = " ".join(repr(value).split())[:60]
+    except Exception:  # an integer of too many digits, an object of the user's
+        text = "(it cannot be shown)"
+    return f"{type(value).__name__} {text}"
+
+
+def one_line(error: Exception) -> str:
+    """An exception as one line: its type, its message, and the line of code that raised it."""
+    if isinstance(error, OneLineError):
+        return str(error)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    source = "" if frame is None else f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})"
+    try:
+        message = " ".join(str(error)[:3000].split())[:300]
+    except Exception:  # of an exception class of the user's
+        message = "(its message cannot be read)"
+    return f"{type(error).__name__}: {message}{source}"
