@@ -28,7 +28,7 @@ from flatpeak.types import Completion, Group, Prompt, SamplingParams
 SamplerFactory = Callable[[Policy], Sampler]
 """Makes a sampler of the policy that is trained."""
 REWARD_CHECK_EXAMPLES = 16
-"""Examples that rewards may check themselves on."""
+"""The number of examples that rewards may check themselves on."""
 LARGEST_LOGPROB = 1e-4
 """The logarithm of a probability may exceed 0 by as much as float32 rounds of large logits."""
 GREEDY_METRICS = ("accuracy", "reward", "length", "truncated", "accuracy/not_near_train")
@@ -311,12 +311,12 @@ def without_model_source(config: RunConfig, *, own: Mapping[str, Any], named: st
     A model that `own`, the part of the recipe that was written for this call, names beside it is a UserError. One that
     comes from a shared recipe (called `named`), given by its name, resolved before or extended, is left out.
     """
-    said = list(explicit_settings(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
-    if not said:
+    settings = list(explicit_settings(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
+    if not settings:
         return config, []
     section = own.get("model", {})
-    contradicted = [name for name in said if not isinstance(section, Mapping) or name in section]
-    keys = ", ".join(f"model.{name}" for name in contradicted or said)
+    contradicted = [name for name in settings if not isinstance(section, Mapping) or name in section]
+    keys = ", ".join(f"model.{name}" for name in contradicted or settings)
     if contradicted:
         raise UserError(f"{keys} beside train(model=...), which brings the model: leave {keys} out of the recipe")
     without = config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})

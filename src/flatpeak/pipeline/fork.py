@@ -1,4 +1,4 @@
-"""`flatpeak.fork`: a new run that goes on from a checkpoint of another, with settings of its own."""
+"""`flatpeak.fork`: a new run that starts from a checkpoint of another, with settings of its own."""
 
 from __future__ import annotations
 
@@ -25,16 +25,140 @@ from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import logged_steps
 from flatpeak.utils.redaction import HIDDEN, redact
 
+FIXED_SETTINGS = {
+    "model.path": "the model",
+    "model.new": "the model",
+    "model.revision": "the model",
+    "model.dtype": "weights of that type",
+    "optimizer.name": "the state of that optimizer",
+    "sft": "what SFT made",
+    "evaluation.metric": "the best value of that metric so far",
+}
+"""Settings that a fork cannot change, and what its checkpoint holds because of them."""
+
+
+def fork(
+    run: str | Path,
+    step: int,
+    *,
+    name: str,
+    settings: Settings = (),
+    model: Any = None,
+    tokenizer: Any = None,
+    task: Task | None = None,
+    reward: Any = None,
+    sampler: Sampler | SamplerFactory | None = None,
+    progress: Progress | bool | None = None,
+    command: Sequence[str] | None = None,
+) -> RunResult:
+    """Train a new run, `name`, on from the checkpoint of an RL step of `run`, and return its result.
+
+    Weights, optimizer and the position in the data are the checkpoint's; logs and evaluations up to it are copied, and
+    the manifest names their source. `run` is a run's directory, or the name of one in `runs/`; `settings` change its
+    recipe, a mapping or `key.path=value` strings. Objects that the run was given by its caller (model, task, reward,
+    sampler) have to be given again. Raises UserError where the checkpoint is missing or the changes make it unusable;
+    nothing is left of the fork then.
+    """
+    source = _source_run(run)
+    origin = read_origin(source, step)
+    before, config = _configs(source, name, settings)
+    _check_fork(source, origin, before, config)
+    target = Path(config.run.directory) / name
+    copy_run(
+        source, origin, target, before=before.model_dump(mode="json"), resolved=config.model_dump(mode="json"),
+        command=command,
+    )  # fmt: skip
+    try:
+        return train(
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            task=task,
+            reward=reward,
+            sampler=sampler,
+            progress=progress,
+            resume=True,
+            command=command,
+        )
+    except RunError:  # the fork has taken steps, and stays
+        raise
+    except UserError:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def metric_of(run: str | Path) -> str:
+    """The metric that chooses the best checkpoint of a run. UserError where the directory is no run's."""
+    source = _source_run(run)
+    if not source.config.is_file():
+        raise UserError(f"{run} is not a run's directory: give the directory, or the name of a run in runs/")
+    return parse_config(load_recipe(source.config)).evaluation.metric
+
 
 def read_origin(source: RunPaths, step: int) -> CheckpointState:
-    """The checkpoint a fork begins from, verified. Raises UserError naming those at hand where there is none."""
+    """The checkpoint that a fork starts from, verified; UserError naming those at hand where it is missing."""
     if not source.is_run():
         raise UserError(f"{source.path} is not a run's directory: give the directory, or the name of a run in runs/")
     steps = checkpoint_steps(source.checkpoints)
     if step not in steps:
-        at_hand = f"choose one of {', '.join(map(str, steps))}" if steps else "RL has not begun in this run"
-        raise UserError(f"{source.path} has no checkpoint of step {step}: {at_hand}")
+        choices = f"choose one of {', '.join(map(str, steps))}" if steps else "RL has not begun in this run"
+        raise UserError(f"{source.path} has no checkpoint of step {step}: {choices}")
     return read_checkpoint(source.checkpoints / checkpoint_name(step))
+
+
+def _configs(source: RunPaths, name: str, settings: Settings) -> tuple[RunConfig, RunConfig]:
+    """The configurations of the run and of its fork."""
+    recipe = load_recipe(source.config)
+    before = parse_config(recipe)
+    changed = apply_settings(recipe, settings)
+    run = {"run": {"name": name, "directory": str(_runs_directory(source, before.run.name))}}
+    return before, parse_config(merge(changed, run))
+
+
+def _source_run(run: str | Path) -> RunPaths:
+    directory, named = RunPaths(Path(run)), RunPaths(Path("runs") / run)
+    return named if not directory.is_run() and named.is_run() else directory
+
+
+def _runs_directory(source: RunPaths, name: str) -> Path:
+    """The directory of runs that the source lies in, wherever that was moved to; a name may have several levels."""
+    levels = Path(name).parts
+    path = source.path.resolve() if source.path.name in ("", "..") else source.path
+    return path.parents[len(levels) - 1] if path.parts[-len(levels) :] == levels else path.parent
+
+
+def _check_fork(source: RunPaths, origin: CheckpointState, before: RunConfig, config: RunConfig) -> None:
+    """UserError where the recipe cannot go on from the checkpoint."""
+    levels = Path(config.run.name).parts
+    if not levels or Path(config.run.name).is_absolute() or ".." in levels:
+        raise UserError(f"--name {config.run.name}: give a name such as my-fork")
+    hidden = [key for key, value in flatten(config.model_dump(mode="json")).items() if value == HIDDEN]
+    if hidden:
+        raise UserError(f"{hidden[0]} was left out of {source.config} as a secret: give it again, {hidden[0]}=...")
+    if "cursors" not in origin.state["stage"]:
+        raise UserError(f"{source.path} is a run of a reward model, which cannot be forked: start a new one")
+    fixed = dict(FIXED_SETTINGS)
+    if config.gradient_regularization.enabled and any(name.startswith("gradreg.") for name in origin.tensors):
+        fixed |= {
+            f"gradient_regularization.{key}": "a penalty that later updates use" for key in ("perturbed", "every")
+        }
+    if origin.state["stage"].get("resets"):
+        fixed |= {"reference.model": "a reference that was reset since"}
+    for key in changes(before.model_dump(mode="json"), config.model_dump(mode="json")):
+        for setting, content in fixed.items():
+            if key == setting or key.startswith(f"{setting}."):
+                raise UserError(
+                    f"{key} cannot change in a fork, whose checkpoint holds {content}: leave it as it was, or start a "
+                    f"new run with model.path={origin.path}"
+                )
+    phases = 2 if config.curriculum else 1
+    if len(origin.state["stage"]["cursors"]) != phases:
+        raise UserError(
+            f"the checkpoint has {len(origin.state['stage']['cursors'])} places in the data and the recipe "
+            f"{phases} tasks: leave curriculum as it was"
+        )
+    if config.training.steps <= origin.step:
+        raise UserError(f"training.steps={config.training.steps}: nothing is left to train after step {origin.step}")
 
 
 def copy_run(
@@ -46,10 +170,10 @@ def copy_run(
     resolved: Mapping[str, Any],
     command: Sequence[str] | None,
 ) -> None:
-    """Make `target`, a run that stands where `source` stood after `origin`, with the recipe `resolved`.
+    """Make the run `target`, in the state of `source` after `origin`, with the recipe `resolved`.
 
-    `before` is the source's recipe. It is made under another name and renamed: whole or absent. Raises UserError where
-    `target` exists, or a file to be copied is missing or damaged.
+    `before` is the source's recipe. The copy is made under another name and renamed: whole or absent. Raises UserError
+    where `target` exists, or a file to be copied is missing or damaged.
     """
     if target.exists():
         raise UserError(
@@ -76,8 +200,8 @@ def copy_run(
 
 def _copy(source: RunPaths, origin: CheckpointState, target: RunPaths) -> None:
     history = origin.state["history"]
-    wanted = {0, origin.step, history["best_step"]} & set(checkpoint_steps(source.checkpoints))
-    for step in sorted(wanted):
+    steps = {0, origin.step, history["best_step"]} & set(checkpoint_steps(source.checkpoints))
+    for step in sorted(steps):
         copy = target.checkpoints / checkpoint_name(step)
         shutil.copytree(source.checkpoints / checkpoint_name(step), copy)
         broken = broken_file(copy)
@@ -97,128 +221,3 @@ def _copy(source: RunPaths, origin: CheckpointState, target: RunPaths) -> None:
     for row in history["evaluations"]:
         for path in source.evaluations.glob(f"{row['stage']}_{row['step']:06d}*.jsonl"):
             shutil.copy(path, target.evaluations)
-
-
-IN_THE_CHECKPOINT = {
-    "model.path": "the model",
-    "model.new": "the model",
-    "model.revision": "the model",
-    "model.dtype": "weights of that type",
-    "optimizer.name": "the state of that optimizer",
-    "sft": "what SFT made",
-    "evaluation.metric": "the best value of that metric so far",
-}
-"""Settings that a fork cannot change, and what of them its checkpoint holds."""
-
-
-def fork(
-    run: str | Path,
-    step: int,
-    *,
-    name: str,
-    settings: Settings = (),
-    model: Any = None,
-    tokenizer: Any = None,
-    task: Task | None = None,
-    reward: Any = None,
-    sampler: Sampler | SamplerFactory | None = None,
-    progress: Progress | bool | None = None,
-    command: Sequence[str] | None = None,
-) -> RunResult:
-    """Train a new run, `name`, on from the checkpoint of `step` of RL of `run`, and give its result.
-
-    Weights, optimizer and the place in the data are the checkpoint's; logs and evaluations up to it are copied, and the
-    manifest says where they come from. `run` is a run's directory, or the name of one in `runs/`; `settings` is what
-    changes in its recipe, a mapping or `key.path=value` strings. What the run was given by its caller (model, task,
-    reward, sampler) has to be given again. Raises UserError where the checkpoint cannot be had or the changes make it
-    unusable; nothing is left of the fork then.
-    """
-    source = _find(run)
-    origin = read_origin(source, step)
-    before, config = _recipes(source, name, settings)
-    _check(source, origin, before, config)
-    target = Path(config.run.directory) / name
-    copy_run(
-        source, origin, target, before=before.model_dump(mode="json"), resolved=config.model_dump(mode="json"),
-        command=command,
-    )  # fmt: skip
-    try:
-        return train(
-            config,
-            model=model,
-            tokenizer=tokenizer,
-            task=task,
-            reward=reward,
-            sampler=sampler,
-            progress=progress,
-            resume=True,
-            command=command,
-        )
-    except RunError:  # it had begun
-        raise
-    except UserError:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
-
-
-def metric_of(run: str | Path) -> str:
-    """The metric that chooses the best checkpoint of a run. UserError where the directory is no run's."""
-    source = _find(run)
-    if not source.config.is_file():
-        raise UserError(f"{run} is not a run's directory: give the directory, or the name of a run in runs/")
-    return parse_config(load_recipe(source.config)).evaluation.metric
-
-
-def _recipes(source: RunPaths, name: str, settings: Settings) -> tuple[RunConfig, RunConfig]:
-    """The recipe of the run, and that of its fork."""
-    recipe = load_recipe(source.config)
-    before = parse_config(recipe)
-    changed = apply_settings(recipe, settings)
-    place = {"run": {"name": name, "directory": str(_parent(source, before.run.name))}}
-    return before, parse_config(merge(changed, place))
-
-
-def _find(run: str | Path) -> RunPaths:
-    given, named = RunPaths(Path(run)), RunPaths(Path("runs") / run)
-    return named if not given.is_run() and named.is_run() else given
-
-
-def _parent(source: RunPaths, name: str) -> Path:
-    """The directory of runs that the source lies in, wherever that was moved to; its name may have several parts."""
-    parts = Path(name).parts
-    path = source.path.resolve() if source.path.name in ("", "..") else source.path
-    return path.parents[len(parts) - 1] if path.parts[-len(parts) :] == parts else path.parent
-
-
-def _check(source: RunPaths, origin: CheckpointState, before: RunConfig, config: RunConfig) -> None:
-    """UserError where the recipe cannot go on from the checkpoint."""
-    parts = Path(config.run.name).parts
-    if not parts or Path(config.run.name).is_absolute() or ".." in parts:
-        raise UserError(f"--name {config.run.name}: give a name such as my-fork")
-    hidden = [key for key, value in flatten(config.model_dump(mode="json")).items() if value == HIDDEN]
-    if hidden:
-        raise UserError(f"{hidden[0]} was left out of {source.config} as a secret: give it again, {hidden[0]}=...")
-    if "cursors" not in origin.state["stage"]:
-        raise UserError(f"{source.path} is a run of a reward model, which cannot be forked: start a new one")
-    fixed = dict(IN_THE_CHECKPOINT)
-    if config.gradient_regularization.enabled and any(name.startswith("gradreg.") for name in origin.tensors):
-        fixed |= {
-            f"gradient_regularization.{key}": "a penalty that later updates use" for key in ("perturbed", "every")
-        }
-    if origin.state["stage"].get("resets"):
-        fixed |= {"reference.model": "a reference that was reset since"}
-    for key in changes(before.model_dump(mode="json"), config.model_dump(mode="json")):
-        for setting, held in fixed.items():
-            if key == setting or key.startswith(f"{setting}."):
-                raise UserError(
-                    f"{key} cannot change in a fork, whose checkpoint holds {held}: leave it as it was, or start a new "
-                    f"run with model.path={origin.path}"
-                )
-    phases = 2 if config.curriculum else 1
-    if len(origin.state["stage"]["cursors"]) != phases:
-        raise UserError(
-            f"the checkpoint has {len(origin.state['stage']['cursors'])} places in the data and the recipe "
-            f"{phases} tasks: leave curriculum as it was"
-        )
-    if config.training.steps <= origin.step:
-        raise UserError(f"training.steps={config.training.steps}: nothing is left to train after step {origin.step}")

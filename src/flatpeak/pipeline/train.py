@@ -37,7 +37,7 @@ from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.state import SAMPLER_STATE
 from flatpeak.training.trainer import Trainer, TrainerConfig
 
-Stage = Literal["sft", "train"]
+StageName = Literal["sft", "train"]
 
 
 def train(
@@ -84,7 +84,7 @@ def sft(
     overwrite: bool = False,
     command: Sequence[str] | None = None,
 ) -> RunResult:
-    """Only the SFT stage of a recipe; the arguments of `train`. Raises UserError where the recipe has no SFT steps."""
+    """Run only the SFT stage of a recipe, with the arguments of `train`; UserError where it has no SFT steps."""
     objects = CallerObjects(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
     request = RunRequest(
         recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
@@ -92,7 +92,7 @@ def sft(
     return run_stages(request, objects, stages=("sft",))
 
 
-def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[Stage]) -> RunResult:
+def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[StageName]) -> RunResult:
     """Run these stages, SFT before RL, each from where it was left; SFT only where the recipe has steps for it."""
     config = resolve_config(request.recipe, request.settings)
     if "train" not in stages and not config.sft.steps:

@@ -1,4 +1,4 @@
-"""`flatpeak.train_reward_model`: a recipe with preference pairs in, a run directory and a reward model out."""
+"""`flatpeak.train_reward_model`: a recipe with preference pairs in, a run directory with a reward model out."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def build_reward_model_components(
         progress.notice(notice)
     classifier = _classifier(config, model, tokenizer, preferences, checkpoint=checkpoint)
     train, test = (
-        _encoded(encode_pairs(pairs, classifier.wording), progress, what=what)
-        for pairs, what in ((preferences.train, "training"), (preferences.test, "held-out"))
+        _encoded(encode_pairs(pairs, classifier.wording), progress, split=split)
+        for pairs, split in ((preferences.train, "training"), (preferences.test, "held-out"))
     )
     evaluator = PairEvaluator(
         classifier=classifier, pairs=test, task=task.name, batch_tokens=config.training.micro_batch_tokens
@@ -145,21 +145,21 @@ def build_reward_model_components(
     return RewardModelComponents(classifier=classifier, train=train, evaluator=evaluator)
 
 
-def _encoded(encoded: EncodedPairs, progress: Progress, *, what: str) -> tuple[EncodedPair, ...]:
+def _encoded(encoded: EncodedPairs, progress: Progress, *, split: str) -> tuple[EncodedPair, ...]:
     if encoded.truncated or encoded.dropped:
         progress.notice(
-            f"{what} pairs: {encoded.truncated} with a shortened question, {encoded.dropped} dropped because an "
+            f"{split} pairs: {encoded.truncated} with a shortened question, {encoded.dropped} dropped because an "
             "answer does not fit"
         )
     if not encoded.pairs:
-        raise UserError(f"no {what} pair fits into reward_model.max_tokens: raise it")
+        raise UserError(f"no {split} pair fits into reward_model.max_tokens: raise it")
     return encoded.pairs
 
 
 def _classifier(
     config: RunConfig, model: Any, tokenizer: Any, preferences: Preferences, *, checkpoint: CheckpointState | None
 ) -> Classifier:
-    """The model that is trained: the caller's, the one a recipe names, or a new one; or, of a resumed run, its own."""
+    """The model to train: the caller's, the recipe's or a new one, with the checkpoint's weights in a resumed run."""
     section, record = config.reward_model, None
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     path = str(checkpoint.path) if checkpoint else config.model.path
@@ -178,7 +178,7 @@ def _classifier(
         move_to_own_memory(model.to(pick_device(config.model.device, where="model.device")))
     if model.config.num_labels != 1:
         raise UserError(f"the model has {model.config.num_labels} outputs and a reward model one: set num_labels=1")
-    # transformers' own forward needs to know it, and whoever loads the model later may use that.
+    # The forward pass of transformers needs it, and the saved model may be used through that.
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     template = section.template
@@ -211,7 +211,7 @@ def _new_model(config: RunConfig, preferences: Preferences) -> tuple[Any, Any]:
     texts = [text for pair in pairs for text in (pair.prompt, pair.chosen, pair.rejected)]
     tokenizer = build_tokenizer(new.tokenizer, texts)
     if config.reward_model.template != "chat":
-        # The template's own words are read too.
+        # The template's own words are tokenized too.
         name = "plain" if config.reward_model.template == "auto" else config.reward_model.template
         template = pick_template(name, tokenizer, None, where="reward_model.template")
         tokenizer = build_tokenizer(new.tokenizer, [*texts, template.replace(PROMPT, "").replace(COMPLETION, "")])
