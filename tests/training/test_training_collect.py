@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from flatpeak.protocols import Reward
 from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.number import NumberReward
-from flatpeak.rewards.reward_set import CallersReward
+from flatpeak.rewards.reward_set import CallersReward, RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, TrainingConfig
@@ -194,13 +193,13 @@ class AtOnce:
     def submit_each(
         self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], **settings: Any
     ) -> Future[list[Any]]:
-        self.graded.append(calls[0][-1].prompt.id)
+        self.graded.append(calls[0][-1][0].prompt.id)
         done: Future[list[Any]] = Future()
         done.set_result([function(*arguments) for arguments in calls])
         return done
 
 
-def numbered(sampler: RecordingSampler, reward: Reward, *, max_resamples: int = 0) -> Rollouts:
+def numbered(sampler: RecordingSampler, reward: RewardSet, *, max_resamples: int = 0) -> Rollouts:
     prompts = [
         Prompt(id=f"p{i}", token_ids=(2,), text="", example=Example(id=f"p{i}", question="q", gold=f"{i}"))
         for i in range(20)
