@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import replace
 
 import torch
 
@@ -66,11 +65,11 @@ def make_prompts(policy: Policy) -> list[Prompt]:
 def make_batch(groups: list[Group], rewards_PG: torch.Tensor, policy: Policy) -> Batch:
     """Completions packed end to end, each with its advantage and the weight of its tokens in the loss."""
     nothing_missing_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
-    batch = collate(groups, nothing_missing_PG, device=policy.device)
-    return replace(
-        batch,
+    completions = collate(groups, nothing_missing_PG, device=policy.device)
+    return completions.to_batch(
         advantages_N=F.group_advantages(rewards_PG, baseline="mean", scale="std").flatten(),
-        weights_N=F.completion_weights(batch.lengths_N, "sequence_mean"),
+        weights_N=F.completion_weights(completions.lengths_N, "sequence_mean"),
+        old_logprobs_T=completions.sampler_logprobs_T,
     )
 
 

@@ -27,12 +27,11 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.pipeline.build import CallerObjects, Components, build_components
 from flatpeak.pipeline.progress import SilentProgress
 from flatpeak.runs.manifest import describe_start
-from flatpeak.training.batch import collate
 from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import LIKELIHOOD, demonstration_batch
-from flatpeak.training.trainer import Trainer, TrainerConfig, attach_advantages
+from flatpeak.training.trainer import Trainer, TrainerConfig
 from flatpeak.types import Batch
 
 PLAIN = "no regularization"
@@ -126,10 +125,9 @@ def build_trainer(components: Components, config: RunConfig, fields: dict[str, A
 def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
     """One step's completions as its updates see them."""
     rollouts = trainer.collect(1)
-    shaped = trainer.shape(rollouts.groups, rollouts.scores)
-    batch = collate(rollouts.groups, shaped.valid_PG, device=trainer.learner.policy.device)
-    batch = attach_advantages(batch, trainer.advantages(shaped, batch), shaped)
-    return list(trainer.minibatches(batch, 1))
+    rewards = trainer.reward_tensors(rollouts.groups, rollouts.scores)
+    completions = trainer.pack(rollouts.groups, rewards)
+    return list(trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions)))
 
 
 def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, rounds: int) -> list[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,11 +96,19 @@ def apart(groups: Sequence[Group]) -> list[Group]:
 def as_batch(groups: Sequence[Group], device: torch.device, *, seed: int = 0) -> Batch:
     """One minibatch of all completions, with advantages of random sign so that all of them take part."""
     valid_PG = torch.ones(len(groups), len(groups[0].completions), dtype=torch.bool)
-    batch = collate(groups, valid_PG, device=device)
+    completions = collate(groups, valid_PG, device=device)
     rewards_PG = torch.rand(valid_PG.shape, generator=torch.Generator().manual_seed(seed))
     advantages_PG = group_advantages(rewards_PG) if valid_PG.shape[1] > 1 else rewards_PG - 0.5
-    batch = replace(batch, advantages_N=advantages_PG.flatten().to(device))
-    (one,) = minibatches(batch, 1, normalization="token_mean", max_tokens=1, seed=0, all_tokens=True)
+    (one,) = minibatches(
+        completions,
+        1,
+        advantages_N=advantages_PG.flatten().to(device),
+        old_logprobs_T=completions.sampler_logprobs_T,
+        normalization="token_mean",
+        max_tokens=1,
+        seed=0,
+        all_tokens=True,
+    )
     return one
 
 

@@ -119,27 +119,48 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """Completions ready for training, packed: no padding, so no padding masks to get wrong."""
+class PackedCompletions:
+    """Completions laid end to end, as a policy reads them: no padding, so no padding masks to get wrong."""
 
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of the P distinct prompts."""
     prompt_N: Tensor
     """int64 [N]: index into `prompts` of each completion. Completions of one prompt stand side by side."""
     lengths_N: Tensor
-    """int64 [N]: response tokens of each completion, at least 1."""
+    """int64 [N]: response tokens of each completion."""
     tokens_T: Tensor
     """int64 [T]: the response tokens of all completions, laid end to end."""
     sequence_T: Tensor
-    """int64 [T]: which completion (0..N-1) each token belongs to."""
+    """int64 [T]: the completion (0..N-1) of each token."""
+    sampler_logprobs_T: Tensor | None = None
+    """float32 [T]: the sampler's log-probabilities, or None where nothing was sampled."""
+    reference_logprobs_T: Tensor | None = None
+    """float32 [T]: the reference model's, or None where no reference is kept or it has not scored them."""
+
+    def to_batch(self, *, advantages_N: Tensor, weights_N: Tensor, old_logprobs_T: Tensor | None) -> Batch:
+        """The same completions with all that a loss needs."""
+        return Batch(
+            prompts=self.prompts,
+            prompt_N=self.prompt_N,
+            lengths_N=self.lengths_N,
+            tokens_T=self.tokens_T,
+            sequence_T=self.sequence_T,
+            sampler_logprobs_T=self.sampler_logprobs_T,
+            reference_logprobs_T=self.reference_logprobs_T,
+            advantages_N=advantages_N,
+            weights_N=weights_N,
+            old_logprobs_T=old_logprobs_T,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch(PackedCompletions):
+    """Completions ready for training, each with its advantage and its weight in the loss."""
+
     advantages_N: Tensor
-    """float32 [N]."""
+    """float32 [N]: the advantage of every token of a completion."""
     weights_N: Tensor
     """float32 [N]: the weight of every token of a completion in the loss (functional.completion_weights)."""
     old_logprobs_T: Tensor | None
     """float32 [T]: the old log-probabilities of the importance ratio, at the sampling temperature. None: the training
     pass's own, detached, as long as no weight of the step has changed."""
-    reference_logprobs_T: Tensor | None = None
-    """float32 [T]: the reference model's, or None where no reference is kept."""
-    sampler_logprobs_T: Tensor | None = None
-    """float32 [T]: the sampler's, or None where nothing was sampled."""

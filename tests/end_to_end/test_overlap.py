@@ -93,7 +93,7 @@ def test_a_group_is_graded_before_the_next_one_is_sampled(tmp_path: Path, size: 
             RolloutConfig(prompts_per_step=5, group_size=2),
             cursor=0,
             seed=0,
-            teaches=lambda groups, scores: [True] * len(groups),
+            has_signal=lambda groups, scores: [True] * len(groups),
             max_resamples=0,
         )
     # In the order of the data, whatever the order in which groups came.

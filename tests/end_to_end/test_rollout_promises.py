@@ -163,9 +163,9 @@ def long_responses(policy: Policy) -> Batch:
         cut = zip(completions, (150, 1, 129, 66), strict=True)
         short = tuple(replace(c, token_ids=c.token_ids[:n], logprobs=c.logprobs[:n]) for c, n in cut)
         groups.append(Group(prompt=prompt(length), completions=short))
-    batch = collate(groups, torch.ones(3, 4, dtype=torch.bool), device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    return replace(batch, weights_N=torch.randn(12, generator=generator))
+    completions = collate(groups, torch.ones(3, 4, dtype=torch.bool), device=torch.device("cpu"))
+    weights_N = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    return completions.to_batch(advantages_N=torch.zeros(12), weights_N=weights_N, old_logprobs_T=None)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 500, 160])

@@ -15,7 +15,7 @@ from flatpeak.training.batch import collate
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
-from flatpeak.types import Batch, Example, Group, Prompt, SamplingParams
+from flatpeak.types import Example, Group, PackedCompletions, Prompt, SamplingParams
 
 TEXT = "abcdefghijklmnopqrstuvwxyz 0123456789+-*=#"
 SIZES = {"max_position_embeddings": 640, "tie_word_embeddings": True}
@@ -60,7 +60,7 @@ def prompts(policy: Policy) -> list[Prompt]:
     ]
 
 
-def as_batch(groups: list[Group]) -> Batch:
+def packed(groups: list[Group]) -> PackedCompletions:
     return collate(groups, torch.ones(len(groups), len(groups[0].completions), dtype=torch.bool), device="cpu")
 
 
@@ -79,11 +79,10 @@ def trained(request: pytest.FixtureRequest) -> Policy:
     groups = NativeEngine(policy).generate(
         prompts(policy), group_size=2, sampling=SamplingParams(max_new_tokens=48), seed=0
     )
-    batch = as_batch(groups)
-    batch = replace(
-        batch,
-        advantages_N=torch.ones_like(batch.advantages_N),
-        weights_N=torch.full_like(batch.weights_N, 1 / len(batch.tokens_T)),
+    completions = packed(groups)
+    ones_N = torch.ones(len(completions.lengths_N))
+    batch = completions.to_batch(
+        advantages_N=ones_N, weights_N=ones_N / len(completions.tokens_T), old_logprobs_T=completions.sampler_logprobs_T
     )
     losses = [learner.update(batch, rate=3e-3).loss for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
@@ -95,13 +94,13 @@ def test_sampler_log_probabilities_equal_the_trainers(trained: Policy, temperatu
     groups = NativeEngine(trained).generate(
         prompts(trained)[:2], group_size=1, sampling=replace(LONG, temperature=temperature), seed=1
     )
-    batch = as_batch(groups)
+    batch = packed(groups)
     assert batch.lengths_N.tolist() == [512, 512]
     # With gradients on the policy is in train mode, where dropout would show.
     recomputed_T, _ = trained.token_logprobs(batch, temperature=temperature)
     largest_logit = float(max_logit(trained, batch))
     tolerance = 1e-5 * max(1.0, largest_logit) / temperature
-    gap = float((recomputed_T.detach() - batch.old_logprobs_T).abs().max())
+    gap = float((recomputed_T.detach() - batch.sampler_logprobs_T).abs().max())
     assert gap <= tolerance, f"{gap:.2e} > {tolerance:.2e}"
 
 
@@ -109,13 +108,13 @@ def test_the_agreement_would_notice_a_wrong_temperature(trained: Policy) -> None
     groups = NativeEngine(trained).generate(
         prompts(trained), group_size=1, sampling=SamplingParams(max_new_tokens=64), seed=1
     )
-    batch = as_batch(groups)
+    batch = packed(groups)
     recomputed_T, _ = trained.token_logprobs(batch, temperature=0.9)
-    assert float((recomputed_T.detach() - batch.old_logprobs_T).abs().max()) > 1e-2
+    assert float((recomputed_T.detach() - batch.sampler_logprobs_T).abs().max()) > 1e-2
 
 
 @torch.no_grad()
-def max_logit(policy: Policy, batch: Batch) -> torch.Tensor:
+def max_logit(policy: Policy, batch: PackedCompletions) -> torch.Tensor:
     with policy.plain_attention() as model:
         ids = torch.cat([torch.tensor(batch.prompts[0]), batch.tokens_T[: int(batch.lengths_N[0])]])
         return model(input_ids=ids[None]).logits.abs().max()

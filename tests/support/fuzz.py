@@ -207,7 +207,7 @@ def sampler_gap(case: Case, path: Path) -> float:
     batch = collate(groups, torch.ones(len(groups), 2, dtype=torch.bool), device=policy.device)
     with torch.no_grad():
         recomputed_T, _ = policy.token_logprobs(batch, temperature=temperature)
-    gap_T = (recomputed_T.float() - batch.old_logprobs_T).abs()
+    gap_T = (recomputed_T.float() - batch.sampler_logprobs_T).abs()
     if config.model.dtype == "bfloat16":
         return float(gap_T.mean()) / (BFLOAT16_GAP / min(1.0, temperature))
     return float(gap_T.max()) / (1e-5 * max(1.0, _largest_logit(policy, groups)) / temperature)

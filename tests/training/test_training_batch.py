@@ -39,8 +39,7 @@ def test_collate_lays_valid_completions_end_to_end() -> None:
     assert batch.lengths_N.tolist() == [3, 0, 2]
     assert batch.tokens_T.tolist() == [6, 7, EOS, 10, EOS]
     assert batch.sequence_T.tolist() == [0, 0, 0, 2, 2]
-    assert batch.old_logprobs_T.tolist() == [-0.5, -1.0, -1.5, -2.5, -3.0]
-    assert batch.advantages_N.tolist() == batch.weights_N.tolist() == [0, 0, 0]
+    assert batch.sampler_logprobs_T.tolist() == [-0.5, -1.0, -1.5, -2.5, -3.0]
     assert batch.reference_logprobs_T is None
     assert batch.tokens_T.dtype == torch.int64
 
@@ -82,7 +81,15 @@ def test_take_of_nothing_is_an_empty_batch() -> None:
 def cut(batch: Batch, count: int, *, of: MinibatchOf = "groups", seed: int = 0, all_tokens: bool = True) -> list[Batch]:
     return list(
         minibatches(
-            batch, count, of=of, normalization="sequence_mean", max_tokens=LIMIT, seed=seed, all_tokens=all_tokens
+            batch,
+            count,
+            advantages_N=batch.advantages_N,
+            old_logprobs_T=batch.old_logprobs_T,
+            of=of,
+            normalization="sequence_mean",
+            max_tokens=LIMIT,
+            seed=seed,
+            all_tokens=all_tokens,
         )
     )
 

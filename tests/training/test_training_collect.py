@@ -74,7 +74,7 @@ def run(
         RolloutConfig(prompts_per_step=wanted, group_size=2),
         cursor=cursor,
         seed=9,
-        teaches=differ,
+        has_signal=differ,
         max_resamples=max_resamples,
     )
     return rollouts, sampler
@@ -210,7 +210,7 @@ def numbered(sampler: RecordingSampler, reward: RewardSet, *, max_resamples: int
         RolloutConfig(prompts_per_step=3, group_size=2),
         cursor=0,
         seed=9,
-        teaches=differ,
+        has_signal=differ,
         max_resamples=max_resamples,
     )
 
@@ -334,7 +334,7 @@ def test_dynamic_sampling_looks_at_rewards_as_they_are_trained(settings: Any, al
         },
         **settings,
     )
-    wanted = {name for name, teaches in alive.items() if teaches}
+    wanted = {name for name, has_signal in alive.items() if has_signal}
     assert set(ids(trainer.collect(1))[: len(wanted)]) == wanted  # what stays although it is dead comes last
 
 

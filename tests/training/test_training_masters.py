@@ -389,6 +389,6 @@ def test_sampler_and_trainer_agree_to_what_bfloat16_resolves(temperature: float)
     with policy.plain_attention() as model:
         largest = float(model(input_ids=batch.tokens_T[None, :56]).logits.abs().max())
     assert float(entropy_T.mean()) > 0.1
-    gap = float((recomputed_T - batch.old_logprobs_T).abs().max())
+    gap = float((recomputed_T - batch.sampler_logprobs_T).abs().max())
     # A logit is rounded by up to 2^-9 of itself, and so was everything that it is made of: about ten such steps.
     assert 1e-4 < gap <= 10 * 2**-9 * max(1.0, largest) / temperature

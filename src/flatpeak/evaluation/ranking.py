@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.protocols import Tokenizer
-from flatpeak.types import Batch, Completion, Group, Prompt
+from flatpeak.types import Completion, Group, PackedCompletions, Prompt
 
 
 class Scorer(Protocol):
@@ -28,7 +28,7 @@ class Scorer(Protocol):
         """The torch device of the policy's tensors."""
         ...
 
-    def token_logprobs(self, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
         """The log-probability of, and the entropy at, each response token."""
         ...
 
@@ -141,19 +141,15 @@ def _continuation_text(prompt: Prompt, letter: str) -> str:
     return letter if prompt.text[-1:].isspace() else f" {letter}"
 
 
-def _batch(prompts: Sequence[Prompt], tokens: Sequence[Sequence[tuple[int, ...]]], *, device: Any) -> Batch:
-    """A batch with every letter of every prompt as a response; weights and advantages are 0."""
+def _batch(prompts: Sequence[Prompt], tokens: Sequence[Sequence[tuple[int, ...]]], *, device: Any) -> PackedCompletions:
+    """Every letter of every prompt as a response, packed."""
     responses = [response for row in tokens for response in row]
     prompt_indices = [index for index, row in enumerate(tokens) for _ in row]
     lengths_N = torch.tensor([len(response) for response in responses], device=device)
-    zeros_N = torch.zeros(len(responses), device=device)
-    return Batch(
+    return PackedCompletions(
         prompts=tuple(prompt.token_ids for prompt in prompts),
         prompt_N=torch.tensor(prompt_indices, device=device),
         lengths_N=lengths_N,
         tokens_T=torch.tensor([token for response in responses for token in response], device=device),
         sequence_T=torch.arange(len(responses), device=device).repeat_interleave(lengths_N),
-        advantages_N=zeros_N,
-        weights_N=zeros_N,
-        old_logprobs_T=None,
     )

@@ -23,7 +23,7 @@ from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts, padded_token_logprobs
 from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedContext, register_attention
 from flatpeak.protocols import Tokenizer
-from flatpeak.types import Batch
+from flatpeak.types import PackedCompletions
 from flatpeak.utils.huggingface import no_progress_bar
 
 COARSE_PRODUCTS = frozenset({"tf32", "bf16"})
@@ -127,7 +127,7 @@ class Policy:
         return {}
 
     def token_logprobs(
-        self, batch: Batch, *, temperature: float, twice_differentiable: bool = False
+        self, batch: PackedCompletions, *, temperature: float, twice_differentiable: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of, and entropy at, each response token: two float32 [T], of softmax(logits / temperature).
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatpeak.types import Batch
+from flatpeak.types import PackedCompletions
 
 SPAN = 64
 """Lengths that differ by no more than this, or by a quarter of the longest, are padded to it together."""
@@ -147,7 +147,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, mult
     )
 
 
-def pack_batch(batch: Batch) -> PackedRow:
+def pack_batch(batch: PackedCompletions) -> PackedRow:
     """Prompts and responses. The last token of a response is read too: it costs one row and keeps the layout plain."""
     device = batch.tokens_T.device
     lengths = [len(prompt) for prompt in batch.prompts]
@@ -184,7 +184,7 @@ def _prompt_segments(
         yield segments(torch.tensor([lengths[p] for p in group], device=device), multiple=multiple)
 
 
-def _bundles(batch: Batch, groups: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
+def _bundles(batch: PackedCompletions, groups: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
     """(group of prompts, its responses), those of very different length apart; what is empty attends to nothing."""
     group_of = {p: g for g, group in enumerate(groups) for p in group}
     lengths = batch.lengths_N.tolist()
@@ -200,7 +200,7 @@ def _bundles(batch: Batch, groups: Sequence[Sequence[int]]) -> list[tuple[int, l
 
 
 def _responses(
-    batch: Batch, groups: Sequence[Sequence[int]], bundles: Sequence[tuple[int, list[int]]]
+    batch: PackedCompletions, groups: Sequence[Sequence[int]], bundles: Sequence[tuple[int, list[int]]]
 ) -> Iterator[Responses]:
     row_of = {p: row for group in groups for row, p in enumerate(group)}
     device = batch.lengths_N.device
@@ -230,7 +230,7 @@ def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
-def padded_token_logprobs(model: Any, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of, and entropy at, each response token, float32 [T], by the model's own logits there."""
     device = batch.tokens_T.device
     responses = batch.tokens_T.split(batch.lengths_N.tolist())

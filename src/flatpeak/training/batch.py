@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flatpeak.functional.weights import completion_weights
 from flatpeak.training.config import MinibatchOf, Normalization
-from flatpeak.types import Batch, Group
+from flatpeak.types import Batch, Group, PackedCompletions
+
+Packed = TypeVar("Packed", bound=PackedCompletions)
 
 
-def collate(groups: Sequence[Group], valid_PG: Tensor, *, device: torch.device) -> Batch:
-    """Lay the valid completions of all groups end to end; advantages and weights are zero until they are known.
+def collate(groups: Sequence[Group], valid_PG: Tensor, *, device: torch.device) -> PackedCompletions:
+    """Lay the valid completions of all groups end to end.
 
-    valid_PG (bool) leaves out what is missing. Prompt p of the batch is group p.
+    valid_PG (bool) leaves out what is missing. Prompt p of the result is that of group p.
     """
     kept = [
         (index, completion)
@@ -26,22 +29,17 @@ def collate(groups: Sequence[Group], valid_PG: Tensor, *, device: torch.device) 
         if valid
     ]
     lengths_N = torch.tensor([len(completion.token_ids) for _, completion in kept], dtype=torch.int64, device=device)
-    zeros_N = torch.zeros(len(kept), device=device)
-    logprobs_T = _flat([completion.logprobs for _, completion in kept], dtype=torch.float32, device=device)
-    return Batch(
+    return PackedCompletions(
         prompts=tuple(group.prompt.token_ids for group in groups),
         prompt_N=torch.tensor([index for index, _ in kept], dtype=torch.int64, device=device),
         lengths_N=lengths_N,
         tokens_T=_flat([completion.token_ids for _, completion in kept], dtype=torch.int64, device=device),
         sequence_T=torch.arange(len(kept), device=device).repeat_interleave(lengths_N),
-        advantages_N=zeros_N,
-        weights_N=zeros_N,
-        old_logprobs_T=logprobs_T,
-        sampler_logprobs_T=logprobs_T,
+        sampler_logprobs_T=_flat([completion.logprobs for _, completion in kept], dtype=torch.float32, device=device),
     )
 
 
-def take(batch: Batch, completions_M: Tensor) -> Batch:
+def take(batch: Packed, completions_M: Tensor) -> Packed:
     """The sub-batch of these completions (int64, ascending), with only the prompts they need."""
     completions_M = completions_M.to(batch.lengths_N.device)
     chosen_N = torch.zeros(len(batch.lengths_N), dtype=torch.bool, device=completions_M.device)
@@ -49,49 +47,51 @@ def take(batch: Batch, completions_M: Tensor) -> Batch:
     tokens = chosen_N[batch.sequence_T].nonzero()[:, 0]
     used, prompt_M = torch.unique_consecutive(batch.prompt_N[completions_M], return_inverse=True)
     lengths_M = batch.lengths_N[completions_M]
-    return Batch(
-        prompts=tuple(batch.prompts[prompt] for prompt in used.tolist()),
-        prompt_N=prompt_M,
-        lengths_N=lengths_M,
-        tokens_T=batch.tokens_T[tokens],
-        sequence_T=torch.arange(len(completions_M), device=completions_M.device).repeat_interleave(lengths_M),
-        advantages_N=batch.advantages_N[completions_M],
-        weights_N=batch.weights_N[completions_M],
-        old_logprobs_T=_chosen(batch.old_logprobs_T, tokens),
-        reference_logprobs_T=_chosen(batch.reference_logprobs_T, tokens),
-        sampler_logprobs_T=_chosen(batch.sampler_logprobs_T, tokens),
-    )
+    by_shape = {"N": completions_M, "T": tokens}
+    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "prompts"}
+    selected: dict[str, Any] = {
+        name: None if value is None else value[by_shape[name.rpartition("_")[2]]] for name, value in values.items()
+    }
+    selected["prompts"] = tuple(batch.prompts[prompt] for prompt in used.tolist())
+    selected["prompt_N"] = prompt_M
+    selected["sequence_T"] = torch.arange(len(lengths_M), device=lengths_M.device).repeat_interleave(lengths_M)
+    return replace(batch, **selected)
 
 
 def minibatches(
-    batch: Batch,
+    completions: PackedCompletions,
     count: int,
     *,
+    advantages_N: Tensor,
+    old_logprobs_T: Tensor | None,
     of: MinibatchOf = "groups",
     normalization: Normalization,
     max_tokens: int,
     seed: int,
     all_tokens: bool,
 ) -> Iterator[Batch]:
-    """Cut the batch into `count` minibatches of whole groups or of completions, in an order drawn from `seed`.
+    """Cut one epoch into `count` minibatches of whole groups or of completions, in an order drawn from `seed`.
 
-    Fewer where there are fewer of them. A minibatch's weights are fixed here, over all its completions; those without
+    Fewer where there are fewer of them. The weights of a minibatch are fixed over all its completions; those without
     signal are then left out, unless `all_tokens` (a KL or entropy term needs every token).
     """
-    unit_N = batch.prompt_N if of == "groups" else torch.arange(len(batch.prompt_N), device=batch.prompt_N.device)
+    lengths_N, prompt_N = completions.lengths_N, completions.prompt_N
+    unit_N = prompt_N if of == "groups" else torch.arange(len(prompt_N), device=prompt_N.device)
     present = torch.unique(unit_N)
     if not len(present):
         return
     order = present[torch.randperm(len(present), generator=torch.Generator().manual_seed(seed)).to(present.device)]
-    for units in order.tensor_split(min(count, len(order))):
-        completions = torch.isin(unit_N, units).nonzero()[:, 0]
-        weights = completion_weights(batch.lengths_N[completions], normalization, max_tokens=max_tokens)
-        signal = weights > 0 if all_tokens else (weights > 0) & (batch.advantages_N[completions] != 0)
-        weighted = replace(batch, weights_N=batch.weights_N.index_copy(0, completions, weights))
-        yield take(weighted, completions[signal])
+    members = [torch.isin(unit_N, units).nonzero()[:, 0] for units in order.tensor_split(min(count, len(order)))]
+    weights_N = torch.empty(len(lengths_N), device=lengths_N.device)
+    for indices in members:
+        weights_N[indices] = completion_weights(lengths_N[indices], normalization, max_tokens=max_tokens)
+    epoch = completions.to_batch(advantages_N=advantages_N, weights_N=weights_N, old_logprobs_T=old_logprobs_T)
+    signal_N = weights_N > 0 if all_tokens else (weights_N > 0) & (advantages_N != 0)
+    for indices in members:
+        yield take(epoch, indices[signal_N[indices]])
 
 
-def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False) -> Iterator[Batch]:
+def micro_batches(batch: Packed, token_budget: int, *, padded: bool = False) -> Iterator[Packed]:
     """Cut a batch into pieces of at most `token_budget` tokens, prompts included, between completions.
 
     A group that fits into one piece is not split; a completion longer than the budget is a piece of its own. `padded`:
@@ -104,7 +104,7 @@ def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False) -> I
             yield batch if stop - start == count else take(batch, torch.arange(start, stop))
 
 
-def _packed_cuts(batch: Batch, token_budget: int) -> list[int]:
+def _packed_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:
     """Where pieces begin, each prompt counted once in a piece."""
     prompts, lengths = batch.prompt_N.tolist(), batch.lengths_N.tolist()
     group_tokens = [len(prompt) for prompt in batch.prompts]
@@ -123,7 +123,7 @@ def _packed_cuts(batch: Batch, token_budget: int) -> list[int]:
     return cuts
 
 
-def _padded_cuts(batch: Batch, token_budget: int) -> list[int]:
+def _padded_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:
     """Where pieces begin, of which each takes its completions times its longest row."""
     cuts, longest = [0], 0
     for index, (prompt, length) in enumerate(zip(batch.prompt_N.tolist(), batch.lengths_N.tolist(), strict=True)):
@@ -133,10 +133,6 @@ def _padded_cuts(batch: Batch, token_budget: int) -> list[int]:
             cuts.append(index)
             longest = row
     return cuts
-
-
-def _chosen(values_T: Tensor | None, tokens: Tensor) -> Tensor | None:
-    return None if values_T is None else values_T[tokens]
 
 
 def _flat(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, device: torch.device) -> Tensor:

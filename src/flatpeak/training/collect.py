@@ -52,7 +52,7 @@ def collect(
     *,
     cursor: int,
     seed: int,
-    teaches: Callable[[Sequence[Group], Scores], Sequence[bool]],
+    has_signal: Callable[[Sequence[Group], Scores], Sequence[bool]],
     max_resamples: int,
 ) -> Rollouts:
     """Sample and score `prompts_per_step` groups.
@@ -75,7 +75,7 @@ def collect(
         rollout_seconds += graded.sampled_at - started
         reward_seconds += time.perf_counter() - graded.sampled_at
         verdicts.extend(_known(scores.parts.get(phase.accuracy or "", ())))
-        alive = teaches(groups, scores) if max_resamples else [True] * len(groups)
+        alive = has_signal(groups, scores) if max_resamples else [True] * len(groups)
         for index, group in enumerate(groups):
             (kept if alive[index] else dead).append((group, index, scores))
         if len(kept) == config.prompts_per_step:

@@ -24,7 +24,7 @@ from flatpeak.training.optimizer import (
     set_learning_rate,
     split_masters,
 )
-from flatpeak.types import Batch
+from flatpeak.types import Batch, PackedCompletions
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,11 +128,11 @@ class Learner:
             micro, temperature=self.temperature, twice_differentiable=self.twice_differentiable
         )
 
-    def score(self, model: Policy, part: Batch) -> Tensor:
-        """The log-probabilities [T] that an update's passes over this part would find with `model`, bit for bit."""
+    def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
+        """The log-probabilities [T] that an update's passes over this batch would find with `model`, bit for bit."""
         return score(
             model,
-            part,
+            batch,
             temperature=self.temperature,
             micro_batch_tokens=self.micro_batch_tokens,
             twice_differentiable=self.twice_differentiable,
@@ -173,7 +173,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def score(
-    policy: Policy, batch: Batch, *, temperature: float, micro_batch_tokens: int, twice_differentiable: bool = False
+    policy: Policy,
+    batch: PackedCompletions,
+    *,
+    temperature: float,
+    micro_batch_tokens: int,
+    twice_differentiable: bool = False,
 ) -> Tensor:
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
     pieces, padded = [], twice_differentiable or not policy.native

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatpeak.training.config import ObjectiveConfig
 from flatpeak.training.objective import KL_ESTIMATORS
-from flatpeak.types import Batch, Group, Scores
+from flatpeak.types import Group, PackedCompletions, Scores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +57,13 @@ def informative(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
     return (valid_PG.sum(dim=1) >= 2) & (highest != lowest)
 
 
-def kl_penalty_N(batch: Batch, logprobs_T: Tensor, *, estimator: str, coefficient: float) -> Tensor:
+def kl_penalty_N(completions: PackedCompletions, logprobs_T: Tensor, *, estimator: str, coefficient: float) -> Tensor:
     """coefficient * sum_t KL_t(policy, reference) of each completion, float32 [N]: what a KL in the reward costs.
 
     logprobs_T are the policy's, scored as the reference's were: in other cuts they would differ by rounding, which a
     division by the group's standard deviation makes large where rewards are equal.
     """
-    assert batch.reference_logprobs_T is not None
-    kl_T = KL_ESTIMATORS[estimator](logprobs_T, batch.reference_logprobs_T).to(batch.weights_N.dtype)
-    return coefficient * torch.zeros_like(batch.weights_N).index_add(0, batch.sequence_T, kl_T)
+    assert completions.reference_logprobs_T is not None
+    kl_T = KL_ESTIMATORS[estimator](logprobs_T, completions.reference_logprobs_T).float()
+    zeros_N = torch.zeros(len(completions.lengths_N), device=kl_T.device)
+    return coefficient * zeros_N.index_add(0, completions.sequence_T, kl_T)

@@ -181,5 +181,5 @@ def demonstration_batch(
         sequence_T=torch.arange(len(drawn), device=device).repeat_interleave(lengths_N),
         advantages_N=torch.ones(len(drawn), device=device),
         weights_N=completion_weights(lengths_N, config.normalization, max_tokens=longest),
-        old_logprobs_T=torch.zeros(len(tokens_T), device=device),
+        old_logprobs_T=None,
     )

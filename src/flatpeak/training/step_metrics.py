@@ -29,7 +29,7 @@ class Clock:
 
 def step_metrics(
     rollouts: Rollouts,
-    shaped: RewardTensors,
+    rewards: RewardTensors,
     updates: Sequence[UpdateStatistics],
     *,
     clock: Clock,
@@ -40,7 +40,7 @@ def step_metrics(
     lengths = [len(c.token_ids) for group in rollouts.groups for c in group.completions]
     truncated = [c.finish_reason == "length" for group in rollouts.groups for c in group.completions]
     repetition = [repeated_fraction(c.token_ids) for group in rollouts.groups for c in group.completions]
-    known = shaped.rewards_PG[shaped.valid_PG]
+    known = rewards.rewards_PG[rewards.valid_PG]
     missing = [score is None for row in rollouts.scores.total for score in row]
     return {
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
@@ -50,7 +50,7 @@ def step_metrics(
         **{f"reward/{name}/failed": float(count) for name, count in rollouts.failed.items()},
         **{f"reward/{name}/timeouts": float(count) for name, count in rollouts.timed_out.items()},
         **rollouts.measured,
-        "groups/informative_fraction": float(informative(shaped.rewards_PG, shaped.valid_PG).float().mean()),
+        "groups/informative_fraction": float(informative(rewards.rewards_PG, rewards.valid_PG).float().mean()),
         "groups/drawn": float(rollouts.drawn),
         **policy_metrics(updates),
         **regularization_metrics(updates, step_seconds=seconds),

@@ -20,14 +20,14 @@ from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import AdvantageConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression
 from flatpeak.training.diagnostics import SkippedUpdates
-from flatpeak.training.learner import Learner, seeded, trainer_is_old, with_comparisons
+from flatpeak.training.learner import Learner, UpdateStatistics, seeded, trainer_is_old, with_comparisons
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.recorder import Recorder
 from flatpeak.training.reference_resets import ReferenceResets, split_reference
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.training.state import SAMPLER_STATE
 from flatpeak.training.step_metrics import Clock, step_metrics
-from flatpeak.types import Batch, Group, Scores
+from flatpeak.types import Batch, Group, PackedCompletions, Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,21 +98,17 @@ class Trainer:
         """Sample groups, score them, improve the policy."""
         clock = Clock()
         rollouts = self.collect(step)
-        shaped = self.shape(rollouts.groups, rollouts.scores)
-        batch = self.attach_reference(collate(rollouts.groups, shaped.valid_PG, device=self.learner.policy.device))
-        advantages_PG = self.advantages(shaped, batch)
-        batch = attach_advantages(batch, advantages_PG, shaped)
+        rewards = self.reward_tensors(rollouts.groups, rollouts.scores)
+        completions = self.pack(rollouts.groups, rewards)
+        advantages_PG = self.advantages(rewards, completions)
 
         rate = learning_rate(self.learner.config, step=step, total_steps=self.config.training.steps)
-        cut = with_comparisons(self.learner, self.minibatches(batch, step), reference=self.reference)
-        updates = [self.learner.update(*parts, rate=rate) for parts in cut]
-        self.skipped.see(update.skipped for update in updates)
+        minibatches = self.minibatches(step, completions, rewards, advantages_PG)
+        scored = with_comparisons(self.learner, minibatches, reference=self.reference)
+        updates = [self.learner.update(*batches, rate=rate) for batches in scored]
 
-        metrics = step_metrics(rollouts, shaped, updates, clock=clock, learning_rate=rate)
-        self.recorder.rollouts(step, rollouts, advantages_PG)
-        self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
-        self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
-        return metrics | self.resets.metrics()
+        metrics = step_metrics(rollouts, rewards, updates, clock=clock, learning_rate=rate)
+        return self.finish(step, rollouts, advantages_PG, updates, metrics)
 
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
@@ -124,20 +120,20 @@ class Trainer:
             self.config.rollout,
             cursor=place.cursors[place.phase],
             seed=derive_seed(self.config.seed, "step", step),
-            teaches=self.teaches,
+            has_signal=self.has_signal,
             # Without a baseline a group of equal rewards has a gradient like any other.
             max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
         )
         place.cursors[place.phase] = rollouts.cursor
         return rollouts
 
-    def teaches(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
+    def has_signal(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
         """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them."""
-        shaped = self.shape(groups, scores)
-        found_P = informative(shaped.rewards_PG, shaped.valid_PG) & shaped.trained_PG.any(dim=1)
-        return [bool(found) for found in found_P]
+        rewards = self.reward_tensors(groups, scores)
+        signal_P = informative(rewards.rewards_PG, rewards.valid_PG) & rewards.trained_PG.any(dim=1)
+        return [bool(signal) for signal in signal_P]
 
-    def shape(self, groups: Sequence[Group], scores: Scores) -> RewardTensors:
+    def reward_tensors(self, groups: Sequence[Group], scores: Scores) -> RewardTensors:
         """Scores as tensors, truncated completions treated as the objective says."""
         return reward_tensors(
             groups,
@@ -147,12 +143,43 @@ class Trainer:
             group_baseline=self.config.advantage.baseline != "none",
         )
 
-    def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
-        """The minibatches of every epoch, in their order."""
+    def pack(self, groups: Sequence[Group], rewards: RewardTensors) -> PackedCompletions:
+        """The completions with a reward, scored once by the reference, if one is kept: it serves every epoch.
+
+        Where each minibatch is scored by itself, only a KL in the reward needs the reference beforehand.
+        """
+        completions = collate(groups, rewards.valid_PG, device=self.learner.policy.device)
+        by_minibatch = trainer_is_old(self.learner.policy)
+        if self.reference is None or (by_minibatch and not self.learner.objective.kl_in_reward):
+            return completions
+        return replace(completions, reference_logprobs_T=self.learner.score(self.reference, completions))
+
+    def advantages(self, rewards: RewardTensors, completions: PackedCompletions) -> Tensor:
+        """Advantages [P, G] of the rewards, less the KL penalty where that is placed in the reward."""
+        rewards_PG, kl = rewards.rewards_PG, self.learner.objective.kl
+        if self.learner.objective.kl_in_reward:
+            logprobs_T = self.learner.score(self.learner.policy, completions)
+            penalty_N = kl_penalty_N(completions, logprobs_T, estimator=kl.estimator, coefficient=kl.coefficient).cpu()
+            rewards_PG = rewards_PG.masked_scatter(rewards.valid_PG, rewards_PG[rewards.valid_PG] - penalty_N)
+        config = self.config.advantage
+        return group_advantages(
+            rewards_PG, baseline=config.baseline, scale=config.scale, eps=config.eps, valid_PG=rewards.valid_PG
+        )
+
+    def minibatches(
+        self, step: int, completions: PackedCompletions, rewards: RewardTensors, advantages_PG: Tensor
+    ) -> Iterator[Batch]:
+        """The minibatches of every epoch in their order, without the completions that are masked out of the loss."""
+        trained_N = rewards.trained_PG[rewards.valid_PG]
+        if not bool(trained_N.all()):
+            completions = take(completions, torch.nonzero(trained_N)[:, 0])
+        by_minibatch = trainer_is_old(self.learner.policy)
         for epoch in range(self.config.training.epochs_per_rollout):
             yield from minibatches(
-                batch,
+                completions,
                 self.config.training.minibatches,
+                advantages_N=advantages_PG[rewards.trained_PG].to(completions.lengths_N.device),
+                old_logprobs_T=None if by_minibatch else completions.sampler_logprobs_T,
                 of=self.config.training.minibatch_of,
                 normalization=self.learner.objective.config.normalization,
                 max_tokens=self.config.rollout.max_new_tokens,
@@ -160,27 +187,20 @@ class Trainer:
                 all_tokens=self.learner.objective.needs_all_tokens,
             )
 
-    def attach_reference(self, batch: Batch) -> Batch:
-        """Score the batch once with the reference, if one is kept: its log-probabilities serve every epoch.
-
-        Where each cut is scored by itself, only a KL in the reward needs them beforehand.
-        """
-        by_cut = trainer_is_old(self.learner.policy)
-        if self.reference is None or (by_cut and not self.learner.objective.kl_in_reward):
-            return batch
-        return replace(batch, reference_logprobs_T=self.learner.score(self.reference, batch))
-
-    def advantages(self, shaped: RewardTensors, batch: Batch) -> Tensor:
-        """Advantages [P, G] of the rewards, less the KL penalty where that is placed in the reward."""
-        rewards_PG, kl = shaped.rewards_PG, self.learner.objective.kl
-        if self.learner.objective.kl_in_reward:
-            logprobs_T = self.learner.score(self.learner.policy, batch)
-            penalty_N = kl_penalty_N(batch, logprobs_T, estimator=kl.estimator, coefficient=kl.coefficient).cpu()
-            rewards_PG = rewards_PG.masked_scatter(shaped.valid_PG, rewards_PG[shaped.valid_PG] - penalty_N)
-        config = self.config.advantage
-        return group_advantages(
-            rewards_PG, baseline=config.baseline, scale=config.scale, eps=config.eps, valid_PG=shaped.valid_PG
-        )
+    def finish(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        advantages_PG: Tensor,
+        updates: Sequence[UpdateStatistics],
+        metrics: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Log the rollouts, move the curriculum on, reset the reference where that is due; all metrics of the step."""
+        self.skipped.see(update.skipped for update in updates)
+        self.recorder.rollouts(step, rollouts, advantages_PG)
+        self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
+        self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
+        return {**metrics, **self.resets.metrics()}
 
     def state(self) -> dict[str, Any]:
         """Where the run stands in its curriculum and data; steps derive all their randomness from their number."""
@@ -208,11 +228,3 @@ class Trainer:
             place.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
         )
         self.progression = Progression(**place)
-
-
-def attach_advantages(batch: Batch, advantages_PG: Tensor, shaped: RewardTensors) -> Batch:
-    """Give each completion its advantage, and drop those masked out of the loss."""
-    advantages_N = advantages_PG[shaped.valid_PG].to(batch.advantages_N.device)
-    batch = replace(batch, advantages_N=advantages_N)
-    trained_N = shaped.trained_PG[shaped.valid_PG]
-    return batch if bool(trained_N.all()) else take(batch, torch.nonzero(trained_N)[:, 0])
