@@ -20,7 +20,7 @@ from flatpeak.policy.model import Policy, below_float32
 from flatpeak.policy.reference import snapshot
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
-from flatpeak.training.learner import GAP_BOUND, LogprobGapMonitor
+from flatpeak.training.diagnostics import GAP_BOUND, LogprobGapMonitor
 from flatpeak.types import Batch, Group, Score
 from support.regularized_training import double_qwen2, gradient_of, make_learner, off_policy
 from support.training import EOS, SGD, completion, make_trainer, prompt, scored, tiny_policy, tokenizer, weights

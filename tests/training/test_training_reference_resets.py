@@ -20,7 +20,7 @@ from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import renewed, snapshot
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
-from flatpeak.training.learner import Learner, UpdateStatistics
+from flatpeak.training.learner import Learner, PolicyStatistics
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import optimizer_tensors
 from flatpeak.training.reference_resets import ReferenceResets
@@ -144,7 +144,7 @@ def update_kl(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found = []
     original = Learner.update
 
-    def update(self: Learner, *args: Any, **settings: Any) -> UpdateStatistics:
+    def update(self: Learner, *args: Any, **settings: Any) -> PolicyStatistics:
         statistics = original(self, *args, **settings)
         found.append(
             sum(float(part.kl) for part in statistics.tokens if part.kl is not None)

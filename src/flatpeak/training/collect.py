@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from flatpeak.protocols import Sampler, StreamingSampler
 from flatpeak.rewards.base import GradingBudget
-from flatpeak.rewards.calls import passes_power_of_ten
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
@@ -107,24 +106,6 @@ def _scores(drawn: Sequence[_Drawn]) -> Scores:
 def failures(reward: RewardSet) -> dict[str, int]:
     """How many completions each part of a reward has failed on so far."""
     return {name: found.count for name, found in reward.failures.items()}
-
-
-class MissingRewardMonitor:
-    """Tells of steps in which no completion has a reward: from those nothing is learned, and no error says so."""
-
-    def __init__(self, notice: Callable[[str], None]) -> None:
-        self.count = 0
-        self._notice = notice
-
-    def see(self, rollouts: Rollouts) -> None:
-        """Count the step if it is one; the first is told of, and then the 10th, the 100th, ..."""
-        if all(score is None for row in rollouts.scores.total for score in row):
-            self.count += 1
-            if passes_power_of_ten(self.count - 1, self.count):
-                failed = ", ".join(f"{name} on {count}" for name, count in rollouts.failed.items())
-                why = f" (failed: {failed})" if failed else ""
-                steps = "step" if self.count == 1 else "steps"
-                self._notice(f"{self.count} {steps} so far without a reward for any completion, and so no update{why}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ FIX = (
 
 
 @dataclass(kw_only=True, slots=True)
-class SkippedUpdates:
+class SkippedUpdateMonitor:
     """Counts them over a stage of a run."""
 
     updates: int = 0
@@ -137,6 +137,51 @@ class SkippedUpdates:
         return {name: count for name, count in asdict(self).items() if name != "here"}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> SkippedUpdates:
+    def of(cls, state: Mapping[str, Any]) -> SkippedUpdateMonitor:
         """From the state of a stage, which has none where an earlier version wrote it."""
         return cls(**state.get("skipped_updates", {}))
+
+
+class MissingRewardMonitor:
+    """Tells of steps in which no completion has a reward: from those nothing is learned, and no error says so."""
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self.count = 0
+        self._notice = notice
+
+    def see(self, rollouts: Rollouts) -> None:
+        """Count the step if it is one; the first is told of, and then the 10th, the 100th, ..."""
+        if all(score is None for row in rollouts.scores.total for score in row):
+            self.count += 1
+            if passes_power_of_ten(self.count - 1, self.count):
+                failed = ", ".join(f"{name} on {count}" for name, count in rollouts.failed.items())
+                why = f" (failed: {failed})" if failed else ""
+                steps = "step" if self.count == 1 else "steps"
+                self._notice(f"{self.count} {steps} so far without a reward for any completion, and so no update{why}")
+
+
+GAP_BOUND = 0.1
+"""Nats per token: a mean distance of sampler and trainer above it is no rounding."""
+
+
+class LogprobGapMonitor:
+    """Tells of steps in which the sampler's log-probabilities are not the trainer's, rounding aside."""
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self.count = 0
+        self._notice = notice
+
+    def see(self, metrics: Mapping[str, float]) -> None:
+        """Count the step if it is one; the first is told of, and then the 10th, the 100th, ..."""
+        gap = metrics.get("rollout/logprob_gap_mean", 0.0)
+        if not gap > GAP_BOUND:  # or is not a number
+            return
+        self.count += 1
+        if passes_power_of_ten(self.count - 1, self.count):
+            steps = "1 step" if self.count == 1 else f"{self.count} steps"
+            self._notice(
+                f"in {steps} so far the sampler's log-probabilities were more than {GAP_BOUND} nats per token from the "
+                f"trainer's before any update (now {gap:.3g} on average): the sampler has other weights, another "
+                "temperature, or log-probabilities after top-p or top-k, or model.dropout is on; in float32 every "
+                "importance ratio is off by as much, below it completions count as the policy's own"
+            )

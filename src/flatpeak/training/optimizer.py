@@ -1,15 +1,23 @@
-"""The optimizer, its learning-rate schedule, and its state as plain tensors."""
+"""The update that all training shares: optimizer, learning rate, masters, clipping, and their state as tensors."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from flatpeak.errors import UserError
 from flatpeak.training.config import OptimizerConfig
+from flatpeak.utils.tensors import split_prefix, with_prefix
+
+MASTERS = "master."
+"""Prefix of the masters' names in a checkpoint."""
 
 
 def build_optimizer(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -90,10 +98,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-PREFIX = "master."
-"""Before the names of the masters in a checkpoint."""
-
-
 class MasterWeights:
     """Steps a master in a weight's stead and writes it, rounded, back into the weight.
 
@@ -107,7 +111,7 @@ class MasterWeights:
     def __init__(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
         """Begin from the weights as they are: they are all that the stage before, or a checkpoint's model, left."""
         self.stepped = list(masters.values())
-        """What the optimizer steps, in the parameters' order."""
+        """The tensors that the optimizer steps, in the parameters' order."""
         self.pairs = {index: (w, m) for index, (w, m) in enumerate(masters.items()) if m is not w}
         for weight, master in self.pairs.values():
             weight.grad = None
@@ -115,7 +119,7 @@ class MasterWeights:
             master.copy_(weight.detach())
 
     def zero_grad(self) -> None:
-        """Forget the weights' gradients; the masters' are the optimizer's to forget."""
+        """Clear the weights' gradients; the optimizer clears the masters'."""
         for weight, _ in self.pairs.values():
             weight.grad = None
 
@@ -131,8 +135,8 @@ class MasterWeights:
             weight.copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: the masters, by the position of their weight."""
-        return {f"{PREFIX}{index}": master for index, (_, master) in self.pairs.items()}
+        """The masters for a checkpoint, by the position of their weight."""
+        return {str(index): master for index, (_, master) in self.pairs.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from `tensors`, and round them into the weights."""
@@ -147,7 +151,82 @@ class MasterWeights:
         self.write()
 
 
-def split_masters(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A learner's tensors as (the masters, all others)."""
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-    return own, {name: tensor for name, tensor in tensors.items() if name not in own}
+@dataclass(kw_only=True, slots=True)
+class UpdateStatistics:
+    """Loss and gradient of one update, over all its micro-batches."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Norm of the gradient before clipping."""
+    skipped: bool = False
+    """Whether the gradient was not finite, so that the weights were left as they were."""
+
+
+Data = TypeVar("Data")
+Statistics = TypeVar("Statistics", bound=UpdateStatistics)
+
+
+class BaseLearner(ABC, Generic[Data, Statistics]):
+    """An optimizer over a model's weights; `update` accumulates the gradient of a loss, clips it once and steps."""
+
+    def __init__(self, masters: Mapping[nn.Parameter, Tensor], config: OptimizerConfig) -> None:
+        self.config = config
+        self.masters = MasterWeights(masters)
+        self.optimizer = build_optimizer(self.masters.stepped, config)
+        self.updates = 0
+        """Number of updates that have begun to change weights and optimizer."""
+        self.updating = False
+        """Whether an update is under way, or was left by an error."""
+
+    @property
+    def native(self) -> bool | None:
+        """Whether the model is trained packed rather than padded; None where there is no choice."""
+        return None
+
+    @abstractmethod
+    def accumulate_gradients(self, *batches: Data) -> Statistics:
+        """Add the gradient of the loss to `.grad`, one micro-batch at a time."""
+
+    @abstractmethod
+    def save_model(self, directory: Path) -> None:
+        """Write the model in Hugging Face format."""
+
+    def update(self, *batches: Data, rate: float) -> Statistics:
+        """Step the optimizer once, with the gradient of all the batches together.
+
+        A gradient that is not finite changes nothing and is reported as skipped.
+        """
+        self.updating = True
+        set_learning_rate(self.optimizer, rate)
+        self.zero_grad()
+        statistics = self.accumulate_gradients(*batches)
+        self.masters.take_gradients()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped, self.config.max_grad_norm or float("inf"))
+        statistics.grad_norm = float(grad_norm)
+        statistics.skipped = not bool(torch.isfinite(grad_norm))
+        if not statistics.skipped:
+            self.updates += 1
+            self.optimizer.step()
+            self.masters.write()
+        self.updating = False
+        return statistics
+
+    def zero_grad(self) -> None:
+        """Clear all gradients, the weights' and the masters'."""
+        self.optimizer.zero_grad()
+        self.masters.zero_grad()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state in tensors, for a checkpoint."""
+        return optimizer_tensors(self.optimizer) | with_prefix(MASTERS, self.masters.tensors())
+
+    def state(self) -> dict[str, Any]:
+        """The rest of the state, as JSON."""
+        return {}
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Continue from a saved `state` and `tensors`."""
+        masters, others = split_prefix(MASTERS, tensors)
+        self.masters.load(masters)
+        # A fork may have left gradient regularization, whose tensors have names of their own.
+        load_optimizer_tensors(self.optimizer, {name: t for name, t in others.items() if name[0].isdecimal()})

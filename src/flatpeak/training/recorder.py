@@ -34,9 +34,13 @@ from flatpeak.runs.notices import NoticeLog
 from flatpeak.runs.rollout_log import RolloutLog
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
-from flatpeak.training.collect import MissingRewardMonitor, Rollouts
-from flatpeak.training.diagnostics import SkippedUpdates, ZeroAdvantageMonitor
-from flatpeak.training.learner import LogprobGapMonitor
+from flatpeak.training.collect import Rollouts
+from flatpeak.training.diagnostics import (
+    LogprobGapMonitor,
+    MissingRewardMonitor,
+    SkippedUpdateMonitor,
+    ZeroAdvantageMonitor,
+)
 from flatpeak.training.state import CompletedStep, History, Stage
 
 
@@ -105,7 +109,7 @@ class Recorder:
     def _now(self, stage: Stage, step: int) -> CompletedStep:
         return CompletedStep.now(stage, step, evaluated=self.evaluated, history=self.history)
 
-    def check_skipped(self, stage: str, step: int, skipped: SkippedUpdates, *, limit: int, at_end: bool) -> None:
+    def check_skipped(self, stage: str, step: int, skipped: SkippedUpdateMonitor, *, limit: int, at_end: bool) -> None:
         """Give a notice of skipped updates, or RunError where they are too many."""
         skipped.check(stage, step, limit=limit, at_end=at_end, notice=self.progress.notice)
 
@@ -249,7 +253,7 @@ class Recorder:
         path = write_checkpoint(
             parent,
             step,
-            save_model=stage.learner.policy.save,
+            save_model=stage.learner.save_model,
             tensors=stage.tensors(),
             state={
                 "stage": done.state,
@@ -257,7 +261,7 @@ class Recorder:
                 "history": asdict(history),
                 "evaluated": done.evaluated,
                 # A probe decides anew in a resumed run.
-                "native": getattr(stage.learner.policy, "native", None),
+                "native": stage.learner.native,
             },
         )
         self.history = history  # only now: a summary names steps that are on disk

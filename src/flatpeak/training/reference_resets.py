@@ -10,6 +10,7 @@ from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import Snapshot, renewed
 from flatpeak.training.learner import Learner
+from flatpeak.utils.tensors import with_prefix
 
 PREFIX = "reference."
 """Before the names of the reference's tensors in a checkpoint."""
@@ -54,7 +55,7 @@ class ReferenceResets:
         if not self.count or reference is None:
             return {}
         assert isinstance(reference, Snapshot)  # as every reset leaves it
-        return {PREFIX + name: tensor for name, tensor in reference.tensors().items()}
+        return with_prefix(PREFIX, reference.tensors())
 
     def load(
         self, count: int, tensors: Mapping[str, Tensor], *, reference: Policy | None, policy: Policy
@@ -65,12 +66,6 @@ class ReferenceResets:
         self.count = count
         if not count:
             return reference
-        found = renewed(reference, policy)
-        found.load({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
-        return found
-
-
-def split_reference(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A checkpoint's tensors as (the reference's, all others)."""
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-    return own, {name: tensor for name, tensor in tensors.items() if name not in own}
+        snapshot = renewed(reference, policy)
+        snapshot.load(dict(tensors))
+        return snapshot

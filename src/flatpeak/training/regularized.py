@@ -17,9 +17,10 @@ from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import take
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.learner import Learner, UpdateStatistics, weighted_sum
+from flatpeak.training.learner import Learner, PolicyStatistics, weighted_sum
 from flatpeak.training.objective import Objective, with_old
 from flatpeak.types import Batch
+from flatpeak.utils.tensors import split_prefix, with_prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +104,9 @@ class RegularizedLearner(Learner):
         chosen, rest, _ = split_groups(minibatch, self.regularizer.config.group_fraction)
         return (chosen,) if rest is None else (chosen, rest)
 
-    def accumulate_gradients(self, *parts: Batch) -> UpdateStatistics:
+    def accumulate_gradients(self, *parts: Batch) -> PolicyStatistics:
         """Leave the gradient of loss and penalty in `.grad`, before any clipping."""
-        statistics = UpdateStatistics()
+        statistics = PolicyStatistics()
         frozen: list[FirstPass] = []
         chosen, *others = parts if len(parts) > 1 else self.divide(*parts)
         rest = others[0] if others else None
@@ -122,7 +123,7 @@ class RegularizedLearner(Learner):
                 backward(self.other_losses(part, statistics))
         return statistics
 
-    def first_pass(self, batch: Batch, statistics: UpdateStatistics, frozen: list[FirstPass]) -> Iterator[Tensor]:
+    def first_pass(self, batch: Batch, statistics: PolicyStatistics, frozen: list[FirstPass]) -> Iterator[Tensor]:
         """The losses of the plain update; leaves in `frozen` what the second pass needs of each micro-batch."""
         for micro in self.micro_batches(batch):
             logprobs_T, entropy_T = self.token_logprobs(micro)
@@ -144,7 +145,7 @@ class RegularizedLearner(Learner):
                 loss_T = second_pass_loss(self.penalized, first, logprobs_T, entropy_T, micro, mode=config.ratio_mode)
                 yield weighted_sum(loss_T, micro)
 
-    def other_losses(self, batch: Batch, statistics: UpdateStatistics) -> Iterator[Tensor]:
+    def other_losses(self, batch: Batch, statistics: PolicyStatistics) -> Iterator[Tensor]:
         """The KL and entropy terms by themselves, where the penalty is to leave them out."""
         for micro in self.micro_batches(batch):
             logprobs_T, entropy_T = self.token_logprobs(micro)
@@ -157,7 +158,7 @@ class RegularizedLearner(Learner):
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's, and the regularizer's."""
-        return super().tensors() | {PREFIX + name: tensor for name, tensor in self.regularizer.tensors().items()}
+        return super().tensors() | with_prefix(PREFIX, self.regularizer.tensors())
 
     def state(self) -> dict[str, Any]:
         """The regularizer's."""
@@ -165,8 +166,8 @@ class RegularizedLearner(Learner):
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from a saved `state` and `tensors`."""
-        own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-        super().load(state, {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)})
+        own, others = split_prefix(PREFIX, tensors)
+        super().load(state, others)
         if state:  # a fork's run may have had no regularization
             self.regularizer.load(state, own)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,19 +31,10 @@ from flatpeak.rewards.classifier import CHAT, Classifier, Spread, Wording, conve
 from flatpeak.tasks.preferences import PreferencePair
 from flatpeak.training.config import RewardModelConfig
 from flatpeak.training.curriculum import Stream
-from flatpeak.training.diagnostics import SkippedUpdates
+from flatpeak.training.diagnostics import SkippedUpdateMonitor
 from flatpeak.training.learner import token_budget
-from flatpeak.training.optimizer import (
-    MasterWeights,
-    build_optimizer,
-    learning_rate,
-    load_optimizer_tensors,
-    optimizer_tensors,
-    set_learning_rate,
-    split_masters,
-)
+from flatpeak.training.optimizer import BaseLearner, UpdateStatistics, learning_rate
 from flatpeak.training.recorder import Recorder
-from flatpeak.training.state import Stage
 from flatpeak.training.step_metrics import Clock
 
 if TYPE_CHECKING:
@@ -185,65 +177,43 @@ def spread(scores: Sequence[float]) -> Spread | None:
     return Spread(mean=fmean(scores), std=stdev(scores), count=len(scores))
 
 
-@dataclass(kw_only=True)
-class PairStatistics:
-    """What one update did, summed over its micro-batches."""
+@dataclass(kw_only=True, slots=True)
+class PairStatistics(UpdateStatistics):
+    """Statistics of one update of a reward model; the loss is per pair, the centering penalty included."""
 
-    loss: float = 0.0
-    """Per pair, the centering penalty included."""
     chosen: float = 0.0
     """Mean score of the chosen answers."""
     rejected: float = 0.0
+    """Mean score of the rejected answers."""
     accuracy: float = 0.0
-    grad_norm: float = 0.0
-    """Before clipping."""
-    skipped: bool = False
-    """The gradient was not finite, so the weights were left as they were."""
+    """Share of the pairs whose chosen answer scores higher."""
 
 
-class PreferenceLearner:
-    """Holds the optimizer; `update` accumulates the gradient of a batch of pairs, clips it once and steps."""
+class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
+    """Trains a reward model on batches of pairs, by the Bradley-Terry loss."""
 
-    def __init__(self, policy: SavedClassifier, config: RewardModelConfig, *, micro_batch_tokens: int | None) -> None:
-        self.policy = policy
-        self.classifier = policy.classifier
-        self.config = config
-        weights = [weight for weight in self.classifier.model.parameters() if weight.requires_grad]
-        self.masters = MasterWeights({w: w if w.dtype == torch.float32 else w.detach().float() for w in weights})
-        self.optimizer = build_optimizer(self.masters.stepped, config.optimizer)
+    def __init__(self, saved: SavedClassifier, config: RewardModelConfig, *, micro_batch_tokens: int | None) -> None:
+        weights = [weight for weight in saved.classifier.model.parameters() if weight.requires_grad]
+        super().__init__({w: w if w.dtype == torch.float32 else w.detach().float() for w in weights}, config.optimizer)
+        self.saved = saved
+        self.classifier = saved.classifier
+        self.margin, self.center = config.margin, config.center
         self.micro_batch_tokens = token_budget(micro_batch_tokens, self.classifier.device)
-        self.updates = 0
-        self.updating = False
 
-    def update(self, pairs: Sequence[EncodedPair], *, rate: float) -> PairStatistics:
-        """One step of the optimizer. A gradient that is not finite changes nothing and is reported as skipped."""
-        self.updating = True
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.zero_grad()
-        self.masters.zero_grad()
-        statistics = self.accumulate_gradients(pairs)
-        self.masters.take_gradients()
-        limit = self.config.optimizer.max_grad_norm or float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped, limit)
-        statistics.grad_norm = float(grad_norm)
-        statistics.skipped = not bool(torch.isfinite(grad_norm))
-        if not statistics.skipped:
-            self.updates += 1
-            self.optimizer.step()
-            self.masters.write()
-        self.updating = False
-        return statistics
+    def save_model(self, directory: Path) -> None:
+        """Write model, tokenizer and the record of its wording and scores."""
+        self.saved.save(directory)
 
-    def accumulate_gradients(self, pairs: Sequence[EncodedPair]) -> PairStatistics:
+    def accumulate_gradients(self, *batches: Sequence[EncodedPair]) -> PairStatistics:
         """Add the gradient of mean_p [-log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2]
         to `.grad`, one micro-batch at a time."""
-        statistics, size = PairStatistics(), len(pairs)
-        for micro in self.micro_batches(pairs):
+        statistics, size = PairStatistics(), sum(map(len, batches))
+        for micro in chain.from_iterable(map(self.micro_batches, batches)):
             texts = [*(pair.chosen_ids for pair in micro), *(pair.rejected_ids for pair in micro)]
             chosen_P, rejected_P = self.classifier.scores(texts).chunk(2)
-            loss_P = bradley_terry_loss(chosen_P, rejected_P, margin=self.config.margin)
-            if self.config.center:
-                loss_P = loss_P + self.config.center * centering_penalty(chosen_P, rejected_P)
+            loss_P = bradley_terry_loss(chosen_P, rejected_P, margin=self.margin)
+            if self.center:
+                loss_P = loss_P + self.center * centering_penalty(chosen_P, rejected_P)
             loss = loss_P.sum() / size
             loss.backward()
             statistics.loss += float(loss.detach())
@@ -257,20 +227,6 @@ class PreferenceLearner:
         lengths = [2 * max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
         for batch in length_batches(lengths, budget=self.micro_batch_tokens):
             yield [pairs[index] for index in batch]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps in tensors."""
-        return optimizer_tensors(self.optimizer) | self.masters.tensors()
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides: nothing, the order of the pairs follows from the step."""
-        return {}
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from saved `tensors`."""
-        masters, others = split_masters(tensors)
-        self.masters.load(masters)
-        load_optimizer_tensors(self.optimizer, others)
 
 
 class RewardModelTrainer:
@@ -292,27 +248,22 @@ class RewardModelTrainer:
         self.config = config
         self.max_skipped_updates = max_skipped_updates
         self.recorder = recorder
-        self.skipped = SkippedUpdates()
-
-    @property
-    def stage(self) -> Stage:
-        """This trainer as the recorder knows stages: of a learner it asks `policy.save` and `state` alone."""
-        return cast("Stage", self)
+        self.skipped = SkippedUpdateMonitor()
 
     def train(self, *, first_step: int = 1) -> None:
         """Step, record, evaluate, save: until the steps are done or a signal asks to stop."""
         total = self.config.steps
         if first_step == 1:
-            self.recorder.begin(self.stage)
+            self.recorder.begin(self)
         elif not self.recorder.evaluated:
             self.finish_step(first_step - 1)
         for step in range(first_step, total + 1):
             if self.recorder.stopped:
                 break
-            self.recorder.begin_step(self.stage, step)
+            self.recorder.begin_step(self, step)
             metrics = self.train_step(step)
             due = self.recorder.evaluation_due(step, total=total)
-            self.recorder.complete(self.stage, step, total, metrics, evaluation_due=due)
+            self.recorder.complete(self, step, total, metrics, evaluation_due=due)
             self.finish_step(step)
 
     def finish_step(self, step: int) -> None:
@@ -320,7 +271,7 @@ class RewardModelTrainer:
         last, limit = step == self.config.steps, self.max_skipped_updates
         self.recorder.check_skipped("reward_model", step, self.skipped, limit=limit, at_end=last)
         self.recorder.evaluate_if_due("train", step, total=self.config.steps, goal=None)
-        self.recorder.checkpoint_if_due(self.stage, step, last=last)
+        self.recorder.checkpoint_if_due(self, step, last=last)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Draw a batch of pairs and raise the chosen answers' scores over the rejected ones'."""
@@ -345,11 +296,11 @@ class RewardModelTrainer:
         """Only counts: all that the next step depends on is in weights, optimizer and step."""
         return {"skipped_updates": self.skipped.state()}
 
-    def load(self, state: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint; the model is the one saved there already."""
-        self.learner.load(tensors)
-        self.skipped = SkippedUpdates.of(state["stage"])
-
     def tensors(self) -> dict[str, Tensor]:
-        """The learner's."""
+        """The learner's tensors, for a checkpoint."""
         return self.learner.tensors()
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Continue from a checkpoint; the model is the one saved there already."""
+        self.learner.load(state["learner"], tensors)
+        self.skipped = SkippedUpdateMonitor.of(state["stage"])

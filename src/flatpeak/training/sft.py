@@ -16,7 +16,7 @@ from flatpeak.protocols import ResumableSampler, Sampler
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
 from flatpeak.training.curriculum import Stream
-from flatpeak.training.diagnostics import SkippedUpdates
+from flatpeak.training.diagnostics import SkippedUpdateMonitor
 from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
@@ -86,7 +86,7 @@ class SFTTrainer:
         """What `check` and evaluations draw from."""
         self.recorder = recorder
         self.max_skipped_updates = max_skipped_updates
-        self.skipped = SkippedUpdates()
+        self.skipped = SkippedUpdateMonitor()
         self.finished = False
 
     def train(self, *, first_step: int = 1) -> None:
@@ -156,7 +156,7 @@ class SFTTrainer:
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint; the policy is the one saved there already."""
         self.learner.load(state["learner"], tensors)
-        self.skipped = SkippedUpdates.of(state["stage"])
+        self.skipped = SkippedUpdateMonitor.of(state["stage"])
 
     def tensors(self) -> dict[str, Tensor]:
         """The learner's."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from flatpeak.training.learner import Learner
+from flatpeak.training.optimizer import BaseLearner
 
 SAMPLER_STATE = "expected_lengths"
 """Key of the sampler's state in a stage's; named after the native engine's, which are the lengths it expects."""
@@ -18,7 +18,11 @@ class Stage(Protocol):
     """A part of a run that takes steps and can be saved."""
 
     name: str
-    learner: Learner
+
+    @property
+    def learner(self) -> BaseLearner[Any, Any]:
+        """The optimizer and the model that it trains."""
+        ...
 
     def state(self) -> dict[str, Any]:
         """Everything but weights and learner that the next step depends on, as JSON."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.learner import UpdateStatistics
+from flatpeak.training.learner import PolicyStatistics
 from flatpeak.training.reward_tensors import RewardTensors, informative
 from flatpeak.types import Score
 
@@ -30,7 +30,7 @@ class Clock:
 def step_metrics(
     rollouts: Rollouts,
     rewards: RewardTensors,
-    updates: Sequence[UpdateStatistics],
+    updates: Sequence[PolicyStatistics],
     *,
     clock: Clock,
     learning_rate: float,
@@ -70,7 +70,7 @@ def step_metrics(
     }
 
 
-def policy_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
+def policy_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]:
     """Means over the updates of a step, and over all the tokens that had a pass."""
     tokens = [statistics for update in updates for statistics in update.tokens]
     count = sum(statistics.tokens for statistics in tokens)
@@ -89,7 +89,7 @@ def policy_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
     return metrics
 
 
-def sampler_gap_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]:
+def sampler_gap_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]:
     """Distance of the sampler's log-probabilities from the trainer's, over the tokens of the step's first update.
 
     Later updates train other weights than those that sampled.
@@ -106,7 +106,7 @@ def sampler_gap_metrics(updates: Sequence[UpdateStatistics]) -> dict[str, float]
     }
 
 
-def regularization_metrics(updates: Sequence[UpdateStatistics], *, step_seconds: float) -> dict[str, float]:
+def regularization_metrics(updates: Sequence[PolicyStatistics], *, step_seconds: float) -> dict[str, float]:
     """Means over the updates of a step that had a penalty, skips counted; empty where there was none to have."""
     reports = [update.regularization for update in updates if update.regularization is not None]
     rows = [row for row in (report.metrics() for report in reports) if row]

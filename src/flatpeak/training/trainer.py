@@ -19,15 +19,16 @@ from flatpeak.training.batch import collate, minibatches, take
 from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import AdvantageConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression
-from flatpeak.training.diagnostics import SkippedUpdates
-from flatpeak.training.learner import Learner, UpdateStatistics, seeded, trainer_is_old, with_comparisons
+from flatpeak.training.diagnostics import SkippedUpdateMonitor
+from flatpeak.training.learner import Learner, PolicyStatistics, seeded, trainer_is_old, with_comparisons
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.recorder import Recorder
-from flatpeak.training.reference_resets import ReferenceResets, split_reference
+from flatpeak.training.reference_resets import PREFIX, ReferenceResets
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.training.state import SAMPLER_STATE
 from flatpeak.training.step_metrics import Clock, step_metrics
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
+from flatpeak.utils.tensors import split_prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Trainer:
         self.resets = ReferenceResets(config.reference)
         self.reached = False
         """Whether `training.stop_at` is reached."""
-        self.skipped = SkippedUpdates()
+        self.skipped = SkippedUpdateMonitor()
 
     def train(self, *, first_step: int = 1) -> None:
         """Step, record, evaluate, save: until the steps are done, the goal is reached, or a signal asks to stop."""
@@ -192,7 +193,7 @@ class Trainer:
         step: int,
         rollouts: Rollouts,
         advantages_PG: Tensor,
-        updates: Sequence[UpdateStatistics],
+        updates: Sequence[PolicyStatistics],
         metrics: Mapping[str, float],
     ) -> dict[str, float]:
         """Log the rollouts, move the curriculum on, reset the reference where that is due; all metrics of the step."""
@@ -217,11 +218,11 @@ class Trainer:
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint; the policy is the one saved there already."""
-        reference, others = split_reference(tensors)
+        reference, others = split_prefix(PREFIX, tensors)
         self.learner.load(state["learner"], others)
         place = dict(state["stage"])
         self.reached = place.pop("reached") and self.recorder.goal_reached(self.config.training.stop_at)
-        self.skipped = SkippedUpdates.of(place)
+        self.skipped = SkippedUpdateMonitor.of(place)
         place.pop("skipped_updates", None)
         place.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
         self.reference = self.resets.load(
