@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: tiny recipes, a tiny model, and somebody who watches a run and may stop it."""
+"""Fixtures for whole runs: tiny recipes, a tiny model, a progress display, and runs to be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.runs import Watcher, tiny_model, tiny_recipe
+from support.runs import Watcher, speed_up_runs, tiny_model, tiny_recipe
 
 # Read when torch loads. Threads that spin while they wait make two of them far slower than one on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -35,20 +35,18 @@ def watch() -> type[Watcher]:
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """flatpeak.train without what takes most of a tiny run's time: plots, the start-up self-test, waiting for disks.
+    """flatpeak.train without what takes most of a tiny run's time (`speed_up_runs`).
 
     Beside a model of the caller's, the tiny recipe's own is left out: naming both is refused.
     """
     import flatpeak.pipeline.train
 
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr("flatpeak.pipeline.lifecycle.write_report", lambda path: path / "report.html")
-    monkeypatch.setattr("flatpeak.pipeline.train.announce_decoding", lambda *args, **settings: None)
+    speed_up_runs(monkeypatch)
 
     def run(config: Any, *, model: Any = None, **options: Any) -> Any:
         if model is not None and isinstance(config, dict):
-            kept = {key: value for key, value in config.get("model", {}).items() if key not in ("new", "device")}
-            config = {**config, "model": kept}
+            rest = {key: value for key, value in config.get("model", {}).items() if key not in ("new", "device")}
+            config = {**config, "model": rest}
         return flatpeak.pipeline.train.train(config, model=model, **options)
 
     return run
@@ -56,7 +54,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """torch with one thread, and as it was afterwards."""
+    """One thread for torch, for the length of the test."""
     import torch
 
     before = torch.get_num_threads()
@@ -86,7 +84,7 @@ def make_run(recipe: Callable[..., Any], train: Callable[..., Any]) -> Callable[
 
 @pytest.fixture(scope="session")
 def outcomes() -> dict[str, Any]:
-    """What `uninterrupted` keeps."""
+    """The session-wide store of the `uninterrupted` fixture."""
     return {}
 
 

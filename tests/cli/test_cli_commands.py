@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from flatpeak import pipeline
 from flatpeak.cli.common import RunOutput, last_line, read_config
 from flatpeak.cli.evaluate import split_arguments
 from flatpeak.cli.main import app
@@ -69,7 +70,7 @@ class Library:
 def run(monkeypatch, *arguments, signal=None):
     library = Library(signal=signal)
     monkeypatch.setitem(sys.modules, "flatpeak.pipeline.train", library)
-    monkeypatch.setattr("flatpeak.pipeline.train", library, raising=False)
+    monkeypatch.setattr(pipeline, "train", library, raising=False)
     monkeypatch.setitem(sys.modules, "flatpeak.pipeline.compare", library)
     return library, CliRunner().invoke(app, list(arguments))
 

@@ -13,6 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from flatpeak import pipeline
 from flatpeak.cli.train import reward_model, reward_model_line
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation
 
@@ -67,7 +68,7 @@ class Library:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, signal: int | None = None) -> tuple[Library, Any]:
     library = Library(signal=signal)
     monkeypatch.setitem(sys.modules, "flatpeak.pipeline.train_reward_model", library)  # type: ignore[arg-type]
-    monkeypatch.setattr("flatpeak.pipeline.train_reward_model", library, raising=False)
+    monkeypatch.setattr(pipeline, "train_reward_model", library, raising=False)
     app = typer.Typer()
     app.command("reward-model")(reward_model)
     return library, CliRunner().invoke(app, list(arguments))

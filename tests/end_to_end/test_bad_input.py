@@ -16,6 +16,8 @@ import yaml
 
 import flatpeak
 from flatpeak.errors import UserError
+from flatpeak.pipeline import train as pipeline_train
+from flatpeak.pipeline import train_reward_model
 from flatpeak.types import Example, Group
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -339,8 +341,8 @@ def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
     says: str,
 ) -> None:
     train(recipe(training={"steps": 1}), reward=constant)
-    monkeypatch.setattr("flatpeak.pipeline.train.build_components", lambda *args, **settings: pytest.fail("loaded"))
-    monkeypatch.setattr("flatpeak.pipeline.train_reward_model.load_preferences", lambda task: pytest.fail("loaded"))
+    monkeypatch.setattr(pipeline_train, "build_components", lambda *args, **settings: pytest.fail("loaded"))
+    monkeypatch.setattr(train_reward_model, "load_preferences", lambda task: pytest.fail("loaded"))
     changed = recipe(**{"training": {"steps": 1}, **sections})
     with pytest.raises(UserError, match=says):
         train(changed, reward=constant, **options)

@@ -10,7 +10,13 @@ import torch
 
 import flatpeak.pipeline.train
 from flatpeak.errors import UserError
+from flatpeak.pipeline import build as pipeline_build
+from flatpeak.pipeline import train as pipeline_train
+from flatpeak.policy import model as policy_model
 from flatpeak.policy.model import Policy
+from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.workers.pool import WorkerPool
+from flatpeak.training import learner
 from flatpeak.training.learner import Learner
 
 IDS = torch.tensor([[3, 4, 5]])
@@ -58,19 +64,19 @@ def callers_model(make: Callable[..., Any], *, gradients: bool = False) -> tuple
 
 
 # What is wrong, and where: in a check of the recipe, in one of the model, before the first step, in it, nowhere.
-ENDINGS: dict[str, tuple[dict[str, Any], str | None, BaseException | None]] = {
+ENDINGS: dict[str, tuple[dict[str, Any], tuple[Any, str] | None, BaseException | None]] = {
     "check of a split": ({"sft": {"steps": 2, "stop_at": 0.5, "check_size": 500}}, None, UserError()),
     "missing reference": ({"reference": {"model": "./nowhere"}, "kl": {"coefficient": 0.1}}, None, UserError()),
-    "probe": ({}, "flatpeak.policy.model.probe", ForeignError()),
-    "interrupted probe": ({}, "flatpeak.policy.model.probe", KeyboardInterrupt()),
-    "trial of the engine": ({}, "flatpeak.pipeline.train.announce_decoding", ForeignError()),
-    "evaluation": ({}, "flatpeak.pipeline.build.PolicyEvaluator", ForeignError()),
-    "first update": ({}, "flatpeak.training.learner.Learner.update", ForeignError()),
-    "interrupted update": ({}, "flatpeak.training.learner.Learner.update", KeyboardInterrupt()),
-    "interrupted backward pass": ({}, "flatpeak.training.learner.weighted_sum", KeyboardInterrupt()),
+    "probe": ({}, (policy_model, "probe"), ForeignError()),
+    "interrupted probe": ({}, (policy_model, "probe"), KeyboardInterrupt()),
+    "trial of the engine": ({}, (pipeline_train, "announce_decoding"), ForeignError()),
+    "evaluation": ({}, (pipeline_build, "PolicyEvaluator"), ForeignError()),
+    "first update": ({}, (Learner, "update"), ForeignError()),
+    "interrupted update": ({}, (Learner, "update"), KeyboardInterrupt()),
+    "interrupted backward pass": ({}, (learner, "weighted_sum"), KeyboardInterrupt()),
     "recomputed layers": (
         {"training": {"activation_checkpointing": True}},
-        "flatpeak.training.learner.Learner.update",
+        (Learner, "update"),
         ForeignError(),
     ),
     "nothing": ({}, None, None),
@@ -92,7 +98,7 @@ def test_a_callers_model_comes_back_as_it_was(
     model, tokenizer = callers_model(make_tiny_model)
     before = described(model)
     if place is not None and error is not None:
-        monkeypatch.setattr(place, raising(error))
+        monkeypatch.setattr(*place, raising(error))
     if error is None:
         train(config, model=model, tokenizer=tokenizer, reward=odd)
     else:
@@ -147,8 +153,8 @@ def test_the_processes_that_grade_end_where_the_parts_do_not_fit_together(
     recipe: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[object] = []
-    monkeypatch.setattr("flatpeak.rewards.workers.pool.WorkerPool.close", lambda self: closed.append(self))
-    monkeypatch.setattr("flatpeak.rewards.reward_set.RewardSet.close", lambda self: closed.append(self))
+    monkeypatch.setattr(WorkerPool, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(RewardSet, "close", lambda self: closed.append(self))
     with pytest.raises(UserError):
         flatpeak.pipeline.train.train(recipe(sft={"steps": 2, "stop_at": 0.5, "check_size": 500}))
     assert sorted(type(one).__name__ for one in closed) == ["RewardSet", "WorkerPool"]

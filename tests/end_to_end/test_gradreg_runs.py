@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.runs.checkpoints import newest_valid
+from flatpeak.training import regularized
 from flatpeak.training.regularized import second_pass_loss
 from support.resumes import Death, Run, assert_same, die, outcome
 
@@ -60,7 +61,7 @@ def in_second_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 action()
             return second_pass_loss(*args, **settings)
 
-        monkeypatch.setattr("flatpeak.training.regularized.second_pass_loss", watched)
+        monkeypatch.setattr(regularized, "second_pass_loss", watched)
 
     return arrange
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import flatpeak.pipeline.build
+from flatpeak.pipeline import build as pipeline_build
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.workers.pool import WorkerPool
@@ -114,7 +115,7 @@ def test_a_run_with_workers_leaves_what_one_without_them_leaves(
 
     found = []
     for name, workers, builder in (("here", 0, build_backwards), ("own", 2, build), ("backwards", 1, build_backwards)):
-        monkeypatch.setattr("flatpeak.pipeline.build.build_sampler", builder)
+        monkeypatch.setattr(pipeline_build, "build_sampler", builder)
         run = make_run(
             name,
             run={"grading_workers": workers},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 
 import flatpeak
@@ -146,7 +147,7 @@ def test_a_model_of_the_callers_resumes_to_the_same_bits(
     adapter: bool,
 ) -> None:
     # An adapter's checkpoint names no base model here; nothing is to be looked for on the Hub.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     ends = []
     for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
         config = recipe(run={"name": name}, kl={"coefficient": 0.1}, training={"steps": 4})

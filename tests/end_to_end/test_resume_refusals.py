@@ -15,6 +15,7 @@ import torch
 from flatpeak.errors import UserError
 from flatpeak.pipeline.chat import chat_loop
 from flatpeak.pipeline.compare import compare_checkpoints, locate_model
+from flatpeak.policy import model as policy_model
 from flatpeak.policy.model import Policy
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer
@@ -115,7 +116,7 @@ def test_a_run_that_goes_on_with_another_engine_says_so(
     train(recipe(), reward=odd)
     same, other = watch(), watch()
     train(recipe(training={"steps": 3}), reward=odd, resume=True, progress=same)
-    monkeypatch.setattr("flatpeak.policy.model.probe", lambda policy: "logits differ by 0.1")
+    monkeypatch.setattr(policy_model, "probe", lambda policy: "logits differ by 0.1")
     train(recipe(training={"steps": 4}), reward=odd, resume=True, progress=other)
     told = [[notice for notice in watcher.notices if "another engine" in notice] for watcher in (same, other)]
     assert told[0] == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
@@ -150,7 +151,7 @@ def test_an_adapter_of_the_callers_resumes_to_the_same_bits_and_only_it_is_store
     tmp_path: Path,
 ) -> None:
     # An adapter's checkpoint names no base model here; nothing is to be looked for on the Hub.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     ends = []
     for name, stop in (("whole", {}), ("cut", {("train", 3): send(signal.SIGTERM)})):
         config = recipe(

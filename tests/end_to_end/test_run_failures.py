@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import flatpeak.pipeline.train
 from flatpeak.cli import main
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
+from flatpeak.pipeline.build import Components
 from flatpeak.runs.checkpoints import CheckpointError, checkpoint_steps
 from flatpeak.runs.summary import read_summary
 from flatpeak.training import recorder
@@ -303,9 +304,7 @@ def test_overwriting_keeps_the_old_run_until_the_rewards_are_ready(
 ) -> None:
     old = train(recipe(), reward=Odd())
     before = {path: path.read_bytes() for path in old.path.rglob("*.*") if path.is_file()}
-    monkeypatch.setattr(
-        "flatpeak.pipeline.build.Components.prepare", lambda self: raising(UserError("the judge is not there"))()
-    )
+    monkeypatch.setattr(Components, "prepare", lambda self: raising(UserError("the judge is not there"))())
     with pytest.raises(UserError, match="not there"):
         train(recipe(), reward=Odd(), overwrite=True)
     assert {path: path.read_bytes() for path in old.path.rglob("*.*") if path.is_file()} == before

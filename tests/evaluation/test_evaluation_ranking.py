@@ -17,6 +17,7 @@ from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.tables import Comparison
+from flatpeak.policy import model as policy_model
 from flatpeak.policy.config import NewModelConfig, TokenizerConfig
 from flatpeak.policy.loading import make_model
 from flatpeak.policy.model import Policy
@@ -126,7 +127,7 @@ def test_a_model_without_flatpeaks_attention_ranks_by_its_own_log_probabilities(
     model, tokenizer = make("bpe")
     prompts = questions(tokenizer)
     native = LetterRanker(policy=Policy(model, tokenizer), tokenizer=tokenizer)(prompts)
-    monkeypatch.setattr("flatpeak.policy.model.unsupported", lambda model: "unproven")
+    monkeypatch.setattr(policy_model, "unsupported", lambda model: "unproven")
     policy = Policy(*make("bpe"))
     assert not policy.native
     padded = LetterRanker(policy=policy, tokenizer=tokenizer)(prompts)

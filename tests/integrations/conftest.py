@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
+from huggingface_hub import constants
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -16,7 +17,7 @@ def quiet_trl() -> Iterator[None]:
         patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
             patch.setenv(name, "1")
-            patch.setattr(f"huggingface_hub.constants.{name}", True)
+            patch.setattr(constants, name, True)
         importlib.import_module("transformers.utils.logging").disable_progress_bar()
         gc.freeze()  # trainers collect garbage when they begin: half a second over TRL's modules
         yield

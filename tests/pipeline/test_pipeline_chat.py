@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
+from flatpeak.pipeline import chat
 from flatpeak.pipeline.chat import Console, chat_loop, unknown_characters
 from flatpeak.runs.checkpoints import write_checkpoint
 from flatpeak.types import Completion, Prompt, SamplingParams
@@ -56,7 +58,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     found = Asked()
-    monkeypatch.setattr("flatpeak.pipeline.chat.reply", found)
+    monkeypatch.setattr(chat, "reply", found)
     return found
 
 
@@ -74,7 +76,7 @@ def save_checkpoint(parent: Path, *, chat_template: str | None = None, context: 
 @pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`make_run(name, chat_template=..., **sections)`: what a run leaves behind, without the run."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
     def make(
         name: str = "x", *, chat_template: str | None = None, context: int = 64, sft: bool = False, **sections: Any

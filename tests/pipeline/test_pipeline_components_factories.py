@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from flatpeak.errors import UserError
 from flatpeak.pipeline.components import PlainSampler
+from flatpeak.policy import model as policy_model
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.metrics import read_metrics
@@ -155,6 +156,6 @@ def test_what_is_neither_sampler_nor_factory_is_one_line_that_shows_both(
 def test_an_engine_on_a_model_that_it_does_not_serve_is_refused_instead_of_drawing_nonsense(
     recipe: Recipe, train: Train, make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatpeak.policy.model.probe", lambda policy: "its logits differ")
+    monkeypatch.setattr(policy_model, "probe", lambda policy: "its logits differ")
     with pytest.raises(UserError, match=r"not decoded natively \(its logits differ\).*PlainSampler\(policy"):
         train(recipe(), reward=odd, sampler=NativeEngine, progress=False)

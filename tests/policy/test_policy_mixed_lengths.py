@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatpeak.policy import training_attention
+from flatpeak.policy import packing, training_attention
 from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
 from support.architectures import COMMON, LAYOUTS, build
@@ -70,8 +70,8 @@ def test_every_architecture_scores_prompts_of_very_different_length_as_the_plain
 def test_log_probabilities_and_gradients_are_the_plain_ones_whatever_the_lengths(
     layout: str, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatpeak.policy.packing.SMALL", small)
-    monkeypatch.setattr("flatpeak.policy.packing.LARGEST_WASTE", 2)
+    monkeypatch.setattr(packing, "SMALL", small)
+    monkeypatch.setattr(packing, "LARGEST_WASTE", 2)
     policy = Policy(build(*LAYOUTS[layout], scale=4.0), Tokenizer())
     for seed in range(4):
         check_against_plain(policy, random_batch(seed))

@@ -16,6 +16,7 @@ from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import FunctionConfig, RewardConfig
 from flatpeak.rewards.math.grader import Outcome, Pair, ask_within
 from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.workers import grading
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Group
 from support import worker_functions
@@ -207,7 +208,7 @@ def test_a_score_for_running_out_of_time_needs_a_call_that_can() -> None:
 
 
 def test_a_function_that_only_ever_hangs_still_ends_the_run(group: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatpeak.rewards.workers.grading.PATIENCE", 4)
+    monkeypatch.setattr(grading, "PATIENCE", 4)
     with WorkerPool(2, timeout=20) as pool:
         reward = functions(pool, timeout=0.1, on_timeout=0)
         with pytest.raises(

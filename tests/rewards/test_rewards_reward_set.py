@@ -6,6 +6,7 @@ import time
 import pytest
 
 from flatpeak.errors import UserError
+from flatpeak.rewards import reward_set
 from flatpeak.rewards.base import Component
 from flatpeak.rewards.functions import FunctionReward
 from flatpeak.rewards.number import NumberReward
@@ -136,7 +137,7 @@ def test_all_parts_are_closed_whatever_one_raises():
 
 
 def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch):
-    monkeypatch.setattr("flatpeak.rewards.reward_set.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(reward_set, "SLOW_SECONDS", 0.05)
     told = threading.Event()
     notices = []
 
@@ -155,7 +156,7 @@ def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch):
 
 
 def test_a_function_that_comes_back_is_not(group, monkeypatch):
-    monkeypatch.setattr("flatpeak.rewards.reward_set.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(reward_set, "SLOW_SECONDS", 0.05)
     notices = []
     reward = RewardSet(
         [Component(name="mine", weight=1.0, scorer=FunctionReward(lambda completions: [1.0]))], notice=notices.append

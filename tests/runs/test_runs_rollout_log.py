@@ -1,5 +1,6 @@
 import math
 
+from flatpeak.runs import rollout_log
 from flatpeak.runs.rollout_log import RolloutLog, first_row, logged_steps, read_rollouts, truncate_rollouts
 from flatpeak.types import Completion, Example, Group, Prompt, Scores
 
@@ -85,7 +86,7 @@ def test_rollouts_that_will_take_much_room_are_announced_once(tmp_path, monkeypa
     log.write(2, [group("a", ["x", "y"])], Scores(total=[[1.0, 0.0]], parts={}), [[0.5, -0.5]])
     size = (tmp_path / "step_000002.jsonl").stat().st_size
     # Steps 2, 4, ..., 100 come to 50 files.
-    monkeypatch.setattr("flatpeak.runs.rollout_log.LARGE", 50 * size)
+    monkeypatch.setattr(rollout_log, "LARGE", 50 * size)
     for step in (2, 4):
         log.announce_size(step, total=100, every=2)
     assert notices == [

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from flatpeak.errors import UserError
+from flatpeak.gradreg import perturbation
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.distributed import pairwise_dots
 from flatpeak.gradreg.parameters import choose_parameters, plain_name
@@ -131,7 +132,7 @@ def gathered(case: Case, how: Literal["backward", "evaluation"], *, reshards: bo
                 losses.task.loss(model, losses.micro[0])
 
     outcome = Outcome()
-    with nullcontext() if reshards else patch("flatpeak.gradreg.perturbation.reshard"):
+    with nullcontext() if reshards else patch.object(perturbation, "reshard"):
         for _ in range(case.steps):
             optimizer.zero_grad()
             outcome.reports.append(regularizer.accumulate(watched))

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from huggingface_hub import constants
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -271,8 +272,8 @@ def accelerated(way: Way) -> Iterator[None]:
         environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     with (
         patch.dict(os.environ, environment),
-        patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
-        patch("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True),
+        patch.object(constants, "HF_HUB_OFFLINE", True),
+        patch.object(constants, "HF_HUB_DISABLE_TELEMETRY", True),
         patch.object(Trainer, "create_accelerator_and_postprocess", create_accelerator),
     ):
         importlib.import_module("transformers.utils.logging").disable_progress_bar()

@@ -19,14 +19,14 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 import yaml
 from transformers.utils.logging import disable_progress_bar
@@ -42,7 +42,7 @@ from flatpeak.training.batch import collate
 from flatpeak.types import Example, Group, Prompt
 from support.fuzz_cases import Case, draw
 from support.resumes import Death, die, outcome
-from support.runs import Watcher
+from support.runs import Watcher, speed_up_runs
 
 BFLOAT16_GAP = 0.02
 """Largest mean |difference| of log-probabilities in bfloat16, at temperature 1."""
@@ -63,7 +63,8 @@ class Verdict:
 def examine(case: Case, directory: Path) -> Verdict:
     """Run a case twice, once with an interruption, and compare."""
     try:
-        with quick_runs():
+        with pytest.MonkeyPatch.context() as patch:
+            speed_up_runs(patch)
             whole = _run(case, directory / "whole")
             cut = _interrupted(case, directory / "cut")
         different = _differences(outcome(cut), outcome(whole))
@@ -77,17 +78,6 @@ def examine(case: Case, directory: Path) -> Verdict:
     if not gap <= 1:
         return Verdict(case=case, kind="failed", detail=f"sampler-trainer gap is {gap:.3g} times the bound", gap=gap)
     return Verdict(case=case, kind="ok", gap=gap)
-
-
-@contextmanager
-def quick_runs() -> Iterator[None]:
-    """Runs without plots, the start-up self-test, and waiting for disks."""
-    with (
-        mock.patch("os.fsync", lambda descriptor: None),
-        mock.patch("flatpeak.pipeline.lifecycle.write_report", lambda path: path / "report.html"),
-        mock.patch("flatpeak.pipeline.train.announce_decoding", lambda *args, **settings: None),
-    ):
-        yield
 
 
 class Scorer:

@@ -1,10 +1,14 @@
-"""Tiny recipes, a tiny model, and somebody who watches a run and may stop it."""
+"""Tiny recipes and models for whole runs, a progress display that records and acts, and runs without slow extras."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 CHARACTERS = "0123456789+-*=#"
 """The vocabulary of the tiny model, beside <pad>, <eos> and <unk>."""
@@ -42,8 +46,27 @@ def tiny_model(*, seed: int = 0, **settings: Any) -> tuple[Any, Any]:
     return make_model(NewModelConfig(architecture="qwen2", config={**SIZES, **settings}), texts=[CHARACTERS], seed=seed)
 
 
+def replace_in_importers(patch: pytest.MonkeyPatch, function: Callable[..., Any], replacement: Any) -> None:
+    """Replace a function in every loaded module of the package that imports it, but not in its own."""
+    for name, module in list(sys.modules.items()):
+        imported = name.startswith("flatpeak.") and name != function.__module__
+        if imported and vars(module).get(function.__name__) is function:
+            patch.setattr(module, function.__name__, replacement)
+
+
+def speed_up_runs(patch: pytest.MonkeyPatch) -> None:
+    """Leave out most of a tiny run's time: the report's charts, the engine's self-test, and waiting for disks."""
+    import flatpeak.pipeline.train  # noqa: F401  (loads what is replaced below)
+    from flatpeak.pipeline.components import announce_decoding
+    from flatpeak.report.page import write_report
+
+    patch.setattr(os, "fsync", lambda descriptor: None)
+    replace_in_importers(patch, write_report, lambda path: path / "report.html")
+    replace_in_importers(patch, announce_decoding, lambda *args, **settings: None)
+
+
 class Watcher:
-    """A Progress that remembers what it saw, and calls `at[stage, step]` when that step is recorded."""
+    """A Progress that records metrics and notices, and calls `at[stage, step]` when that step is recorded."""
 
     def __init__(self, at: Mapping[tuple[str, int], Callable[[], None]] | None = None) -> None:
         self.at = dict(at or {})

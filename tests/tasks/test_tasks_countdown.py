@@ -6,6 +6,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.countdown import CountdownReward, evaluate
+from flatpeak.tasks import arithmetic
 from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.types import Completion, Prompt
 
@@ -150,7 +151,7 @@ def test_without_a_path_the_hub_is_asked(monkeypatch):
         asked.append((name, split, path_option))
         return iter(())
 
-    monkeypatch.setattr("flatpeak.tasks.arithmetic.read_hub", nothing)
+    monkeypatch.setattr(arithmetic, "read_hub", nothing)
     with pytest.raises(UserError, match="there are only 0 rows"):
         build(source="published")
     assert asked == [("Jiayi-Pan/Countdown-Tasks-3to4", "train", "task.path, a file")]

@@ -1,9 +1,11 @@
 import json
 
+import huggingface_hub
 import pytest
 from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
+from flatpeak.tasks import preferences
 from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.tasks.preferences import PreferencePair, PreferencesConfig, conversation_text, load_preferences
 
@@ -193,7 +195,7 @@ def test_without_files_the_configured_splits_of_the_hub_are_read(monkeypatch, tm
         first = 0 if split == "preference" else 50
         return (Row(where=f"row {n}", values=alpaca(n)) for n in range(first, first + 30))
 
-    monkeypatch.setattr("flatpeak.tasks.preferences.read_hub", hub)
+    monkeypatch.setattr(preferences, "read_hub", hub)
     named = {"hub": "org/pairs", "hub_file": None, "hub_config": "trees", "split": "preference"}
     loaded = load_preferences(PreferencesConfig(**named, test_fraction=0.5))
     assert asked == [("org/pairs", "trees", "preference", "task.path, a file")]
@@ -211,7 +213,7 @@ def test_of_alpaca_farm_one_json_file_is_fetched_as_its_splits_need_a_script(mon
         path.write_text(json.dumps([alpaca(number) for number in range(40)]))
         return str(path)
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
     loaded = load_preferences(PreferencesConfig(test_fraction=0.5))
     assert asked == [("tatsu-lab/alpaca_farm", "alpaca_human_preference.json", "dataset")]
     assert len(loaded.train) + len(loaded.test) == 40

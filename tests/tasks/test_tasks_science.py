@@ -1,6 +1,7 @@
 import json
 import zipfile
 
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -204,7 +205,7 @@ def test_without_a_path_the_published_file_is_fetched_and_failure_names_the_opti
         calls.append((repository, file, repo_type))
         raise OSError("no route to host")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", no_network)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_network)
     with pytest.raises(UserError, match=r"cannot be fetched from the Hub: no route to host; .* as task.path"):
         build(**task)
     assert calls == [(*asked, "dataset")]

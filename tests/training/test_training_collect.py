@@ -12,6 +12,7 @@ from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.number import NumberReward
 from flatpeak.rewards.reward_set import CallersReward, RewardSet
 from flatpeak.rollout.config import RolloutConfig
+from flatpeak.training import collect as training_collect
 from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
@@ -259,7 +260,7 @@ def test_streaming_replaces_the_same_groups() -> None:
 
 def test_grading_while_sampling_counts_as_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("flatpeak.training.collect.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(training_collect, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     class Slow(AtOnce):
         def submit_each(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Future[list[Any]]:

@@ -97,10 +97,9 @@ def test_the_sentence_gives_the_figures_that_there_are(figures: dict[str, Any], 
     assert found in no_signal_message("4 of 4 RL steps", truncated=0.93, limit=None, **figures)
 
 
-def test_a_run_that_learns_nothing_says_so_and_its_report_too(recipe: Any, watch: Any, monkeypatch: Any) -> None:
+def test_a_run_that_learns_nothing_says_so_and_its_report_too(recipe: Any, watch: Any) -> None:
     import flatpeak
 
-    monkeypatch.setattr("flatpeak.pipeline.train.announce_decoding", lambda *args, **settings: None)
     seen = watch()
     rewards = {"correctness": {"type": "number", "extraction": "answer_tag"}}
     result = flatpeak.train(recipe(rewards=rewards, training={"steps": 3}), progress=seen)

@@ -11,6 +11,7 @@ from torch import Tensor
 from flatpeak.functional import importance_ratio
 from flatpeak.gradreg.config import RatioMode
 from flatpeak.policy.model import Policy
+from flatpeak.training import regularized
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import FirstPass
@@ -131,7 +132,7 @@ def test_the_same_check_finds_a_second_pass_of_another_function(naive: Any, monk
     policy, batch = setting()
     plain = gradient_of(policy, batch)
     right = norm(penalty_of(policy, batch, plain=plain))
-    monkeypatch.setattr("flatpeak.training.regularized.second_pass_loss", naive)
+    monkeypatch.setattr(regularized, "second_pass_loss", naive)
     default, finer = (norm(penalty_of(policy, batch, plain=plain, step=step)) for step in (None, STEP / 10))
     assert finer / default == pytest.approx(10, rel=0.1)
     assert default > 10 * right

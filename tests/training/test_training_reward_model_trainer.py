@@ -35,7 +35,7 @@ from flatpeak.training.reward_model_trainer import (
 )
 from support.preferences import reward_model_recipe, write_pairs
 from support.resumes import Death, die
-from support.runs import Watcher, tiny_model
+from support.runs import Watcher, speed_up_runs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,8 +45,7 @@ SGD = RewardModelOptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=No
 @pytest.fixture
 def learn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """`learn(sections, **options)`: train_reward_model without what takes most of a tiny run's time."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr("flatpeak.pipeline.lifecycle.write_report", lambda path: path / "report.html")
+    speed_up_runs(monkeypatch)
     pairs = write_pairs(tmp_path / "pairs.jsonl")
 
     def run(sections: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub import constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -105,7 +106,7 @@ def trl() -> Iterator[Any]:
         patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
             patch.setenv(name, "1")
-            patch.setattr(f"huggingface_hub.constants.{name}", True)
+            patch.setattr(constants, name, True)
         try:
             module = importlib.import_module("trl")
         except ImportError:

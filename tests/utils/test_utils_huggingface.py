@@ -4,6 +4,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -62,7 +63,7 @@ def test_where_nobody_answers_its_client_is_offline_for_that_while(nobody):
 
 def test_who_asked_to_be_offline_stays_so_and_no_request_is_made(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.get_session", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: pytest.fail("asked"))
     with hub_or_cache() as problem:
         assert problem == "HF_HUB_OFFLINE is set, and it was not fetched before"
     assert constants.is_offline_mode()

@@ -11,7 +11,9 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from math_verify import grader as math_verify_grader
 
+from flatpeak.rewards.math import grader as math_grader
 from flatpeak.rewards.math.grader import MathGrader, grade_answer, verify
 from flatpeak.rewards.math.nodes import OverLimitError, UndefinedError, UnreadableError
 from flatpeak.rewards.math.normalize import clean, without_redundant_brackets
@@ -196,7 +198,7 @@ def test_running_out_of_memory_or_depth_in_math_verify_is_no_verdict(
     def fails(*arguments: object) -> bool:
         raise error("no")
 
-    monkeypatch.setattr("math_verify.grader.sympy_expr_eq", fails)
+    monkeypatch.setattr(math_verify_grader, "sympy_expr_eq", fails)
     if failure:
         with pytest.raises(error):
             verify("x", "y")
@@ -228,7 +230,7 @@ def test_whatever_the_rules_raise_is_a_failed_verdict(monkeypatch: pytest.Monkey
     def fails(answer: str, gold: str, *, precise: bool) -> bool:
         raise MemoryError(answer)
 
-    monkeypatch.setattr("flatpeak.rewards.math.grader.rule_verdict", fails)
+    monkeypatch.setattr(math_grader, "rule_verdict", fails)
     with MathGrader() as grader:
         (outcome,) = grader.compare([("5", "6")])
         assert grader.grade([(boxed("5"), "6")]) == [None]

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import RewardConfig
+from flatpeak.rewards.math import grader as math_grader
 from flatpeak.rewards.math.grader import MathGrader, Symbolic
 from flatpeak.rewards.math.math_reward import MathReward, question_only_reward, r1_zero_reward
 from flatpeak.types import Completion, Group, Prompt
@@ -82,7 +83,7 @@ def test_an_answer_is_to_blame_where_another_one_has_a_verdict(
 def test_a_worker_that_dies_of_itself_leaves_a_missing_score(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatpeak.rewards.math.grader.Symbolic", worker_functions.Dying)
+    monkeypatch.setattr(math_grader, "Symbolic", worker_functions.Dying)
     reward = build_reward({"math": config(type="math", timeout=20.0, workers=1)})
     sums = group(r"\boxed{\sum_{k=1}^{5} k}", r"\boxed{14}", gold="15")
     scores = reward([sums])
@@ -94,7 +95,7 @@ def test_a_worker_that_dies_of_itself_leaves_a_missing_score(
 def test_an_answer_that_wants_too_much_memory_is_wrong(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatpeak.rewards.math.grader.Symbolic", worker_functions.Greedy)
+    monkeypatch.setattr(math_grader, "Symbolic", worker_functions.Greedy)
     reward = build_reward({"math": config(type="math", timeout=20.0, workers=1)})
     scores = reward([group(r"\boxed{\sum_{k=1}^{5} k}", gold="15")])
     assert (scores.total, scores.timed_out) == ([[0.0]], {"math": [[True]]})
@@ -105,7 +106,7 @@ def test_an_answer_that_wants_too_much_of_the_stack_wants_too_much_memory(monkey
     def deep(answer: str, gold: str) -> bool:
         return deep(answer, gold)
 
-    monkeypatch.setattr("flatpeak.rewards.math.grader.verify", deep)
+    monkeypatch.setattr(math_grader, "verify", deep)
     with pytest.raises(MemoryError):
         Symbolic()(r"\sum_{k=1}^{5} k", "15")
 

@@ -22,6 +22,7 @@ from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.calls import PATIENCE
 from flatpeak.rewards.config import FunctionConfig, NumberConfig
 from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.workers import grading
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rewards.workers.process import MARK
 from flatpeak.types import Completion, Group, Score
@@ -289,7 +290,7 @@ def test_a_part_ends_the_run_after_so_many_failures_in_a_row_and_says_what_to_do
 def test_a_function_that_always_hangs_is_given_up_before_all_completions_had_their_time(
     group: MAKE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatpeak.rewards.workers.grading.PATIENCE", 4)
+    monkeypatch.setattr(grading, "PATIENCE", 4)
     with WorkerPool(2, timeout=20) as pool:
         hangs = {"mine": FunctionConfig(function="support.worker_functions:hostile", timeout=0.1)}
         started = time.monotonic()
