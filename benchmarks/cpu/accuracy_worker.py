@@ -1,4 +1,4 @@
-"""Trains the demo's model with flatpeak or TRL from a saved start, and says every ten steps how accurate it is.
+"""Worker of `time_to_accuracy`: trains the demo's model with flatpeak or TRL, and measures accuracy every ten steps.
 
 Accuracy is that of the task's held-out problems, `second` that of as many more which no side trains on: how far the two
 differ is the noise of 500 questions.
@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flatpeak
-from benchmarks.harness.worker_process import Link, Meter
+from benchmarks.harness.worker_process import Meter, ParentPipe
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.policy.config import ModelConfig
@@ -34,8 +34,8 @@ PROBLEMS = 90 * 90
 
 
 def main() -> None:
-    """Load, say so, and train in turn."""
-    link, meter = Link(), Meter()
+    """Load, report, and train in turn."""
+    parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     config = parse_config(
@@ -60,11 +60,11 @@ def main() -> None:
     sets = {"accuracy": task.test, "second": second_set(task, config)}
     accuracies = held_out_accuracies(model, tokenizer, sets, config)
     reward = WatchedReward(
-        link, meter, accuracies, completions=config.rollout.prompts_per_step * config.rollout.group_size
+        parent, meter, accuracies, completions=config.rollout.prompts_per_step * config.rollout.group_size
     )
     meter.loaded()
-    link.tell()
-    link.wait()
+    parent.send()
+    parent.receive()
     TRAIN[arguments["trainer"]](config, model, tokenizer, task, reward, Path(arguments["scratch"]))
 
 
@@ -74,34 +74,34 @@ class WatchedReward:
     __name__ = "correctness"
 
     def __init__(
-        self, link: Link, meter: Meter, accuracies: Callable[[], dict[str, float]], *, completions: int
+        self, parent: ParentPipe, meter: Meter, accuracies: Callable[[], dict[str, float]], *, completions: int
     ) -> None:
-        self.link, self.meter, self.accuracies, self.completions = link, meter, accuracies, completions
+        self.parent, self.meter, self.accuracies, self.completions = parent, meter, accuracies, completions
         self.step = 0
         """Steps behind the policy: this is called before the update of the next."""
         self.cpu = self.wall = 0.0
 
     def __call__(self, completions: Sequence[str], gold: Sequence[str], **_: Any) -> list[float]:
-        """Exact match."""
+        """Score exact matches with 1."""
         if len(completions) == self.completions:  # else it is flatpeak's own evaluation before the first step
             if self.step % EVERY == 0:
-                found = self.meter.stop()
-                self.cpu, self.wall = self.cpu + found["cpu"], self.wall + found["wall"]
-                self.link.tell(
+                spent = self.meter.stop()
+                self.cpu, self.wall = self.cpu + spent["cpu"], self.wall + spent["wall"]
+                self.parent.send(
                     step=self.step,
                     **self.accuracies(),
                     cpu=self.cpu,
                     wall=self.wall,
-                    peak_mib=found["peak_mib"],
+                    peak_mib=spent["peak_mib"],
                 )
-                self.link.wait()
+                self.parent.receive()
                 self.meter.start()
             self.step += 1
         return [float(text.strip() == answer) for text, answer in zip(completions, gold, strict=True)]
 
 
 def second_set(task: Any, config: RunConfig) -> tuple[Example, ...]:
-    """As many problems as are held out, drawn from those that are in neither set, twins of either included."""
+    """A second held-out set of the same size, drawn from those that are in neither set, twins of either included."""
     taken = {example.id for example in (*task.train, *task.test)}
     everything = config.task.model_copy(update={"seed": config.task.seed + 1, "train_size": 0, "test_size": PROBLEMS})
     others = [example for example in build_task(everything).test if example.id not in taken]
@@ -111,23 +111,24 @@ def second_set(task: Any, config: RunConfig) -> tuple[Example, ...]:
 def held_out_accuracies(
     model: Any, tokenizer: Any, sets: Mapping[str, Sequence[Example]], config: RunConfig
 ) -> Callable[[], dict[str, float]]:
-    """Evaluator of `model` as it is when called, by a copy of it: greedy answers to all questions of each set."""
+    """Make an evaluator of `model` as it is when called, on a copy: greedy answers to all questions of each set."""
     twin = copy.deepcopy(model)
     policy = Policy(twin, tokenizer)
     limit = policy.context_length or 64
     prompts = {
-        name: build_prompts(found, tokenizer, config.prompt, max_tokens=limit).prompts for name, found in sets.items()
+        name: build_prompts(examples, tokenizer, config.prompt, max_tokens=limit).prompts
+        for name, examples in sets.items()
     }
     engine = NativeEngine(policy, max_rows=max(map(len, prompts.values())))
     greedy = SamplingParams(temperature=0.0, max_new_tokens=config.rollout.max_new_tokens)
 
     def accuracies() -> dict[str, float]:
         twin.load_state_dict(model.state_dict())
-        found = {}
-        for name, asked in prompts.items():
-            groups = engine.generate(asked, group_size=1, sampling=greedy, seed=0)
-            found[name] = sum(g.completions[0].text.strip() == g.prompt.example.gold for g in groups) / len(groups)
-        return found
+        shares = {}
+        for name, questions in prompts.items():
+            groups = engine.generate(questions, group_size=1, sampling=greedy, seed=0)
+            shares[name] = sum(g.completions[0].text.strip() == g.prompt.example.gold for g in groups) / len(groups)
+        return shares
 
     return accuracies
 

@@ -30,12 +30,12 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
 
 
 def measure(run: Run, name: str) -> Row:
-    """One demo, as a user starts it."""
+    """Run the demo once, as a user starts it."""
     kind, seed = ROWS[name]
     settings = [f"run.seed={seed}", f"task.seed={seed}", *KINDS[kind], *(QUICK if run.quick else ())]
     directory = run.scratch / name.replace(", ", "-").replace(" ", "-")
     busy, cpu, started = os.getloadavg()[0], children_cpu(), time.perf_counter()
-    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(ROOT / "src")) if part)
+    path = os.pathsep.join(one for one in (os.environ.get("PYTHONPATH"), str(ROOT / "src")) if one)
     with run.log(name).open("wb") as log:
         subprocess.run(
             [sys.executable, "-c", COMMAND, "demo", *settings, f"run.directory={directory}"],
@@ -45,10 +45,10 @@ def measure(run: Run, name: str) -> Row:
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
         )
-    figures = {"wall": time.perf_counter() - started, "cpu": children_cpu() - cpu, "load_before": busy}
-    found = read_figures(directory / "demo" / "summary.json") | figures
-    say("  " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
-    return {"kind": kind, "seed": seed, **found}
+    spent = {"wall": time.perf_counter() - started, "cpu": children_cpu() - cpu, "load_before": busy}
+    measured = read_summary(directory / "demo" / "summary.json") | spent
+    say("  " + ", ".join(f"{key} {value:.4g}" for key, value in measured.items()))
+    return {"kind": kind, "seed": seed, **measured}
 
 
 def children_cpu() -> float:
@@ -57,10 +57,10 @@ def children_cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def read_figures(summary: Path) -> dict[str, float]:
+def read_summary(summary: Path) -> dict[str, float]:
     """Held-out accuracy after SFT and at the end, the step it ended at, and the time of SFT and GRPO together."""
     content = json.loads(summary.read_text(encoding="utf-8"))
-    last = {found["stage"]: found for found in content["evaluations"]}
+    last = {evaluation["stage"]: evaluation for evaluation in content["evaluations"]}
     return {
         "after_sft": last["sft"]["metrics"]["accuracy"],
         "after_grpo": last["train"]["metrics"]["accuracy"],
@@ -75,9 +75,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for kind in KINDS:
         head += [f"{kind}: after SFT", "after GRPO", "step", "s", "CPU-s"]
     lines = [head, ["---"] * len(head)]
-    found = {(row["kind"], row["seed"]): row for row in rows}
+    by_seed = {(row["kind"], row["seed"]): row for row in rows}
     for seed in sorted({row["seed"] for row in rows}):
-        lines.append([str(seed), *(cell for kind in KINDS for cell in _cells(found.get((kind, seed))))])
+        lines.append([str(seed), *(cell for kind in KINDS for cell in _cells(by_seed.get((kind, seed))))])
     lines.append(["worst", *(cell for kind in KINDS for cell in _worst([r for r in rows if r["kind"] == kind]))])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -109,4 +109,4 @@ if __name__ == "__main__":
         print_tables(sys.argv[2:])
     else:
         quick = ["plain, seed 0", "regularized, seed 0"]
-        print(table(main("demo_seeds", __doc__, rows=list(ROWS), quick=quick, rounds=1, measure=measure)))
+        print(table(main("demo_seeds", __doc__, rows=list(ROWS), quick=quick, repeats=1, measure=measure)))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.harness.models import save_model
 from benchmarks.harness.runner import Row, Run, main, model_directory, say
-from benchmarks.harness.workers import ROOT, Worker, take_turns
+from benchmarks.harness.workers import ROOT, Worker, measure_in_turn
 from benchmarks.harness.workloads import Workload, workload
 
 ROWS = {
@@ -44,7 +44,7 @@ UNCOUNTED = 2
 
 
 def vllm_python() -> Path | None:
-    """The Python that has vLLM."""
+    """Find the Python that has vLLM."""
     named = os.environ.get("FLATPEAK_VLLM_PYTHON")
     python = Path(named).absolute() if named else ROOT / ".venv-vllm" / "bin" / "python"
     if named and not python.exists():
@@ -53,20 +53,22 @@ def vllm_python() -> Path | None:
 
 
 def measure(run: Run, name: str) -> Row:
-    """One workload, all contenders."""
+    """Measure all contenders on one workload."""
     size, lengths = ROWS[name]
     work = workload(size, lengths)
     with model_directory(run, name) as model:
         save_model(work, model)
-        figures, failures, told = take_turns(
-            contenders(run, work, model), uncounted=UNCOUNTED, rounds=run.rounds, say=say
+        measurements, failures, reported = measure_in_turn(
+            contenders(run, work, model), uncounted=UNCOUNTED, repeats=run.repeats, say=say
         )
-    versions = {key: value for facts in told.values() for key, value in facts.items() if key in ("vllm", "parameters")}
-    return {"workload": asdict(work), "contenders": figures, "failures": failures, "told": versions}
+    versions = {
+        key: value for facts in reported.values() for key, value in facts.items() if key in ("vllm", "parameters")
+    }
+    return {"workload": asdict(work), "contenders": measurements, "failures": failures, "reported": versions}
 
 
 def contenders(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
-    """By name, what starts each. Continuous batching, always the slowest, is shown at the smallest size only."""
+    """Worker starters by contender. Continuous batching, always the slowest, is shown at the smallest size only."""
     arguments = {"workload": asdict(work), "model": str(model)}
     starts: dict[str, Callable[[], Worker]] = {}
     for contender in ("flatpeak", *TRANSFORMERS):
@@ -94,4 +96,4 @@ def contenders(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], 
 
 
 if __name__ == "__main__":
-    main("engine", __doc__, rows=list(ROWS), quick=["1M, skewed"], rounds=5, measure=measure, left_out=["45M, skewed"])
+    main("engine", __doc__, rows=list(ROWS), quick=["1M, skewed"], repeats=5, measure=measure, left_out=["45M, skewed"])

@@ -1,4 +1,4 @@
-"""Draws a step's completions when told to: with flatpeak, transformers' generate, or its continuous batching."""
+"""Worker of `engine`: samples with flatpeak, transformers' generate, or its continuous batching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from benchmarks.harness.models import load_model, load_tokenizer
-from benchmarks.harness.worker_process import Link, Meter
+from benchmarks.harness.worker_process import Meter, ParentPipe
 from benchmarks.harness.workloads import EOS, PAD, Workload, continuous_batching, prompt_ids, useful_tokens
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
@@ -22,26 +22,26 @@ Draw = Callable[[list[list[int]], int], list[list[int]]]
 
 
 def main() -> None:
-    """Load, say so, and work in turn."""
-    link, meter = Link(), Meter()
+    """Load, report, and sample in turn."""
+    parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
     torch.set_num_threads(1)
     model, tokenizer = load_model(arguments["model"]).eval(), load_tokenizer(arguments["model"])
     meter.loaded()
     draw = DRAWS[arguments["contender"]](model, tokenizer, work)
-    link.tell(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    parent.send(parameters=sum(parameter.numel() for parameter in model.parameters()))
     while True:
-        step = link.wait()["round"]
+        step = parent.receive()["round"]
         prompts = prompt_ids(work, step)
         meter.start()
         completions = draw(prompts, step)
-        figures = meter.stop()
-        link.tell(tokens=sum(useful_tokens(sequence) for sequence in completions), **figures)
+        spent = meter.stop()
+        parent.send(tokens=sum(useful_tokens(sequence) for sequence in completions), **spent)
 
 
 def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
-    """With log-probabilities and decoded text, as training takes them."""
+    """Sample with log-probabilities and decoded text, as training takes them."""
     engine = NativeEngine(Policy(model, tokenizer), max_rows=work.prompts * work.group)
     sampling = SamplingParams(max_new_tokens=work.limits.cap)
 
@@ -57,7 +57,7 @@ def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
 
 
 def generate_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
-    """One batch of all rows, padded on the left; no log-probabilities."""
+    """Sample one batch of all rows, padded on the left, without log-probabilities."""
     config = generation_config(work)
 
     def draw(prompts: list[list[int]], seed: int) -> list[list[int]]:
@@ -67,14 +67,14 @@ def generate_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
         ids_NL = torch.tensor([[PAD] * (longest - len(ids)) + ids for ids in rows])
         mask_NL = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in rows])
         with torch.no_grad():
-            found = model.generate(input_ids=ids_NL, attention_mask=mask_NL, generation_config=config)
-        return found[:, longest:].tolist()  # type: ignore[no-any-return]
+            ids = model.generate(input_ids=ids_NL, attention_mask=mask_NL, generation_config=config)
+        return ids[:, longest:].tolist()  # type: ignore[no-any-return]
 
     return draw
 
 
 def generate_batch_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
-    """transformers' continuous batching, with a cache that fits the workload; no log-probabilities."""
+    """Sample by continuous batching, with a cache that fits the workload, without log-probabilities."""
     from transformers.generation import ContinuousBatchingConfig
 
     config = generation_config(work)
@@ -84,10 +84,10 @@ def generate_batch_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
         torch.manual_seed(seed)
         rows = [ids for ids in prompts for _ in range(work.group)]
         with torch.no_grad():
-            found = model.generate_batch(
+            outputs = model.generate_batch(
                 rows, generation_config=config, continuous_batching_config=batching, progress_bar=False
             )
-        return [output.generated_tokens for output in found.values()]
+        return [output.generated_tokens for output in outputs.values()]
 
     return draw
 

@@ -1,10 +1,10 @@
-"""What gradient regularization costs: an update and a whole GRPO step, with and without it, in one process.
+"""The cost of gradient regularization: an update and a whole GRPO step, with and without it, in one process.
 
     python -m benchmarks.cpu.gradreg [--rounds 7] [--sft-steps 600] [--recipe flatpeak:demo] [--json FILE] [KEY=VALUE]
 
 Every variant updates the same policy (learning rate 0, so that nothing moves) from the same rollouts of the recipe's
 task, cut into the recipe's minibatches. A round times each variant once, in turn: an update is the mean over
-UPDATE_EPOCHS passes through all minibatches, a step is `train_step` with sampling, scoring and all its updates. Figures
+UPDATE_EPOCHS passes through all minibatches, a step is `train_step` with sampling, scoring and all its updates. Times
 are medians over the rounds, ratios are taken within a round.
 """
 
@@ -46,19 +46,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 UPDATE_EPOCHS = 5
-"""So that every fifth of the updates is a whole fifth of them."""
+"""Passes through the minibatches, five so that "every 5th update" is exactly a fifth of them."""
 
 
 class NoRecorder:
-    """Where the trainer under test writes its rollouts."""
+    """A recorder that writes nothing."""
 
     def rollouts(self, *_: Any) -> None:
-        """Nowhere."""
+        """Discard the rollouts of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant's figures."""
+    """The times of one variant."""
 
     name: str
     update_seconds: list[float]
@@ -66,7 +66,7 @@ class Row:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the variants and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="flatpeak:demo")
     parser.add_argument("--rounds", type=int, default=7)
@@ -81,14 +81,14 @@ def main() -> None:
     imitate(components, config, steps=arguments.sft_steps)
     trainers = {name: build_trainer(components, config, fields) for name, fields in VARIANTS.items()}
     updates = minibatches_of_a_step(trainers[PLAIN])
-    rows = measure(trainers, updates, rounds=arguments.rounds)
+    rows = measure(trainers, updates, repeats=arguments.rounds)
     print(table(rows, updates, components))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(rows), indent=1) + "\n")
 
 
 def imitate(components: Components, config: RunConfig, *, steps: int) -> None:
-    """Supervised steps, so that groups have something to disagree about."""
+    """Run supervised steps first, so that completions of a group differ."""
     learner = Learner(components.policy, LIKELIHOOD, config.sft.optimizer, temperature=1.0, micro_batch_tokens=16384)
     size = config.sft.batch_size
     for step in range(steps):
@@ -130,10 +130,10 @@ def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
     return list(trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions)))
 
 
-def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, rounds: int) -> list[Row]:
+def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, repeats: int) -> list[Row]:
     """Time updates and whole steps in turn, after a round that is not counted."""
     rows = [Row(name=name, update_seconds=[], step_seconds=[]) for name in trainers]
-    for counted in range(-1, rounds):
+    for counted in range(-1, repeats):
         for row, trainer in zip(rows, trainers.values(), strict=True):
             update = seconds(lambda learner=trainer.learner: run_updates(learner, updates))
             step = seconds(lambda trainer=trainer, number=counted + 2: trainer.train_step(number))
@@ -144,7 +144,7 @@ def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, rounds: i
 
 
 def run_updates(learner: Learner, updates: Sequence[Batch]) -> None:
-    """As a run does them, at learning rate 0."""
+    """Run all updates as training does, at learning rate 0."""
     for _ in range(UPDATE_EPOCHS):
         for minibatch in updates:
             with seeded(0):
@@ -169,7 +169,7 @@ def ratios(rows: list[Row], name: str, what: str) -> list[float]:
 
 
 def table(rows: list[Row], updates: Sequence[Batch], components: Components) -> str:
-    """Markdown."""
+    """Write the table in Markdown."""
     start = describe_start(None)
     size = sum(parameter.numel() for parameter in components.policy.model.parameters())
     lines = [
@@ -186,8 +186,8 @@ def table(rows: list[Row], updates: Sequence[Batch], components: Components) -> 
         cells = [row.name]
         for what in ("update_seconds", "step_seconds"):
             cells.append(f"{median(getattr(row, what)):.3f}")
-            found = ratios(rows, row.name, what)
-            cells.append(f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+            relative = ratios(rows, row.name, what)
+            cells.append(f"{median(relative):.2f} ({min(relative):.2f} to {max(relative):.2f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What it costs that no bit of a completion depends on its company: rollouts with and without the padding for it.
+"""The cost of batch invariance: rollouts with and without the padding that makes every bit independent of the batch.
 
     python -m benchmarks.cpu.invariance [--rounds 9]
 
@@ -22,8 +22,8 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Example, Prompt, SamplingParams
 
 
-def measure(size: str, lengths: str, rounds: int) -> None:
-    """Print one row."""
+def measure(size: str, lengths: str, repeats: int) -> None:
+    """Measure and print one row."""
     torch.set_num_threads(1)
     work = workload(size, lengths)
     with tempfile.TemporaryDirectory() as directory:
@@ -35,23 +35,23 @@ def measure(size: str, lengths: str, rounds: int) -> None:
     ]
     sampling = SamplingParams(max_new_tokens=work.limits.cap)
     speeds: dict[bool, list[float]] = {True: [], False: []}
-    for seed in range(rounds + 1):
-        for invariant, found in speeds.items():
+    for seed in range(repeats + 1):
+        for invariant, measured in speeds.items():
             policy.batch_invariant = invariant
             began = time.process_time()
             groups = NativeEngine(policy).generate(prompts, group_size=GROUP, sampling=sampling, seed=seed)
             tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
-            found.append(tokens / (time.process_time() - began))
-    on, off = (sorted(found[1:]) for found in (speeds[True], speeds[False]))  # the first round warms up
+            measured.append(tokens / (time.process_time() - began))
+    on, off = (sorted(measured[1:]) for measured in (speeds[True], speeds[False]))  # the first round warms up
     ratio = statistics.median(on) / statistics.median(off)
-    shown = [f"{statistics.median(found):,.0f} ({found[0]:,.0f} to {found[-1]:,.0f})" for found in (on, off)]
-    print(f"| {size}, {lengths} | {shown[0]} | {shown[1]} | {ratio:.2f} |")
+    cells = [f"{statistics.median(rates):,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f})" for rates in (on, off)]
+    print(f"| {size}, {lengths} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="counted rounds (9)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--rounds", type=int, dest="repeats", default=9, help="counted rounds (9)")
+    repeats = parser.parse_args().repeats
     print("| Workload | With the padding | Without | Ratio |\n| --- | --- | --- | --- |")
-    measure("1M", "skewed", rounds)
-    measure("7M", "skewed", rounds)
+    measure("1M", "skewed", repeats)
+    measure("7M", "skewed", repeats)

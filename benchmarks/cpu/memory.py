@@ -24,10 +24,10 @@ ROWS = {"7M, vocabulary 32k": ("7M", 16), "1M, vocabulary 32k": ("1M", 16)}
 
 
 def measure(run: Run, name: str) -> Row:
-    """One size."""
+    """Measure one size of model."""
     size, prompts = ROWS[name]
     return compare(run, workload(size, "vocabulary 32k", prompts=prompts), CONTENDERS)
 
 
 if __name__ == "__main__":
-    main("memory", __doc__, rows=list(ROWS), quick=list(ROWS)[1:], rounds=2, measure=measure, left_out=list(ROWS)[1:])
+    main("memory", __doc__, rows=list(ROWS), quick=list(ROWS)[1:], repeats=2, measure=measure, left_out=list(ROWS)[1:])

@@ -1,4 +1,4 @@
-"""What the training pass's options cost and save: one forward and backward pass each, on one thread of the CPU.
+"""Costs and savings of the training pass's options: one forward and backward pass each, on one thread of the CPU.
 
     python -m benchmarks.cpu.memory_options [--rounds 7] [--json FILE]
 
@@ -66,15 +66,15 @@ def main() -> None:
     if arguments.worker:
         serve(**VARIANTS[arguments.worker])
         return
-    rows = measure(rounds=arguments.rounds)
+    rows = measure(repeats=arguments.rounds)
     start = describe_start(None)
     print(table(rows, start))
     if arguments.json:
         arguments.json.write_text(json.dumps({"start": start, "rows": rows}, indent=1) + "\n")
 
 
-def measure(*, rounds: int) -> dict[str, dict[str, Any]]:
-    """Each variant's figures, by name."""
+def measure(*, repeats: int) -> dict[str, dict[str, Any]]:
+    """Measurements of each variant, by name."""
     with tempfile.TemporaryDirectory() as cache, ExitStack() as stack:
         # An empty cache, so that the first call compiles.
         settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_CACHE_DIR": cache}
@@ -91,11 +91,11 @@ def measure(*, rounds: int) -> dict[str, dict[str, Any]]:
             for name in VARIANTS
         }
         rows = {name: answer(worker) for name, worker in workers.items()}
-        for number in range(rounds):
+        for number in range(repeats):
             for name, worker in workers.items():
-                found = answer(worker)
+                measured = answer(worker)
                 if number:
-                    for key, value in found.items():
+                    for key, value in measured.items():
                         rows[name].setdefault(key, []).append(value)
         for worker in workers.values():
             assert worker.stdin is not None
@@ -104,7 +104,7 @@ def measure(*, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """Ask a worker for its next figures and wait for them."""
+    """Ask a worker for its next measurements and wait for them."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write("go\n")
@@ -112,12 +112,12 @@ def answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
     line = worker.stdout.readline()
     if not line:
         raise RuntimeError(f"{worker.args} ended with {worker.wait()}")
-    found: dict[str, Any] = json.loads(line)
-    return found
+    measured: dict[str, Any] = json.loads(line)
+    return measured
 
 
 def serve(*, dtype: str = "float32", recompute: bool = False, compiled: bool = False) -> None:
-    """One variant: build, then a pass for every line on stdin. The first answer is about the first pass."""
+    """Run one variant: build, then a pass for every line on stdin. The first answer is about the first pass."""
     torch.set_num_threads(1)
     policy = build_policy(dtype)
     learner = Learner(
@@ -192,17 +192,17 @@ def status(key: str) -> int:
 
 
 def count(policy: Policy) -> int:
-    """Trainable numbers."""
+    """Count the trainable parameters."""
     return sum(parameter.numel() for parameter in policy.parameters())
 
 
-def say(figures: dict[str, Any]) -> None:
-    """Answer the parent."""
-    print(json.dumps(figures), flush=True)
+def say(measured: dict[str, Any]) -> None:
+    """Send one line to the parent."""
+    print(json.dumps(measured), flush=True)
 
 
 def table(rows: dict[str, dict[str, Any]], start: dict[str, Any]) -> str:
-    """Markdown."""
+    """Write the table in Markdown."""
     plain = rows["plain"]
     lines = [
         f"{plain['parameters']:,} parameters, 8,192 packed tokens, {len(plain['cpu_seconds'])} rounds. "

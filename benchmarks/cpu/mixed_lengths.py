@@ -1,4 +1,4 @@
-"""One prompt of 1,500 tokens among 80 of 20: its cost beside that of the two parts done one after the other.
+"""One prompt of 1,500 tokens among 80 of 20: its cost beside that of the long one and the short ones apart.
 
     python -m benchmarks.cpu.mixed_lengths --json FILE [--row "1M, rollout"] [--rounds 5] [--quick]
 
@@ -12,33 +12,33 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 
-from benchmarks.cpu.mixed_lengths_worker import CONTEXT, PARTS
+from benchmarks.cpu.mixed_lengths_worker import CONTEXT, PROMPT_SETS
 from benchmarks.harness.models import save_model
 from benchmarks.harness.runner import Row, Run, main, model_directory, say
-from benchmarks.harness.workers import Worker, take_turns
+from benchmarks.harness.workers import Worker, measure_in_turn
 from benchmarks.harness.workloads import workload
 
 ROWS = {f"1M, {work}": work for work in ("training pass", "rollout")}
 
 
 def measure(run: Run, name: str) -> Row:
-    """Training or rollouts, together and apart."""
+    """Measure training or rollouts, together and apart."""
     work = workload("1M", "uniform, short prompts")
     with model_directory(run, name) as model:
         save_model(work, model, context=CONTEXT)
-        told = {"workload": asdict(work), "model": str(model), "work": ROWS[name]}
+        arguments = {"workload": asdict(work), "model": str(model), "work": ROWS[name]}
         starts = {
             contender: partial(
                 Worker,
                 "benchmarks.cpu.mixed_lengths_worker",
-                {**told, "contender": contender},
+                {**arguments, "contender": contender},
                 log=run.log(contender, name),
             )
-            for contender in PARTS
+            for contender in PROMPT_SETS
         }
-        figures, failures, facts = take_turns(starts, uncounted=1, rounds=run.rounds, say=say)
-    return {"contenders": figures, "failures": failures, "told": facts["together"]}
+        measurements, failures, facts = measure_in_turn(starts, uncounted=1, repeats=run.repeats, say=say)
+    return {"contenders": measurements, "failures": failures, "reported": facts["together"]}
 
 
 if __name__ == "__main__":
-    main("mixed_lengths", __doc__, rows=list(ROWS), quick=list(ROWS), rounds=5, measure=measure)
+    main("mixed_lengths", __doc__, rows=list(ROWS), quick=list(ROWS), repeats=5, measure=measure)

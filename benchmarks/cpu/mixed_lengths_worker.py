@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.harness.models import load_model, load_tokenizer
-from benchmarks.harness.worker_process import Link, Meter
+from benchmarks.harness.worker_process import Meter, ParentPipe
 from benchmarks.harness.workloads import FIRST_WORD, Workload
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
@@ -18,33 +18,33 @@ from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingPa
 
 CONTEXT = 2048
 LONG, SHORT = [1500], [20] * 80
-PARTS = {"together": [LONG + SHORT], "apart": [LONG, SHORT]}
-"""By contender, the prompts' lengths in each of its passes or rollouts."""
+PROMPT_SETS = {"together": [LONG + SHORT], "apart": [LONG, SHORT]}
+"""The prompts' lengths in each pass or rollout, by contender."""
 ANSWER, NEW_TOKENS = 10, 32
 
 
 def main() -> None:
-    """Load, say so, and work in turn."""
-    link, meter = Link(), Meter()
+    """Load, report, and work in turn."""
+    parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
     torch.set_num_threads(1)
     policy = Policy(load_model(arguments["model"]).train(), load_tokenizer(arguments["model"]))
     assert policy.native, policy.notice
-    parts = [prompts(lengths, work) for lengths in PARTS[arguments["contender"]]]
-    run = {"training pass": train, "rollout": sample}[arguments["work"]](policy, parts)
+    sets = [prompts(lengths, work) for lengths in PROMPT_SETS[arguments["contender"]]]
+    run = {"training pass": train, "rollout": sample}[arguments["work"]](policy, sets)
     meter.loaded()
-    link.tell(prompts=sum(map(len, parts)))
+    parent.send(prompts=sum(map(len, sets)))
     while True:
-        link.wait()
+        parent.receive()
         meter.start()
         tokens = run()
-        link.tell(tokens=tokens, **meter.stop())
+        parent.send(tokens=tokens, **meter.stop())
 
 
-def train(policy: Policy, parts: Sequence[Sequence[Prompt]]) -> Callable[[], int]:
-    """A pass over each part, forward and backward."""
-    batches = [batch_of(part) for part in parts]
+def train(policy: Policy, sets: Sequence[Sequence[Prompt]]) -> Callable[[], int]:
+    """Make a function that runs forward and backward over each set of prompts."""
+    batches = [batch_of(prompts_of_set) for prompts_of_set in sets]
 
     def run() -> int:
         policy.model.zero_grad()
@@ -55,16 +55,16 @@ def train(policy: Policy, parts: Sequence[Sequence[Prompt]]) -> Callable[[], int
     return run
 
 
-def sample(policy: Policy, parts: Sequence[Sequence[Prompt]]) -> Callable[[], int]:
-    """A rollout of each part; no answer ends early."""
+def sample(policy: Policy, sets: Sequence[Sequence[Prompt]]) -> Callable[[], int]:
+    """Make a function that samples answers to each set of prompts; none ends early."""
     engine = NativeEngine(policy)
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
 
     def run() -> int:
-        found: list[Group] = []
-        for part in parts:
-            found += engine.generate(part, group_size=1, sampling=sampling, seed=0)
-        answers: list[Completion] = [completion for group in found for completion in group.completions]
+        groups: list[Group] = []
+        for prompts_of_set in sets:
+            groups += engine.generate(prompts_of_set, group_size=1, sampling=sampling, seed=0)
+        answers: list[Completion] = [completion for group in groups for completion in group.completions]
         return sum(len(answer.token_ids) for answer in answers)
 
     return run
@@ -85,7 +85,7 @@ def prompts(lengths: Sequence[int], work: Workload) -> list[Prompt]:
 
 
 def batch_of(asked: Sequence[Prompt]) -> Batch:
-    """The same answer to each."""
+    """A batch with the same answer to each prompt."""
     count = len(asked)
     return Batch(
         prompts=tuple(prompt.token_ids for prompt in asked),

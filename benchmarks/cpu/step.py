@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.harness.models import save_model
 from benchmarks.harness.runner import Row, Run, main, model_directory, say
-from benchmarks.harness.workers import Worker, take_turns
+from benchmarks.harness.workers import Worker, measure_in_turn
 from benchmarks.harness.workloads import LENGTHS, Workload, continuous_batching, workload
 
 ROWS = {
@@ -30,7 +30,7 @@ UNCOUNTED = 2
 
 
 def measure(run: Run, name: str) -> Row:
-    """One workload."""
+    """Measure all contenders on one workload."""
     size, lengths = ROWS[name]
     work = workload(size, lengths)
     contenders = ["flatpeak", "TRL generate"] + ["TRL generate_batch"] * (name == "1M, skewed")
@@ -38,25 +38,25 @@ def measure(run: Run, name: str) -> Row:
 
 
 def compare(run: Run, work: Workload, contenders: dict[str, dict[str, object]]) -> Row:
-    """Let these train in turn."""
+    """Let the contenders train in turn on one workload."""
     with model_directory(run, "model") as model:
         save_model(work, model)
         starts = {
             name: start(run, work, model, name, {"continuous_batching": continuous_batching(work), **arguments})
             for name, arguments in contenders.items()
         }
-        figures, failures, _ = take_turns(starts, uncounted=UNCOUNTED, rounds=run.rounds, say=say)
-    return {"workload": asdict(work), "contenders": figures, "failures": failures}
+        measurements, failures, _ = measure_in_turn(starts, uncounted=UNCOUNTED, repeats=run.repeats, say=say)
+    return {"workload": asdict(work), "contenders": measurements, "failures": failures}
 
 
 def start(run: Run, work: Workload, model: Path, name: str, arguments: dict[str, object]) -> Callable[[], Worker]:
-    """What starts one contender; its steps are more than its turns, so that none of them is the last."""
+    """Make a starter of one contender, with more steps than turns, so that no measured step is the last."""
     scratch = run.scratch / f"{name} {work.size} {work.lengths}"
     scratch.mkdir()
-    told = {"workload": asdict(work), "model": str(model), "scratch": str(scratch), **arguments}
-    steps = {"steps": UNCOUNTED + run.rounds + 2}
-    return partial(Worker, "benchmarks.cpu.step_worker", told | steps, log=run.log(name, work.size, work.lengths))
+    shared = {"workload": asdict(work), "model": str(model), "scratch": str(scratch), **arguments}
+    steps = {"steps": UNCOUNTED + run.repeats + 2}
+    return partial(Worker, "benchmarks.cpu.step_worker", shared | steps, log=run.log(name, work.size, work.lengths))
 
 
 if __name__ == "__main__":
-    main("step", __doc__, rows=list(ROWS), quick=["1M, skewed"], rounds=5, measure=measure)
+    main("step", __doc__, rows=list(ROWS), quick=["1M, skewed"], repeats=5, measure=measure)

@@ -1,4 +1,4 @@
-"""Trains a workload's model for a few GRPO steps, with flatpeak or with TRL; its reward function waits for its turn."""
+"""Worker of `step`: a few GRPO steps with flatpeak or TRL, whose reward function waits for its turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import flatpeak
 from benchmarks.harness.models import load_model, load_tokenizer
-from benchmarks.harness.worker_process import Link, Meter
+from benchmarks.harness.worker_process import Meter, ParentPipe
 from benchmarks.harness.workloads import Workload, as_text, prompt_ids
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Stream
@@ -24,8 +24,8 @@ BETAS = (0.9, 0.999)
 SEED = 0
 
 
-class TurnReward:
-    """Scores completions, and is where the trainers take turns: from one call to the next is exactly one step.
+class StepReward:
+    """A reward function that measures steps: from one call to the next is exactly one step.
 
     That is the update on one step's completions and the rollout of the next, everything in between included. The tokens
     counted for it are the mean of the two steps'.
@@ -33,37 +33,37 @@ class TurnReward:
 
     __name__ = "turns"
 
-    def __init__(self, link: Link, meter: Meter, *, completions: int) -> None:
-        self.link, self.meter, self.completions = link, meter, completions
+    def __init__(self, parent: ParentPipe, meter: Meter, *, completions: int) -> None:
+        self.parent, self.meter, self.completions = parent, meter, completions
         self.last_tokens = 0
 
     def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """Different for nearly every completion, so that nobody can leave out a group."""
+        """Score nearly every completion differently, so that no group can be skipped."""
         if len(completion_ids) == self.completions:  # else it is flatpeak's held-out evaluation before the first step
             tokens = sum(len(ids) for ids in completion_ids)
-            self.link.tell(tokens=(self.last_tokens + tokens) / 2, **self.meter.stop())
+            self.parent.send(tokens=(self.last_tokens + tokens) / 2, **self.meter.stop())
             self.last_tokens = tokens
-            self.link.wait()
+            self.parent.receive()
             self.meter.start()
         return [sum(ids) % 97 / 97 for ids in completion_ids]
 
 
 def main() -> None:
-    """Load, say so, and train in turn."""
-    link, meter = Link(), Meter()
+    """Load, report, and train in turn."""
+    parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
     torch.set_num_threads(1)
     model, tokenizer = load_model(arguments["model"]), load_tokenizer(arguments["model"])
-    reward = TurnReward(link, meter, completions=work.prompts * work.group)
+    reward = StepReward(parent, meter, completions=work.prompts * work.group)
     rows = [
         {"id": f"{step}.{index}", "prompt": as_text(ids)}
         for step in range(arguments["steps"])
         for index, ids in enumerate(prompt_ids(work, step))
     ]
     train = TRAIN[arguments["contender"]]
-    link.tell()
-    link.wait()
+    parent.send()
+    parent.receive()
     train(arguments, work, model, tokenizer, rows, reward)
 
 
@@ -73,11 +73,11 @@ def train_flatpeak(
     model: Any,
     tokenizer: Any,
     rows: list[dict[str, str]],
-    reward: TurnReward,
+    reward: StepReward,
 ) -> None:
     """The public entry point, with metrics, rollout log and recorder as every run has them."""
     examples = [Example(id=row["id"], question=row["prompt"], gold="") for row in rows]
-    held_out = Example(id="held-out", question=rows[0]["prompt"], gold="")
+    held_out_example = Example(id="held-out", question=rows[0]["prompt"], gold="")
     reward.meter.loaded()
     reward.meter.start()
     flatpeak.train(
@@ -94,7 +94,7 @@ def train_flatpeak(
         },
         model=model,
         tokenizer=tokenizer,
-        task=SimpleNamespace(name="random", train=examples, test=[held_out]),
+        task=SimpleNamespace(name="random", train=examples, test=[held_out_example]),
         reward=reward,
     )
 
@@ -105,7 +105,7 @@ def train_trl(
     model: Any,
     tokenizer: Any,
     rows: list[dict[str, str]],
-    reward: TurnReward,
+    reward: StepReward,
 ) -> None:
     """The same loss, batch, optimizer and data order; TRL's own metrics, logged at every step as flatpeak's are."""
     from datasets import Dataset

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.harness.statistics import Round, first_reaching
+from benchmarks.harness.statistics import Measurement, first_reaching
 
 GOAL = 0.9
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -26,9 +26,9 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 HEAD = ("Contender", "Seeds", "Mean accuracy", "Difference", "First step at 0.9", "Accuracy at the end")
 
 
-def averages(rounds: Sequence[Round]) -> float:
+def averages(measurements: Sequence[Measurement]) -> float:
     """Accuracy after the start, over steps and both sets."""
-    return mean((found["accuracy"] + found["second"]) / 2 for found in rounds if found["step"] > 0)
+    return mean((one["accuracy"] + one["second"]) / 2 for one in measurements if one["step"] > 0)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float, float]:
@@ -40,24 +40,24 @@ def interval(differences: Sequence[float]) -> tuple[float, float, float]:
 
 def noise(rows: Sequence[Mapping[str, Any]]) -> float:
     """The standard deviation of one accuracy of 500 questions, from how far the two sets differ."""
-    gaps = [f["accuracy"] - f["second"] for row in rows for rounds in row["contenders"].values() for f in rounds]
+    gaps = [f["accuracy"] - f["second"] for row in rows for raced in row["contenders"].values() for f in raced]
     return stdev(gaps) / math.sqrt(2)
 
 
 def table(rows: Sequence[Mapping[str, Any]], *, against: str) -> str:
-    """A line for each contender."""
+    """A table with a line for each contender."""
     lines = [HEAD, ["---"] * len(HEAD)]
     for name in rows[0]["contenders"]:
         raced = [row["contenders"] for row in rows if name in row["contenders"]]
-        found = [averages(contenders[name]) for contenders in raced]
-        beside = [(mine, averages(c[against])) for mine, c in zip(found, raced, strict=True) if against in c]
+        means = [averages(contenders[name]) for contenders in raced]
+        beside = [(mine, averages(c[against])) for mine, c in zip(means, raced, strict=True) if against in c]
         firsts = [first_reaching(contenders[name], GOAL) for contenders in raced]
         ends = [(c[name][-1]["accuracy"] + c[name][-1]["second"]) / 2 for c in raced]
         lines.append(
             (
                 name,
                 str(len(raced)),
-                f"{mean(found):.3f} ± {stdev(found):.3f}" if len(found) > 1 else f"{found[0]:.3f}",
+                f"{mean(means):.3f} ± {stdev(means):.3f}" if len(means) > 1 else f"{means[0]:.3f}",
                 _difference([a - b for a, b in beside]) if name != against else "",
                 ", ".join(f"{first['step']:.0f}" if first else "none" for first in firsts),
                 f"{mean(ends):.3f}",

@@ -4,7 +4,7 @@
 
 An OpenMP thread that waits either sleeps at once (OMP_WAIT_POLICY=PASSIVE, what the command line sets), spins for a
 bounded time (GOMP_SPINCOUNT) or for long (what GNU's OpenMP does by itself). `--load` is the number of endless loops
-that run beside it; 0 is an idle machine. Figures are medians over the rounds, which take turns: wall and CPU
+that run beside it; 0 is an idle machine. Times are medians over the rounds, which take turns: wall and CPU
 milliseconds.
 """
 
@@ -41,13 +41,13 @@ def main() -> None:
         return
     loops = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(given.load)]
     try:
-        rounds = [{way: run_worker(way, given.seconds, given.width) for way in WAYS} for _ in range(given.rounds)]
+        times = [{way: run_worker(way, given.seconds, given.width) for way in WAYS} for _ in range(given.rounds)]
     finally:
         for loop in loops:
             loop.kill()
     print(f"| Width {given.width}, {given.load} loops beside it | Update, ms | CPU per update, ms |\n|---|---|---|")
     for way in WAYS:
-        wall, cpu = (sorted(figures[way][index] for figures in rounds) for index in (0, 1))
+        wall, cpu = (sorted(measured[way][index] for measured in times) for index in (0, 1))
         print(f"| {way} | {median(wall):.1f} ({wall[0]:.1f} to {wall[-1]:.1f}) | {median(cpu):.1f} |")
 
 

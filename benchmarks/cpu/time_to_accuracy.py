@@ -1,4 +1,4 @@
-"""Time until a policy is right: the demo's task, from one SFT start, with flatpeak and with TRL.
+"""Time to an accuracy: the demo's task, from one SFT start, with flatpeak and with TRL.
 
     python -m benchmarks.cpu.time_to_accuracy --json FILE [--row "seed 0"] [--quick]
 
@@ -19,20 +19,20 @@ from pathlib import Path
 
 import flatpeak
 from benchmarks.harness.runner import Row, Run, main, say
-from benchmarks.harness.workers import Round, Worker
+from benchmarks.harness.workers import Measurement, Worker
 from flatpeak.config.load import load_recipe
 
 GOAL = 0.9
 LIMIT = 200
 """Steps after which a contender gives up; the schedule is that of the recipe's 260."""
 STEPS = 100
-"""Of the rows that compare accuracy by steps."""
+"""Steps of the rows that compare accuracy by steps."""
 SEEDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A trainer, and what its recipe changes."""
+    """A trainer, and its changes of the recipe."""
 
     trainer: str
     settings: tuple[str, ...] = ()
@@ -53,20 +53,20 @@ DEFAULT = list(ROWS)[:3]
 
 
 def measure(run: Run, name: str) -> Row:
-    """One seed of reinforcement learning; the start is the same for all."""
+    """Measure one seed of reinforcement learning; the start is the same for all."""
     if name in BY_STEPS:
         steps = 10 if run.quick else STEPS
         return {"steps": steps, "contenders": race(run, name, STEPPED, seed=BY_STEPS[name], goal=None, limit=steps)}
-    found = race(run, name, TIMED, seed=ROWS[name], goal=GOAL, limit=LIMIT)
-    return {"goal": GOAL, "limit": LIMIT, "contenders": found}
+    timed = race(run, name, TIMED, seed=ROWS[name], goal=GOAL, limit=LIMIT)
+    return {"goal": GOAL, "limit": LIMIT, "contenders": timed}
 
 
 def race(
     run: Run, name: str, contenders: Mapping[str, Contender], *, seed: int, goal: float | None, limit: int
-) -> dict[str, list[Round]]:
-    """Figures of each contender after every ten steps, until the goal, where there is one, or the limit."""
+) -> dict[str, list[Measurement]]:
+    """Measurements of each contender after every ten steps, until the goal, where there is one, or the limit."""
     start = make_start(run)
-    figures: dict[str, list[Round]] = {contender: [] for contender in contenders}
+    measurements: dict[str, list[Measurement]] = {contender: [] for contender in contenders}
     with ExitStack() as stack:
         workers = {}
         for contender, how in contenders.items():
@@ -83,22 +83,22 @@ def race(
             workers[contender] = stack.enter_context(worker).ready()
         while workers:
             for contender, worker in list(workers.items()):
-                told = worker.turn({})
-                figures[contender].append(told)
-                say(f"  {contender}: " + ", ".join(f"{key} {value:.4g}" for key, value in told.items()))
-                if told["step"] >= limit or (goal is not None and told["accuracy"] >= goal):
+                reported = worker.turn({})
+                measurements[contender].append(reported)
+                say(f"  {contender}: " + ", ".join(f"{key} {value:.4g}" for key, value in reported.items()))
+                if reported["step"] >= limit or (goal is not None and reported["accuracy"] >= goal):
                     del workers[contender]
-    return figures
+    return measurements
 
 
 def make_start(run: Run) -> Path:
-    """The model that the demo's SFT makes; made once."""
-    kept = run.scratch / "start"
-    if not kept.exists():
+    """Train the demo's SFT model once, and return its checkpoint."""
+    start = run.scratch / "start"
+    if not start.exists():
         overrides = [f"run.directory={run.scratch}", "run.name=sft", "run.threads=1"]
         saved = flatpeak.sft(load_recipe("flatpeak:demo", overrides)).best
-        kept.symlink_to(saved.resolve())
-    return kept
+        start.symlink_to(saved.resolve())
+    return start
 
 
 def left_out() -> Sequence[str]:
@@ -112,7 +112,7 @@ if __name__ == "__main__":
         __doc__,
         rows=[*ROWS, *BY_STEPS],
         quick=DEFAULT[:1],
-        rounds=1,
+        repeats=1,
         measure=measure,
         left_out=left_out(),
     )

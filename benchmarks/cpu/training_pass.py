@@ -17,10 +17,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from benchmarks.cpu.training_pass_worker import PASSES, PROMPTS, SHAPES
+from benchmarks.cpu.training_pass_worker import METHODS, PROMPTS, SHAPES
 from benchmarks.harness.models import save_model
 from benchmarks.harness.runner import Row, Run, main, model_directory, say
-from benchmarks.harness.workers import Worker, take_turns
+from benchmarks.harness.workers import Worker, measure_in_turn
 from benchmarks.harness.workloads import workload
 
 ROWS = {f"{size}, {shape}": (size, shape) for size in ("1M", "7M") for shape in SHAPES}
@@ -31,27 +31,32 @@ UNCOUNTED = 1
 
 
 def measure(run: Run, name: str) -> Row:
-    """One size and shape, all three ways."""
+    """Measure one size and shape in all three ways."""
     size, shape = ROWS[name]
     work = workload(size, "uniform, long prompts", prompts=PROMPTS)
     with model_directory(run, name) as model:
         save_model(work, model)
-        gradients = {contender: model / f"{contender}.safetensors" for contender in PASSES}
-        told = {"workload": asdict(work), "model": str(model), "shape": shape}
+        gradients = {contender: model / f"{contender}.safetensors" for contender in METHODS}
+        arguments = {"workload": asdict(work), "model": str(model), "shape": shape}
         starts = {
             contender: partial(
                 Worker,
                 "benchmarks.cpu.training_pass_worker",
-                {**told, "contender": contender, "gradient": str(gradients[contender])},
+                {**arguments, "contender": contender, "gradient": str(gradients[contender])},
                 log=run.log(contender, name),
             )
-            for contender in PASSES
+            for contender in METHODS
         }
-        figures, failures, facts = take_turns(starts, uncounted=UNCOUNTED, rounds=run.rounds, say=say)
+        measurements, failures, facts = measure_in_turn(starts, uncounted=UNCOUNTED, repeats=run.repeats, say=say)
         differences = gradient_differences(gradients)
     say("  gradients differ by: " + ", ".join(f"{key} {value:.1e}" for key, value in differences.items()))
     assert max(differences.values()) <= TOLERANCE, differences
-    return {"contenders": figures, "failures": failures, "gradient_differences": differences, "told": facts["shared"]}
+    return {
+        "contenders": measurements,
+        "failures": failures,
+        "gradient_differences": differences,
+        "reported": facts["shared"],
+    }
 
 
 def gradient_differences(files: Mapping[str, Path]) -> dict[str, float]:
@@ -60,10 +65,10 @@ def gradient_differences(files: Mapping[str, Path]) -> dict[str, float]:
     padded = gradients.pop("padded")
     largest = max(float(entry.abs().max()) for entry in padded.values())
     return {
-        contender: max(float((found[name] - entry).abs().max()) for name, entry in padded.items()) / largest
-        for contender, found in gradients.items()
+        contender: max(float((own[name] - entry).abs().max()) for name, entry in padded.items()) / largest
+        for contender, own in gradients.items()
     }
 
 
 if __name__ == "__main__":
-    main("training_pass", __doc__, rows=list(ROWS), quick=list(ROWS)[:2], rounds=5, measure=measure)
+    main("training_pass", __doc__, rows=list(ROWS), quick=list(ROWS)[:2], repeats=5, measure=measure)

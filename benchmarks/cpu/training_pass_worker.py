@@ -1,4 +1,4 @@
-"""Forward and backward of one batch in one of three ways; leaves its gradient in a file, then works in turn."""
+"""Worker of `training_pass`: forward and backward of one batch in one of three ways, its gradient saved first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.harness.models import load_model, load_tokenizer
-from benchmarks.harness.worker_process import Link, Meter
+from benchmarks.harness.worker_process import Meter, ParentPipe
 from benchmarks.harness.workloads import FIRST_WORD, GROUP, Workload
 from flatpeak.kernels.matmul import SETTING, onednn_is_faster
 from flatpeak.policy.model import Policy
@@ -28,7 +28,7 @@ PROMPTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a batch looks like."""
+    """The shape of a batch."""
 
     prompt: int
     answer: Answers
@@ -43,8 +43,8 @@ SHAPES = {
 
 
 def main() -> None:
-    """Load, run once to leave the gradient, say so, and work in turn."""
-    link, meter = Link(), Meter()
+    """Load, run once to save the gradient, report, and work in turn."""
+    parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
     torch.set_num_threads(1)
@@ -52,19 +52,19 @@ def main() -> None:
     assert policy.native, policy.notice
     batch = random_batch(work, SHAPES[arguments["shape"]])
     weights_T = torch.rand(len(batch.tokens_T), generator=torch.Generator().manual_seed(0)) - 0.5
-    logprobs = PASSES[arguments["contender"]]
+    logprobs = METHODS[arguments["contender"]]
     meter.loaded()
     with multiplied_by_mkl():
         (logprobs(policy, batch) * weights_T).sum().backward()
     gradients = {name: entry.grad for name, entry in policy.model.named_parameters() if entry.grad is not None}
     save_file(gradients, arguments["gradient"])
-    link.tell(completions=len(batch.lengths_N), tokens=len(batch.tokens_T))
+    parent.send(completions=len(batch.lengths_N), tokens=len(batch.tokens_T))
     while True:
-        link.wait()
+        parent.receive()
         policy.model.zero_grad()
         meter.start()
         (logprobs(policy, batch) * weights_T).sum().backward()
-        link.tell(tokens=len(batch.tokens_T), **meter.stop())
+        parent.send(tokens=len(batch.tokens_T), **meter.stop())
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def multiplied_by_mkl() -> Iterator[None]:
 
 
 def shared(policy: Policy, batch: Batch) -> Tensor:
-    """As flatpeak trains."""
+    """The pass of flatpeak's training, each prompt once."""
     return policy.token_logprobs(batch, temperature=1.0)[0]
 
 
@@ -106,14 +106,14 @@ def padded(policy: Policy, batch: Batch) -> Tensor:
     ]
     lengths_N = torch.tensor([len(row) for row in rows])
     ids_NL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    places_NL = torch.arange(ids_NL.shape[1])
-    read_NL = places_NL < lengths_N[:, None]
+    columns_NL = torch.arange(ids_NL.shape[1])
+    read_NL = columns_NL < lengths_N[:, None]
     with policy.plain_attention() as model:
         logits_NLV = model(input_ids=ids_NL, attention_mask=read_NL.long(), use_cache=False).logits
     logprobs_NL = -torch.nn.functional.cross_entropy(
         logits_NLV[:, :-1].flatten(0, 1), ids_NL[:, 1:].flatten(), reduction="none"
     ).view(len(rows), -1)
-    answered_NL = read_NL & (places_NL >= (lengths_N - batch.lengths_N)[:, None])
+    answered_NL = read_NL & (columns_NL >= (lengths_N - batch.lengths_N)[:, None])
     return logprobs_NL[answered_NL[:, 1:]]
 
 
@@ -138,7 +138,7 @@ def random_batch(work: Workload, shape: Shape) -> Batch:
     )
 
 
-PASSES = {"shared": shared, "packed": packed, "padded": padded}
+METHODS = {"shared": shared, "packed": packed, "padded": padded}
 
 if __name__ == "__main__":
     main()

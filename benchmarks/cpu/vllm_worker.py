@@ -1,4 +1,4 @@
-"""Draws a step's completions with vLLM when told to; runs in the Python that has vLLM, which has nothing of ours."""
+"""Worker of `engine`: samples with vLLM, in the Python that has it, where flatpeak is not installed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams
 
-from benchmarks.harness.worker_process import Link, Meter
+from benchmarks.harness.worker_process import Meter, ParentPipe
 from benchmarks.harness.workloads import Workload, prompt_ids, useful_tokens
 
 
 def main() -> None:
-    """Load, say so, and work in turn."""
-    link, meter = Link(), Meter()
+    """Load, report, and sample in turn."""
+    parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
     torch.set_num_threads(1)
@@ -30,9 +30,9 @@ def main() -> None:
         seed=0,
     )
     meter.loaded()
-    link.tell(vllm=vllm.__version__, torch=torch.__version__, threads=torch.get_num_threads())
+    parent.send(vllm=vllm.__version__, torch=torch.__version__, threads=torch.get_num_threads())
     while True:
-        step = link.wait()["round"]
+        step = parent.receive()["round"]
         # Weights move between the steps of a training: what is cached of them is of no use in the next.
         engine.reset_prefix_cache()
         asked = [{"prompt_token_ids": ids} for ids in prompt_ids(work, step)]
@@ -42,10 +42,10 @@ def main() -> None:
             n=work.group, temperature=1.0, max_tokens=work.limits.cap, logprobs=0, detokenize=False
         )
         meter.start()
-        found = engine.generate(asked, sampling, use_tqdm=False)
-        figures = meter.stop()
-        completions = [list(output.token_ids) for request in found for output in request.outputs]
-        link.tell(tokens=sum(useful_tokens(sequence) for sequence in completions), **figures)
+        outputs = engine.generate(asked, sampling, use_tqdm=False)
+        spent = meter.stop()
+        completions = [list(output.token_ids) for request in outputs for output in request.outputs]
+        parent.send(tokens=sum(useful_tokens(sequence) for sequence in completions), **spent)
 
 
 if __name__ == "__main__":

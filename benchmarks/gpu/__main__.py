@@ -54,9 +54,9 @@ def roofline(bench: Bench) -> None:
 
     bench.row("bandwidth", bandwidth)
     bench.row("matrix product", product)
-    memory, products = bench.rows
+    memory, matmul = bench.rows
     best = max(memory["read_gb_per_second"], memory["copy_gb_per_second"]) * 1e9
-    bench.peaks = Peaks(bytes_per_second=best, flops_per_second=products["tflops"] * 1e12, dtype=bench.dtype)
+    bench.peaks = Peaks(bytes_per_second=best, flops_per_second=matmul["tflops"] * 1e12, dtype=bench.dtype)
 
 
 MEASURE: dict[str, Callable[[Bench], None]] = {
@@ -94,11 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds=60 * given.minutes,
         save=lambda: write_json(given.json, content),
     )
-    for part, measure in MEASURE.items():
-        if part == "roofline" or not given.part or part in given.part:
-            say(part)
+    for name, measure in MEASURE.items():
+        if name == "roofline" or not given.part or name in given.part:
+            say(name)
             bench.begin()
-            content["parts"][part] = bench.rows
+            content["parts"][name] = bench.rows
             measure(bench)
 
 

@@ -1,4 +1,4 @@
-"""How the parts of the GPU benchmark measure: rows, time that is left, medians, memory."""
+"""Measuring on a GPU: rows, the time that is left, medians, memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class OutOfTimeError(Exception):
 
 @dataclass(kw_only=True)
 class Bench:
-    """What a part measures with."""
+    """The device, the time limit and the rows of one part."""
 
     device: str
     dtype: torch.dtype
     tiny: bool
     seconds: float
-    """What a part may take."""
+    """The time limit of a part."""
     save: Callable[[], None]
     peaks: Peaks | None = None
     rows: list[Row] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Bench:
     """Seconds of the longest row of the part so far."""
 
     def begin(self) -> None:
-        """A new part."""
+        """Start a part: free memory, and reset its rows and clock."""
         self.free()
         self.rows, self.longest, self.began = [], 0.0, time.perf_counter()
 
@@ -46,24 +46,24 @@ class Bench:
         say(f"  {name}")
         try:
             self.check(self.longest if like_the_others else 0.0)
-            found = measure()
+            measured = measure()
         except OutOfTimeError as error:
-            found = {"skipped": str(error)}
+            measured = {"skipped": str(error)}
         except torch.OutOfMemoryError as error:
-            found = {"skipped": f"out of memory: {str(error).partition('. ')[0]}"}
+            measured = {"skipped": f"out of memory: {str(error).partition('. ')[0]}"}
         self.free()
         taken = time.perf_counter() - started
         self.longest = max(self.longest, taken)
-        self.rows.append({"name": name, "row_seconds": round(taken, 2), **found})
+        self.rows.append({"name": name, "row_seconds": round(taken, 2), **measured})
         self.save()
 
     def check(self, needs: float) -> None:
-        """OutOfTimeError where the part has not got so many seconds left."""
+        """Raise OutOfTimeError where the part has fewer seconds left."""
         if time.perf_counter() - self.began + needs > self.seconds:
             raise OutOfTimeError(f"not enough of the part's {self.seconds:.0f} s was left")
 
     def timed(self, run: Callable[[], Any]) -> float:
-        """Seconds, until the device is done."""
+        """Time a call in seconds, until the device is done."""
         self.wait()
         started = time.perf_counter()
         run()
@@ -81,19 +81,19 @@ class Bench:
         return median(taken)
 
     def wait(self) -> None:
-        """For the device."""
+        """Wait until the device is done."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Give memory back, and count the peak from here."""
+        """Free cached memory and reset the peak."""
         if self.device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def memory(self) -> Row:
-        """GB since `free`; None on a CPU."""
+        """Peak and reserved memory in GB since `free`; None on a CPU."""
         if self.device != "cuda":
             return {"peak_gb": None, "reserved_gb": None}
         return {

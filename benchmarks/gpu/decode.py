@@ -34,7 +34,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """The name of the row in the table."""
         return f"{self.size}, B={self.batch}, context {self.context}, group {self.group}"
 
     @property
@@ -176,5 +176,5 @@ def attention_row(bench: Bench, batch: int, context: int) -> Row:
 
     read = shape.kv_numbers / shape.layers * (batch + prompts) * half * bench.dtype.itemsize
     times = {"chosen": bench.typical(chosen, times=5), "reference": bench.typical(reference, times=5)}
-    found = {f"{name}_gb_per_second": read * repeats / taken / 1e9 for name, taken in times.items()}
-    return {**found, "chosen_microseconds": 1e6 * times["chosen"] / repeats, "without_kernel_because": kernel_notices()}
+    rates = {f"{name}_gb_per_second": read * repeats / taken / 1e9 for name, taken in times.items()}
+    return {**rates, "chosen_microseconds": 1e6 * times["chosen"] / repeats, "without_kernel_because": kernel_notices()}

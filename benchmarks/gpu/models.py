@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures on: Qwen2.5's shapes with random weights, and what they could do at best."""
+"""Models of the GPU benchmark: Qwen2.5's shapes with random weights, and their limits on the hardware."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Of queries, keys and values."""
+        """The dimensions of a head of queries, keys or values."""
         return self.hidden // self.heads
 
     @property
@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def kv_numbers(self) -> int:
-        """In one token's keys and values, all layers."""
+        """Numbers in the keys and values of one token, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -63,7 +63,7 @@ SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What the device reached in the part `roofline`."""
+    """The rates that the device reached in the part `roofline`."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -76,16 +76,17 @@ def decode_ceiling(shape: Shape, peaks: Peaks, *, batch: int, group: int, prompt
     `own` is the mean number of a completion's own tokens while it is decoded.
     """
     parameters = shape.layer_parameters + shape.head_parameters
-    products = max(
+    matmul_seconds = max(
         parameters * peaks.dtype.itemsize / peaks.bytes_per_second, 2 * parameters * batch / peaks.flops_per_second
     )
     read = shape.kv_numbers * peaks.dtype.itemsize * (batch * own + batch / group * prompt)
-    return batch / (products + read / peaks.bytes_per_second)
+    return batch / (matmul_seconds + read / peaks.bytes_per_second)
 
 
 def training_flops(shape: Shape, *, prompts: list[int], responses: list[list[int]], shared: bool) -> float:
-    """Of one forward and backward pass, nothing recomputed; `responses[p]` are the lengths of prompt p's completions.
+    """Operations of one forward and backward pass, nothing recomputed.
 
+    `responses[p]` are the lengths of the completions of prompt p.
     Without sharing a prompt is read once per completion. The output layer is needed for response tokens only.
     """
     tokens = pairs = scored = 0.0

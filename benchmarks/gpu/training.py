@@ -31,7 +31,7 @@ RATE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a GRPO step."""
+    """The sizes of a GRPO step."""
 
     size: str
     prompts: int
@@ -57,13 +57,13 @@ def random_prompts(sizes: Sizes, *, step: int) -> list[Prompt]:
     """Other words in every step; lengths within a quarter of the mean."""
     draw = random.Random(f"{sizes} {step}")
     quarter = sizes.prompt // 4
-    found = []
+    prompts = []
     for index in range(sizes.prompts):
         length = draw.randint(sizes.prompt - quarter, sizes.prompt + quarter)
         ids = tuple(draw.randrange(FIRST_WORD, SHAPES[sizes.size].vocabulary) for _ in range(length))
         name = f"{step}.{index}"
-        found.append(Prompt(id=name, token_ids=ids, text="", example=Example(id=name, question="", gold="")))
-    return found
+        prompts.append(Prompt(id=name, token_ids=ids, text="", example=Example(id=name, question="", gold="")))
+    return prompts
 
 
 def packed_groups(tokens: int, *, prompt: int, group: int, vocabulary: int) -> list[Group]:
@@ -237,13 +237,13 @@ def measure_gr(bench: Bench) -> None:
             tokens, prompt, group = (256, 16, 4) if bench.tiny else (32_768, 512, 8)
             groups = packed_groups(tokens, prompt=prompt, group=group, vocabulary=SHAPES[size].vocabulary)
             batch = as_batch(groups, torch.device(bench.device))
-            found: Row = {}
+            measured: Row = {}
             for name, fields in {"plain": {}, "regularized": {"strength": "ratio:0.3"}}.items():
                 trained = learner(policy, pack=tokens // 2, **fields)
-                found[f"{name}_seconds"] = bench.typical(lambda t=trained: t.update(batch, rate=RATE), times=3)
-                found[f"{name}_peak_gb"] = bench.memory()["peak_gb"]
+                measured[f"{name}_seconds"] = bench.typical(lambda t=trained: t.update(batch, rate=RATE), times=3)
+                measured[f"{name}_peak_gb"] = bench.memory()["peak_gb"]
                 del trained
                 bench.free()
-            return {**found, "ratio": found["regularized_seconds"] / found["plain_seconds"]}
+            return {**measured, "ratio": measured["regularized_seconds"] / measured["plain_seconds"]}
 
         bench.row(size, measure)

@@ -31,7 +31,7 @@ class StepClock:
         self.calls: list[tuple[float, int]] = []
 
     def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """Different for nearly every completion."""
+        """Score nearly every completion differently."""
         self.bench.wait()
         self.calls.append((time.perf_counter(), sum(map(len, completion_ids))))
         if len(self.calls) > 1 and 2 * self.calls[-1][0] - self.calls[-2][0] > self.until:

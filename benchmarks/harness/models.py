@@ -1,4 +1,4 @@
-"""Makes a workload's random model and its tokenizer, in a directory that transformers, TRL and vLLM all read."""
+"""Random models and word tokenizers of workloads, saved so that transformers, TRL and vLLM all read them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_model(work: Workload, directory: Path, *, seed: int = 0, context: int =
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """Token n is the word `wn`, words are separated by blanks: quick, and everybody reads the same ids."""
+    """A fast tokenizer in which token n is the word `wn`, so that all libraries read the same ids."""
     words = {"<pad>": PAD, "<eos>": EOS} | {f"w{token}": token for token in range(FIRST_WORD, vocabulary)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -56,10 +56,10 @@ def word_tokenizer(vocabulary: int) -> Any:
 
 
 def load_model(directory: str | Path) -> Any:
-    """The saved model, in float32."""
+    """Load the saved model in float32."""
     return Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The saved tokenizer."""
+    """Load the saved word tokenizer."""
     return PreTrainedTokenizerFast.from_pretrained(directory)

@@ -1,9 +1,9 @@
-"""Writes what was measured into RESULTS.md.
+"""The report: measurements written into RESULTS.md.
 
     python -m benchmarks.harness.report FOLDER [--into FILE]
 
-FOLDER holds the JSON files of the parts. A part's text stands between two comments that name it; only what is between
-them is replaced, so that words written around it stay, as do parts that FOLDER has nothing of.
+FOLDER holds the benchmarks' JSON files. A benchmark's text stands between two comments that name it; only what is
+between them is replaced, so that words written around it stay, as do benchmarks that FOLDER has nothing of.
 """
 
 from __future__ import annotations
@@ -16,50 +16,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.tables import PARTS
+from benchmarks.harness.tables import BENCHMARKS
 
 RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 COMMIT_DIGITS = 10
 
 
 def main() -> None:
-    """Render every part that there is a file of."""
+    """Render every benchmark that there is a file of."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--into", type=Path, default=RESULTS)
     given = parser.parse_args()
     text = given.into.read_text(encoding="utf-8") if given.into.exists() else "# Benchmark results\n"
-    for part in PARTS:
-        file = given.folder / f"{part}.json"
+    for benchmark in BENCHMARKS:
+        file = given.folder / f"{benchmark}.json"
         if file.exists():
-            text = replace_part(text, part, PARTS[part].title, render(json.loads(file.read_text(encoding="utf-8"))))
+            text = replace_section(
+                text, benchmark, BENCHMARKS[benchmark].title, render(json.loads(file.read_text(encoding="utf-8")))
+            )
     given.into.write_text(text, encoding="utf-8")
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """A part's table, with what it was measured on and how to measure it again."""
-    part = content["part"]
+    """A benchmark's table, with what it was measured on and how to measure it again."""
+    benchmark = content["part"]
     pieces = [
-        described(part),
+        described(benchmark),
         f"```sh\n{command(content['facts']['command'])}\n```",
-        PARTS[part].table(content["rows"]),
+        BENCHMARKS[benchmark].table(content["rows"]),
         measured_on(content),
     ]
     return "\n\n".join(pieces)
 
 
-def described(part: str) -> str:
-    """What a part's own docstring says, without its command."""
-    doc = importlib.import_module(f"benchmarks.cpu.{part}").__doc__ or ""
+def described(benchmark: str) -> str:
+    """The docstring of a benchmark, without its command."""
+    doc = importlib.import_module(f"benchmarks.cpu.{benchmark}").__doc__ or ""
     return "\n\n".join(piece for piece in doc.strip().split("\n\n") if not piece.startswith("    "))
 
 
 def command(arguments: list[str]) -> str:
-    """As a reader would type it; where the result goes is theirs to say."""
+    """Write the command for a reader, without the folder of the result."""
     words = list(arguments)
     if "--json" in words:
-        place = words.index("--json")
-        words[place + 1] = Path(words[place + 1]).name
+        index = words.index("--json")
+        words[index + 1] = Path(words[index + 1]).name
     return " ".join(f'"{word}"' if " " in word else word for word in words)
 
 
@@ -68,7 +70,7 @@ def measured_on(content: Mapping[str, Any]) -> str:
     facts = content["facts"]
     hardware, versions = facts["hardware"], dict(facts["versions"])
     for row in content["rows"]:
-        versions |= {name: value for name, value in row.get("told", {}).items() if name == "vllm"}
+        versions |= {name: value for name, value in row.get("reported", {}).items() if name == "vllm"}
     commit = facts["commit"]["flatpeak"] or "unknown"
     named = ", ".join(f"{name} {value}" for name, value in versions.items() if value and name != "safetensors")
     minutes = sum(row["seconds"] for row in content["rows"]) / 60
@@ -81,9 +83,9 @@ def measured_on(content: Mapping[str, Any]) -> str:
     )
 
 
-def replace_part(text: str, part: str, title: str, body: str) -> str:
-    """`text` with the part's own piece replaced, or with a new section at its end."""
-    opening, closing = f"<!-- bench:{part} -->", f"<!-- /bench:{part} -->"
+def replace_section(text: str, benchmark: str, title: str, body: str) -> str:
+    """Replace the text between a benchmark's comments, or append a new section."""
+    opening, closing = f"<!-- bench:{benchmark} -->", f"<!-- /bench:{benchmark} -->"
     piece = f"{opening}\n{body.strip()}\n{closing}"
     pattern = re.compile(re.escape(opening) + r".*?" + re.escape(closing), flags=re.DOTALL)
     if pattern.search(text):

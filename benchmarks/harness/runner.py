@@ -1,4 +1,4 @@
-"""What the parts of the benchmark share: command line, the facts of a measurement, and the file it is written to."""
+"""One benchmark's run: its command line, the facts of a measurement, and the file it is written to."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from typing import Any
 from flatpeak.runs.manifest import describe_start
 
 Row = dict[str, Any]
-"""One line of a part's table: `name`, and for each contender its `rounds`; what else it has is the part's own."""
+"""One line of a table: `name`, `contenders` with their measurements, and what else the benchmark reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One start of one part."""
+    """The settings of one run of a benchmark."""
 
     rows: list[str]
-    rounds: int
+    repeats: int
     scratch: Path
     """A directory that is deleted in the end."""
     quick: bool = False
     """Whether it is only to be seen that everything works."""
 
     def log(self, *names: str) -> Path:
-        """A file for what a worker prints."""
+        """The path of a file for a worker's output."""
         return self.scratch / ("-".join(names).replace(" ", "_").replace(",", "") + ".log")
 
 
 def main(
-    part: str,
+    name: str,
     doc: str,
     *,
     rows: Sequence[str],
     quick: Sequence[str],
-    rounds: int,
+    repeats: int,
     measure: Callable[[Run, str], Row],
     left_out: Sequence[str] = (),
 ) -> list[Row]:
@@ -52,38 +52,38 @@ def main(
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
-    parser.add_argument("--rounds", type=int, default=rounds, help="counted rounds (%(default)s)")
+    parser.add_argument("--rounds", type=int, dest="repeats", default=repeats, help="counted rounds (%(default)s)")
     parser.add_argument("--row", action="append", choices=rows, help="only this row; may be repeated")
     parser.add_argument("--quick", action="store_true", help="few rows and two rounds: shows that everything works")
     given = parser.parse_args()
     chosen = given.row or list(quick if given.quick else [row for row in rows if row not in left_out])
-    content: dict[str, Any] = {"part": part, "quick": given.quick, "facts": facts(part), "rows": []}
+    content: dict[str, Any] = {"part": name, "quick": given.quick, "facts": facts(name), "rows": []}
     with TemporaryDirectory(prefix="flatpeak-bench-") as scratch:
-        run = Run(rows=chosen, rounds=2 if given.quick else given.rounds, scratch=Path(scratch), quick=given.quick)
-        for name in chosen:
+        run = Run(rows=chosen, repeats=2 if given.quick else given.repeats, scratch=Path(scratch), quick=given.quick)
+        for row_name in chosen:
             started = time.perf_counter()
-            say(f"{part}: {name}")
-            row = measure(run, name)
-            content["rows"].append({"name": name, "seconds": time.perf_counter() - started, **row})
+            say(f"{name}: {row_name}")
+            row = measure(run, row_name)
+            content["rows"].append({"name": row_name, "seconds": time.perf_counter() - started, **row})
             write_json(given.json, content)
-    rows_found: list[Row] = content["rows"]
-    return rows_found
+    rows_measured: list[Row] = content["rows"]
+    return rows_measured
 
 
-def facts(part: str) -> dict[str, Any]:
+def facts(benchmark: str) -> dict[str, Any]:
     """Versions, commit, hardware, and the command."""
-    found = describe_start([Path(sys.executable).name, "-m", f"benchmarks.cpu.{part}", *sys.argv[1:]])
-    found["versions"]["trl"] = version("trl")
-    return found
+    start = describe_start([Path(sys.executable).name, "-m", f"benchmarks.cpu.{benchmark}", *sys.argv[1:]])
+    start["versions"]["trl"] = version("trl")
+    return start
 
 
 def say(text: str) -> None:
-    """To standard error, with the time."""
+    """Print to standard error, with the time."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a JSON file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -92,6 +92,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def model_directory(run: Run, name: str) -> Iterator[Path]:
-    """A directory for one row's model."""
+    """A temporary directory for one row's model."""
     with TemporaryDirectory(prefix="model-", dir=run.scratch) as directory:
         yield Path(directory)

@@ -1,4 +1,4 @@
-"""From rounds to figures: medians with their spread, and ratios beside what is wanted of them."""
+"""Medians with their spread, ratios, and verdicts on ratios against their targets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-Round = dict[str, float]
+Measurement = dict[str, float]
 Verdict = Literal["aim reached", "must reached", "below must", "**loses**"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A figure, and the smallest and largest that single rounds gave."""
+    """A median, with the smallest and largest of the single measurements."""
 
     middle: float
     low: float
@@ -22,7 +22,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is wanted of a ratio of flatpeak's figure to another's."""
+    """The wanted ratio of flatpeak's number to another's."""
 
     must: float
     aim: float
@@ -30,7 +30,7 @@ class Target:
     """Whether less is better: time and memory, not speed."""
 
     def verdict(self, ratio: float) -> Verdict:
-        """In the words of the tables; a ratio on the wrong side of 1 loses, whatever was wanted."""
+        """Judge a ratio in the words of the tables; one on the wrong side of 1 loses, whatever its target."""
         sign = -1 if self.lower else 1
         if sign * ratio >= sign * self.aim:
             return "aim reached"
@@ -40,26 +40,26 @@ class Target:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The median of the rounds and their range."""
+    """Compute the median and the range."""
     return Spread(middle=median(values), low=min(values), high=max(values))
 
 
-def rates(rounds: Sequence[Round], per: str) -> list[float]:
-    """Tokens per second of each round; `per` is cpu or wall."""
-    return [found["tokens"] / found[per] for found in rounds]
+def rates(measurements: Sequence[Measurement], per: str) -> list[float]:
+    """Tokens per second of each measurement; `per` is cpu or wall."""
+    return [measured["tokens"] / measured[per] for measured in measurements]
 
 
-def column(rounds: Sequence[Round], name: str) -> list[float]:
-    """One figure of each round."""
-    return [found[name] for found in rounds]
+def column(measurements: Sequence[Measurement], name: str) -> list[float]:
+    """One named number of each measurement."""
+    return [measured[name] for measured in measurements]
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """The ratio of the medians; its range is that of the ratios within one round, as far as both have rounds."""
+    """The ratio of the medians; its range is that of the ratios within one round, as far as both took part."""
     within = [a / b for a, b in zip(ours, theirs, strict=False)]
     return Spread(middle=median(ours) / median(theirs), low=min(within), high=max(within))
 
 
-def first_reaching(rounds: Sequence[Round], goal: float) -> Round | None:
-    """The first round whose accuracy is at least `goal`."""
-    return next((found for found in rounds if found["accuracy"] >= goal), None)
+def first_reaching(measurements: Sequence[Measurement], goal: float) -> Measurement | None:
+    """The first measurement whose accuracy is at least `goal`."""
+    return next((measured for measured in measurements if measured["accuracy"] >= goal), None)

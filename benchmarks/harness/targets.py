@@ -1,4 +1,4 @@
-"""What is asked of flatpeak beside others, whatever it reaches; shown beside every ratio."""
+"""The ratios that are wanted of flatpeak beside others, set before anything was measured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def training_pass_target(row: str, contender: str) -> Target | None:
 
 
 def mixed_lengths_target(row: str, contender: str) -> Target | None:
-    """Together, at most one and a half times the parts' time."""
+    """Long and short prompts together, at most one and a half times their separate time."""
     return Target(must=0.67, aim=1.0)
 
 

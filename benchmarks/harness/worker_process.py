@@ -1,4 +1,4 @@
-"""The worker's side: a process that works when it is its turn, and tells what its work took.
+"""A worker's side of a measurement: the pipe to its parent, and a meter of time and memory.
 
 Workers and the parent exchange lines of JSON over the worker's standard input and what was its standard output;
 whatever libraries print goes to standard error. Only the standard library is used here.
@@ -24,34 +24,34 @@ class Meter:
         self._cpu = self._wall = 0.0
 
     def loaded(self) -> None:
-        """What is in memory now is not counted: imports, weights, data."""
+        """Exclude what is in memory now from the peak: imports, weights, data."""
         self.loaded_kib = _status("VmRSS")
 
     def start(self) -> None:
-        """From here on."""
+        """Start the clocks and reset the peak of memory."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins at what is resident now
         self._wall, self._cpu = time.perf_counter(), cpu_seconds()
 
     def stop(self) -> dict[str, float]:
-        """Until here."""
+        """Return CPU and wall seconds and the peak since `start`."""
         cpu, wall = cpu_seconds() - self._cpu, time.perf_counter() - self._wall
         return {"cpu": cpu, "wall": wall, "peak_mib": (_status("VmHWM") - self.loaded_kib) / 1024}
 
 
-class Link:
-    """A worker's line to the parent."""
+class ParentPipe:
+    """Lines of JSON to and from the parent process."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
-    def tell(self, **facts: Any) -> None:
-        """Send one line."""
+    def send(self, **facts: Any) -> None:
+        """Send one line of JSON."""
         self._out.write(json.dumps(facts) + "\n")
         self._out.flush()
 
-    def wait(self) -> dict[str, Any]:
-        """Sleep until it is this worker's turn; ends the process when there is nothing left to do."""
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next command; the process ends when there is none left."""
         line = sys.stdin.readline()
         if not line:
             os._exit(0)  # from inside a trainer's reward function there is no other way out
@@ -60,23 +60,23 @@ class Link:
 
 
 def cpu_seconds() -> float:
-    """Of this process, all its threads, and all processes below it that still live."""
+    """CPU time of this process, all its threads, and all its living descendants."""
     return time.process_time() + sum(_ticks(pid) for pid in _descendants()) / TICKS
 
 
 def _descendants() -> list[int]:
-    """Processes below this one."""
+    """Identifiers of all living descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             fields = _stat(int(entry.name))
             if fields:
                 parents[int(entry.name)] = int(fields[1])
-    found, new = set(), {os.getpid()}
+    descendants, new = set(), {os.getpid()}
     while new:
         new = {pid for pid, parent in parents.items() if parent in new}
-        found |= new
-    return sorted(found)
+        descendants |= new
+    return sorted(descendants)
 
 
 def _ticks(pid: int) -> int:

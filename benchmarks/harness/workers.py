@@ -1,4 +1,4 @@
-"""The parent's side: starts workers, lets one of them work at a time, in turn, and collects what they tell."""
+"""The parent's side of a measurement: worker processes, of which one works at a time, and what they measured."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
-Round = dict[str, float]
-"""Figures of one turn: tokens, cpu, wall, peak_mib, ..."""
+Measurement = dict[str, float]
+"""Numbers of one turn by name: tokens, cpu, wall, peak_mib, ..."""
 QUIET = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -25,7 +25,7 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONUNBUFFERED": "1",
 }
-"""One thread for everybody, and nobody asks a network for anything."""
+"""One thread for each worker, and no use of the network."""
 
 
 class WorkerError(RuntimeError):
@@ -46,7 +46,7 @@ class Worker:
     ) -> None:
         self.facts: dict[str, Any] = {}
         self._log = log
-        path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(ROOT)) if part)
+        search = os.pathsep.join(path for path in (os.environ.get("PYTHONPATH"), str(ROOT)) if path)
         with log.open("wb") as output:
             self._process: subprocess.Popen[str] = subprocess.Popen(
                 [python, "-m", module, json.dumps(dict(arguments))],
@@ -55,7 +55,7 @@ class Worker:
                 stderr=output,
                 text=True,
                 cwd=log.parent,
-                env={**os.environ, **QUIET, "PYTHONPATH": path, **(environment or {})},
+                env={**os.environ, **QUIET, "PYTHONPATH": search, **(environment or {})},
             )
 
     def __enter__(self) -> Worker:
@@ -72,14 +72,14 @@ class Worker:
             self._process.wait()
 
     def receive(self) -> dict[str, Any]:
-        """The worker's next line."""
+        """Return the worker's next line, parsed."""
         line = self._pipe(self._process.stdout).readline()
         if not line:
             self._process.wait()
             tail = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
             raise WorkerError(f"exit status {self._process.returncode}\n{tail}")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def ready(self) -> Worker:
         """Wait until the worker has loaded everything; its first line is kept as `facts`."""
@@ -99,14 +99,14 @@ class Worker:
         return pipe
 
 
-def take_turns(
-    starts: Mapping[str, Callable[[], Worker]], *, uncounted: int, rounds: int, say: Callable[[str], None]
-) -> tuple[dict[str, list[Round]], dict[str, str], dict[str, dict[str, Any]]]:
-    """Figures of each contender's turns, why those that failed did, and what each said when it was ready.
+def measure_in_turn(
+    starts: Mapping[str, Callable[[], Worker]], *, uncounted: int, repeats: int, say: Callable[[str], None]
+) -> tuple[dict[str, list[Measurement]], dict[str, str], dict[str, dict[str, Any]]]:
+    """Let contenders work in turn, round after round, once all of them are loaded.
 
-    Everybody has loaded before anybody works; then all take their turns in the same order, round after round.
+    Returns each contender's measurements, the errors of those that failed, and what each reported when it was ready.
     """
-    figures: dict[str, list[Round]] = {name: [] for name in starts}
+    measurements: dict[str, list[Measurement]] = {name: [] for name in starts}
     failures: dict[str, str] = {}
     facts: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -119,15 +119,15 @@ def take_turns(
             except WorkerError as error:
                 failures[name] = str(error)
                 say(f"  {name} failed to start: {str(error)[-400:]}")
-        for number in range(uncounted + rounds):
+        for number in range(uncounted + repeats):
             for name in [name for name in workers if name not in failures]:
                 try:
-                    told = workers[name].turn({"round": number})
+                    reported = workers[name].turn({"round": number})
                 except WorkerError as error:
                     failures[name] = str(error)
                     say(f"  {name} failed: {str(error)[-400:]}")
                     continue
-                say(f"  {number} {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in told.items()))
+                say(f"  {number} {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in reported.items()))
                 if number >= uncounted:
-                    figures[name].append(told)
-    return {name: found for name, found in figures.items() if found}, failures, facts
+                    measurements[name].append(reported)
+    return {name: counted for name, counted in measurements.items() if counted}, failures, facts

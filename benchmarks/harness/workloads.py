@@ -1,4 +1,4 @@
-"""What is measured on: random models, and prompts whose answers have lengths that come from the model itself.
+"""Workloads: random models, and prompts whose answers have lengths that come from the model itself.
 
 A fresh model gives every token about the same probability. So a vocabulary of 96 ends an answer at each token with
 probability 1/96, and answers capped at 256 tokens have skewed lengths with a mean of about a third of the cap; a
@@ -40,7 +40,7 @@ GROUP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How long prompts and answers are."""
+    """The lengths of prompts and answers."""
 
     vocabulary: int
     cap: int
@@ -59,7 +59,7 @@ LENGTHS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and what it is asked, by name: a name is all that workers have to be told."""
+    """A model and what it is asked, by name, so that workers are given names alone."""
 
     size: str
     lengths: str
@@ -69,22 +69,22 @@ class Workload:
 
     @property
     def shape(self) -> Size:
-        """The model's."""
+        """The shape of the model."""
         return SIZES[self.size]
 
     @property
     def limits(self) -> Lengths:
-        """Of prompts and answers."""
+        """The lengths of prompts and answers."""
         return LENGTHS[self.lengths]
 
 
 def workload(size: str, lengths: str, *, prompts: int | None = None) -> Workload:
-    """Where the number of prompts is left open, the size's own."""
+    """Make a workload by name, with the size's own number of prompts by default."""
     return Workload(size=size, lengths=lengths, prompts=prompts or SIZES[size].prompts)
 
 
 def prompt_ids(work: Workload, step: int) -> list[list[int]]:
-    """The prompts of a step: other words each time, so that nobody gains by remembering the last ones."""
+    """The prompts of a step: other words each time, so that caching the last step's helps no contender."""
     limits = work.limits
     draw = random.Random(f"{limits} {step}")
     return [

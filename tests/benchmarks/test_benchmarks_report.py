@@ -1,3 +1,5 @@
+"""The report: what it says of a measurement, and what it leaves alone in RESULTS.md."""
+
 from __future__ import annotations
 
 import json
@@ -7,27 +9,35 @@ from typing import Any
 
 import pytest
 from benchmarks.harness import report
-from benchmarks.harness.tables import PARTS
+from benchmarks.harness.tables import BENCHMARKS
 
 
-def measured(part: str, **changes: Any) -> dict[str, Any]:
-    figures = [{"tokens": 10.0, "cpu": 1.0, "wall": 1.0, "peak_mib": 5.0, "step": 10.0, "accuracy": 0.95}]
-    ours = {"training_pass": "shared", "mixed_lengths": "together"}.get(part, "flatpeak")
-    row = {"name": "1M, skewed", "seconds": 90.0, "goal": 0.9, "limit": 50, "contenders": {ours: figures}}
+def measured(benchmark: str, **changes: Any) -> dict[str, Any]:
+    measurements = [{"tokens": 10.0, "cpu": 1.0, "wall": 1.0, "peak_mib": 5.0, "step": 10.0, "accuracy": 0.95}]
+    ours = {"training_pass": "shared", "mixed_lengths": "together"}.get(benchmark, "flatpeak")
+    row = {"name": "1M, skewed", "seconds": 90.0, "goal": 0.9, "limit": 50, "contenders": {ours: measurements}}
     facts = {
         "started": "2026-01-02T03:04:05+00:00",
-        "command": ["python", "-m", f"benchmarks.cpu.{part}", "--json", "some/folder/out.json", "--row", "1M, skewed"],
+        "command": [
+            "python",
+            "-m",
+            f"benchmarks.cpu.{benchmark}",
+            "--json",
+            "some/folder/out.json",
+            "--row",
+            "1M, skewed",
+        ],
         "versions": {"flatpeak": "0.1.0", "torch": "2.13", "safetensors": "1", "trl": None},
         "commit": {"flatpeak": "0123456789abcdef"},
         "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.5},
     }
-    return {"part": part, "quick": False, "facts": facts, "rows": [row | changes]}
+    return {"part": benchmark, "quick": False, "facts": facts, "rows": [row | changes]}
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_is_shown_with_its_command_and_what_it_ran_on(part: str) -> None:
-    text = report.render(measured(part, told={"vllm": "0.32", "parameters": 7}))
-    assert f'python -m benchmarks.cpu.{part} --json out.json --row "1M, skewed"' in text
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_every_benchmark_is_reported_with_its_command_and_what_it_ran_on(benchmark: str) -> None:
+    text = report.render(measured(benchmark, reported={"vllm": "0.32", "parameters": 7}))
+    assert f'python -m benchmarks.cpu.{benchmark} --json out.json --row "1M, skewed"' in text
     assert "2026-01-02, commit 0123456789; Some CPU,\n2 cores, 23.5 GiB, one thread for each contender;" in text
     assert "flatpeak 0.1.0, torch 2.13, vllm 0.32." in text
     assert "It took 2 minutes." in text
@@ -35,21 +45,15 @@ def test_every_part_is_shown_with_its_command_and_what_it_ran_on(part: str) -> N
     assert "--json FILE" not in text
 
 
-def test_a_commit_with_changes_says_so() -> None:
-    content = measured("engine")
-    content["facts"]["commit"]["flatpeak"] = "0123456789abcdef-dirty"
-    assert "commit 0123456789 with changes;" in report.render(content)
-
-
 def test_only_what_stands_between_a_parts_comments_is_replaced() -> None:
     text = "# Results\n\nBefore.\n\n<!-- bench:engine -->\nold\n<!-- /bench:engine -->\n\nAfter, by hand.\n"
-    new = report.replace_part(text, "engine", "Engine", "new \\1")
+    new = report.replace_section(text, "engine", "Engine", "new \\1")
     assert new == text.replace("old", "new \\1")
-    assert report.replace_part(new, "engine", "Engine", "new \\1") == new
+    assert report.replace_section(new, "engine", "Engine", "new \\1") == new
 
 
 def test_a_part_without_comments_becomes_a_section_at_the_end() -> None:
-    text = report.replace_part("# Results\n\n## By hand\n\nWords.\n", "step", "Steps", "table")
+    text = report.replace_section("# Results\n\n## By hand\n\nWords.\n", "step", "Steps", "table")
     assert text == (
         "# Results\n\n## By hand\n\nWords.\n\n## Steps\n\n<!-- bench:step -->\ntable\n<!-- /bench:step -->\n"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from benchmarks.cpu.accuracy_worker import second_set
-from benchmarks.cpu.demo_seeds import read_figures
+from benchmarks.cpu.demo_seeds import read_summary
 from benchmarks.cpu.demo_seeds import table as demo_table
 from benchmarks.cpu.steps_to_accuracy import averages, interval, noise, table
 
@@ -17,8 +17,8 @@ from flatpeak.tasks.config import build_task
 
 
 def demo_row(kind: str, seed: int, **changed: float) -> dict[str, Any]:
-    figures = {"after_sft": 0.5, "after_grpo": 0.98, "step": 120, "wall": 60.4, "cpu": 90.0}
-    return {"kind": kind, "seed": seed, **figures, **changed}
+    row = {"after_sft": 0.5, "after_grpo": 0.98, "step": 120, "wall": 60.4, "cpu": 90.0}
+    return {"kind": kind, "seed": seed, **row, **changed}
 
 
 def test_the_demos_table_has_both_kinds_side_by_side_and_the_worst_of_each() -> None:
@@ -30,20 +30,20 @@ def test_the_demos_table_has_both_kinds_side_by_side_and_the_worst_of_each() -> 
     ]
 
 
-def test_the_demos_figures_are_the_last_of_each_stage(tmp_path: Path) -> None:
+def test_the_demos_results_are_the_last_of_each_stage(tmp_path: Path) -> None:
     stages = [("start", 0, 0.0), ("sft", 400, 0.55), ("train", 20, 0.8), ("train", 40, 0.99)]
-    evaluations = [{"stage": stage, "step": step, "metrics": {"accuracy": found}} for stage, step, found in stages]
+    evaluations = [{"stage": stage, "step": step, "metrics": {"accuracy": share}} for stage, step, share in stages]
     file = tmp_path / "summary.json"
     file.write_text(json.dumps({"evaluations": evaluations, "wall_seconds": 12.5}), encoding="utf-8")
-    assert read_figures(file) == {"after_sft": 0.55, "after_grpo": 0.99, "step": 40, "training_wall": 12.5}
+    assert read_summary(file) == {"after_sft": 0.55, "after_grpo": 0.99, "step": 40, "training_wall": 12.5}
 
 
-def rounds(*accuracies: float, gap: float = 0.0) -> list[dict[str, float]]:
+def measurements(*accuracies: float, gap: float = 0.0) -> list[dict[str, float]]:
     return [{"step": 10.0 * n, "accuracy": a, "second": a - gap} for n, a in enumerate(accuracies)]
 
 
 def test_an_average_leaves_out_the_start_and_takes_both_sets() -> None:
-    assert averages(rounds(0.1, 0.8, 0.9, gap=0.1)) == pytest.approx(0.8)
+    assert averages(measurements(0.1, 0.8, 0.9, gap=0.1)) == pytest.approx(0.8)
 
 
 def test_the_interval_of_a_paired_difference() -> None:
@@ -54,8 +54,8 @@ def test_the_interval_of_a_paired_difference() -> None:
 
 def test_the_table_by_steps_compares_seed_by_seed() -> None:
     rows = [
-        {"contenders": {"groups": rounds(0.5, 0.8, 0.8), "TRL": rounds(0.5, 0.85, 0.91)}},
-        {"contenders": {"groups": rounds(0.5, 0.9, 0.9), "TRL": rounds(0.5, 0.9, 0.9)}},
+        {"contenders": {"groups": measurements(0.5, 0.8, 0.8), "TRL": measurements(0.5, 0.85, 0.91)}},
+        {"contenders": {"groups": measurements(0.5, 0.9, 0.9), "TRL": measurements(0.5, 0.9, 0.9)}},
     ]
     assert table(rows, against="groups").splitlines()[2:] == [
         "| groups | 2 | 0.850 ± 0.071 |  | none, 10 | 0.850 |",

@@ -1,3 +1,5 @@
+"""The arithmetic behind the published tables: spreads, ratios, verdicts, and their lines."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,14 +9,14 @@ import pytest
 import torch
 from benchmarks.cpu.training_pass import gradient_differences
 from benchmarks.harness.statistics import Spread, Target, first_reaching, rates, ratio, spread
-from benchmarks.harness.tables import number, shown, speeds, times
+from benchmarks.harness.tables import format_number, format_spread, speeds, times
 from safetensors.torch import save_file
 
 FASTER = Target(must=1.5, aim=2)
 SMALLER = Target(must=0.6, aim=0.4, lower=True)
 
 
-def rounds(*cpu: float, tokens: float = 100.0) -> list[dict[str, float]]:
+def measurements(*cpu: float, tokens: float = 100.0) -> list[dict[str, float]]:
     return [{"tokens": tokens, "cpu": seconds, "wall": 2 * seconds, "peak_mib": 10.0} for seconds in cpu]
 
 
@@ -23,17 +25,17 @@ def test_a_spread_is_the_median_and_the_range() -> None:
 
 
 def test_a_rate_is_taken_round_by_round() -> None:
-    assert rates(rounds(1.0, 4.0), "cpu") == [100.0, 25.0]
-    assert rates(rounds(1.0, 4.0), "wall") == [50.0, 12.5]
+    assert rates(measurements(1.0, 4.0), "cpu") == [100.0, 25.0]
+    assert rates(measurements(1.0, 4.0), "wall") == [50.0, 12.5]
 
 
-def test_a_ratio_is_of_medians_and_its_range_is_of_rounds() -> None:
-    # Medians 4 and 2; the rounds gave 1/2, 4/2 and 8/1.
+def test_a_ratio_is_of_medians_and_its_range_is_of_single_ones() -> None:
+    # Medians 4 and 2; the single ratios are 1/2, 4/2 and 8/1.
     assert ratio([1.0, 4.0, 8.0], [2.0, 2.0, 1.0]) == Spread(middle=2.0, low=0.5, high=8.0)
 
 
 @pytest.mark.parametrize(
-    ("target", "found", "verdict"),
+    ("target", "measured", "verdict"),
     [
         (FASTER, 2.0, "aim reached"),
         (FASTER, 1.5, "must reached"),
@@ -46,8 +48,8 @@ def test_a_ratio_is_of_medians_and_its_range_is_of_rounds() -> None:
         (SMALLER, 1.1, "**loses**"),
     ],
 )
-def test_a_verdict_says_what_was_reached_and_what_loses(target: Target, found: float, verdict: str) -> None:
-    assert target.verdict(found) == verdict
+def test_a_verdict_says_what_was_reached_and_what_loses(target: Target, measured: float, verdict: str) -> None:
+    assert target.verdict(measured) == verdict
 
 
 def test_the_goal_is_reached_in_the_first_round_that_has_it() -> None:
@@ -57,21 +59,25 @@ def test_the_goal_is_reached_in_the_first_round_that_has_it() -> None:
 
 
 def test_numbers_keep_three_digits() -> None:
-    assert [number(value) for value in (0.12345, 12.345, 99.94, 100.4, 12345.6)] == [
+    assert [format_number(value) for value in (0.12345, 12.345, 99.94, 100.4, 12345.6)] == [
         "0.123",
         "12.3",
         "99.9",
         "100",
         "12,346",
     ]
-    assert shown(Spread(middle=2.0, low=1.5, high=3.25)) == "2 (1.5 to 3.25)"
-    assert shown(Spread(middle=2.0, low=2.0, high=2.0)) == "2"
+    assert format_spread(Spread(middle=2.0, low=1.5, high=3.25)) == "2 (1.5 to 3.25)"
+    assert format_spread(Spread(middle=2.0, low=2.0, high=2.0)) == "2"
 
 
 def test_a_table_of_speeds_has_a_line_for_each_contender_and_marks_what_loses() -> None:
     row: dict[str, Any] = {
         "name": "1M",
-        "contenders": {"flatpeak": rounds(1.0, 2.0, 2.0), "slow": rounds(4.0, 4.0, 5.0), "fast": rounds(1.0, 1.0, 1.0)},
+        "contenders": {
+            "flatpeak": measurements(1.0, 2.0, 2.0),
+            "slow": measurements(4.0, 4.0, 5.0),
+            "fast": measurements(1.0, 1.0, 1.0),
+        },
         "failures": {"broken": "Traceback\n  ValueError: a | b\n"},
     }
     lines = speeds([row], ours="flatpeak", wanted=lambda row, name: FASTER if name == "slow" else None).splitlines()
