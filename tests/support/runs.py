@@ -47,9 +47,9 @@ def tiny_model(*, seed: int = 0, **settings: Any) -> tuple[Any, Any]:
 
 
 def replace_in_importers(patch: pytest.MonkeyPatch, function: Callable[..., Any], replacement: Any) -> None:
-    """Replace a function in every loaded module of the package that imports it, but not in its own."""
+    """Replace a function in every loaded module of flatpeak.pipeline that imports it, but not in its own."""
     for name, module in list(sys.modules.items()):
-        imported = name.startswith("flatpeak.") and name != function.__module__
+        imported = name.startswith("flatpeak.pipeline.") and name != function.__module__
         if imported and vars(module).get(function.__name__) is function:
             patch.setattr(module, function.__name__, replacement)
 
