@@ -96,7 +96,8 @@ from triton.compiler import ASTSource, compile
 from flatpeak.kernels import decode_attention_triton as K
 
 pointers = {"lengths": "*i64", "prompt_lengths": "*i64", "prompts": "*i64", "order": "*i64", "tile_starts": "*i64",
-            "tile_counts": "*i64", "room_starts": "*i64", "room_columns": "*i64", "partial": "*fp32", "logsum": "*fp32"}
+            "tile_counts": "*i64", "region_starts": "*i64", "region_columns": "*i64", "partial": "*fp32",
+            "logsum": "*fp32"}
 pointers |= dict.fromkeys(("query", "keys", "values", "prompt_keys", "prompt_values", "output"), "*bf16")
 
 def build(kernel, num_stages=3, num_warps=4, **constants):

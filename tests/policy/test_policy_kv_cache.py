@@ -92,7 +92,7 @@ class Run:
     def read(self, lengths_at: dict[int, int]) -> None:
         """Store prompts of these lengths as these entries, as a prefill would."""
         row = pack_prompts([[2] * length for length in lengths_at.values()], device=torch.device("cpu"), multiple=4)
-        context = PackedContext(row, keep_keys=True)
+        context = PackedContext(row, keep_prompts=True)
         assert context.kept is not None
         for layer, (kv_heads, _) in HEADS.items():
             prompts = [[self.normal(kv_heads, length, self.dim) for _ in range(2)] for length in lengths_at.values()]
@@ -298,7 +298,7 @@ def opened(prompt_tokens: int, *, heads: int = 1, dtype: torch.dtype = torch.flo
     """A cache that has read a first, short prompt."""
     buckets = fitting_buckets([prompt_tokens] * 3, 3, multiple=16)
     cache = on_cpu(slots=4, entries=3, buckets=buckets, new_tokens=20)
-    context = PackedContext(pack_prompts([[2]], device=torch.device("cpu"), multiple=16), keep_keys=True)
+    context = PackedContext(pack_prompts([[2]], device=torch.device("cpu"), multiple=16), keep_prompts=True)
     keys = torch.ones(1, heads, DIM, dtype=dtype)
     context.kept = {0: (keys, keys)}
     cache.store([1], context)

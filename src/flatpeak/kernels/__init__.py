@@ -1,1 +1,1 @@
-"""Hand-written kernels for matrix products and attention; torch only."""
+"""Kernels for matrix products and decoding attention, which know tensors and no models; torch only."""

@@ -1,9 +1,12 @@
-"""Attention of one new token per slot over its prompt and its own keys: exact in torch, and the choice of a kernel.
+"""Attention of one new token per slot over its prompt's and its own keys: in torch, or by a kernel on a GPU.
 
-Shape letters: R slots being decoded (the first R of S), H heads, D head dimension, T own columns, A places of prompts,
-C columns of all prompts' key heads, W tiles. A place's prompt stands in a room of columns_A columns, those of its first
-key head from line starts_A * Hkv of the prompts' keys and values on, and the other heads' behind each other. No
-function here reads a value back to the host, and no shape depends on one.
+`decode_attention` chooses: Triton's kernel (decode_attention_triton) where it is there and has agreed with the exact
+result on this device, else torch. policy/kv_cache.py has a picture of the memory that both read.
+
+Shape letters: R slots being decoded (the first R of S), H heads, D head dimension, T own columns, A entries of prompts,
+C columns of all prompts' key heads, W tiles. An entry's prompt stands in a region of columns_A columns; those of its
+first key head begin at index starts_A * Hkv of the prompts' keys and values, and the other heads' follow. No function
+here reads a value back to the host, and no shape depends on one, so that calls can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 MOST_COLUMNS = 2**18
 """Keys of all slots together that plain torch lays side by side at a time."""
+_FAULTS: list[str] = []
 
 
 def decode_attention(
@@ -46,7 +50,7 @@ def decode_attention(
     """softmax(softcap * tanh(scale * q k / softcap)) v over the prompt's keys and then the slot's own: [R, Hq, D].
 
     Slot s sees the first lengths_S[s] of its own columns, the newest being the query's own token, and the first
-    prompt_lengths_A[prompt_S[s]] columns of its prompt; with a window, of these the last `window` positions. No room
+    prompt_lengths_A[prompt_S[s]] columns of its prompt; with a window, of these the last `window` positions. No region
     has more than `prompt_columns` columns. `tiles` spares the kernel sorting the slots by prompt in every layer.
     """
     tensors = (query_RHD, keys_SHTD, values_SHTD, lengths_S)
@@ -57,9 +61,9 @@ def decode_attention(
     from flatpeak.kernels.decode_attention_triton import kernel_attention
 
     if tiles is None:
-        rows, heads = query_RHD.shape[:2]
+        slots, heads = query_RHD.shape[:2]
         repeats = heads // keys_SHTD.shape[1]
-        tiles = PromptTiles.build(prompt_S[:rows], num_entries=len(prompt_lengths_A), repeats=repeats)
+        tiles = PromptTiles.build(prompt_S[:slots], num_entries=len(prompt_lengths_A), repeats=repeats)
     return kernel_attention(*tensors, *prompts, prompt_columns=prompt_columns, **settings, tiles=tiles)
 
 
@@ -80,29 +84,29 @@ def reference_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same, in torch: slots' keys laid side by side, some slots at a time. Unseen columns must be finite."""
-    rows, heads, dim = query_RHD.shape
+    """`decode_attention` in torch: slots' keys side by side, some slots at a time. Unseen columns must be finite."""
+    slots, heads, dim = query_RHD.shape
     kv_heads, columns = keys_SHTD.shape[1:3]
     # Query heads that share a key head become query rows of it: no repeated keys.
-    folded_RHQD = query_RHD.reshape(rows, kv_heads, heads // kv_heads, dim)
+    folded_RHQD = query_RHD.reshape(slots, kv_heads, heads // kv_heads, dim)
     head_H1 = torch.arange(kv_heads, device=query_RHD.device)[:, None]
-    place = torch.arange(prompt_columns, device=query_RHD.device)
+    position = torch.arange(prompt_columns, device=query_RHD.device)
     at_once = max(1, MOST_COLUMNS // (prompt_columns + columns))
     attended = []
-    for first in range(0, rows, at_once):
-        span = slice(first, min(first + at_once, rows))
-        prompt_R = prompt_S[span]
+    for first in range(0, slots, at_once):
+        chosen = slice(first, min(first + at_once, slots))
+        prompt_R = prompt_S[chosen]
         prompt_lengths_R = prompt_lengths_A.index_select(0, prompt_R)
-        room_R, start_R = (table.index_select(0, prompt_R)[:, None, None] for table in (columns_A, starts_A))
-        inside = torch.where(place < prompt_lengths_R[:, None, None], place, 0)
-        line_RHL = start_R * kv_heads + head_H1 * room_R + inside
+        columns_R, start_R = (table.index_select(0, prompt_R)[:, None, None] for table in (columns_A, starts_A))
+        inside = torch.where(position < prompt_lengths_R[:, None, None], position, 0)
+        index_RHL = start_R * kv_heads + head_H1 * columns_R + inside
         visible = visible_keys(
-            lengths_S[span], prompt_lengths_R, prompt_columns=prompt_columns, columns=columns, window=window
+            lengths_S[chosen], prompt_lengths_R, prompt_columns=prompt_columns, columns=columns, window=window
         )
-        keys = torch.cat([prompt_keys_CD[line_RHL], keys_SHTD[span]], dim=2)
-        values = torch.cat([prompt_values_CD[line_RHL], values_SHTD[span]], dim=2)
-        attended.append(_attend_side_by_side(folded_RHQD[span], keys, values, visible, scale=scale, softcap=softcap))
-    return torch.cat(attended).reshape(rows, heads, values_SHTD.shape[-1])
+        keys = torch.cat([prompt_keys_CD[index_RHL], keys_SHTD[chosen]], dim=2)
+        values = torch.cat([prompt_values_CD[index_RHL], values_SHTD[chosen]], dim=2)
+        attended.append(_attend_side_by_side(folded_RHQD[chosen], keys, values, visible, scale=scale, softcap=softcap))
+    return torch.cat(attended).reshape(slots, heads, values_SHTD.shape[-1])
 
 
 def _attend_side_by_side(
@@ -126,14 +130,14 @@ def _attend_side_by_side(
 def visible_keys(
     lengths_R: Tensor, prompt_lengths_R: Tensor, *, prompt_columns: int, columns: int, window: int | None
 ) -> Tensor:
-    """bool [R, L + T]: which prompt columns, and then which own columns, each slot's newest token sees."""
-    prompt_place = torch.arange(prompt_columns, device=lengths_R.device)
-    place = torch.arange(columns, device=lengths_R.device)
-    on_prompt = prompt_place < prompt_lengths_R[:, None]
-    on_own = place < lengths_R[:, None]
+    """bool [R, L + T]: whether each slot's newest token sees each prompt column, and then each own column."""
+    prompt_position = torch.arange(prompt_columns, device=lengths_R.device)
+    own_position = torch.arange(columns, device=lengths_R.device)
+    on_prompt = prompt_position < prompt_lengths_R[:, None]
+    on_own = own_position < lengths_R[:, None]
     if window is not None:
-        on_prompt = on_prompt & (prompt_place >= (prompt_lengths_R + lengths_R - window)[:, None])
-        on_own = on_own & (place >= (lengths_R - window)[:, None])
+        on_prompt = on_prompt & (prompt_position >= (prompt_lengths_R + lengths_R - window)[:, None])
+        on_own = on_own & (own_position >= (lengths_R - window)[:, None])
     return torch.cat([on_prompt, on_own], dim=1)
 
 
@@ -156,18 +160,15 @@ def uses_kernel(query_RHD: Tensor, keys_SHTD: Tensor, *, window: int | None, sof
 
 
 def kernel_notices() -> list[str]:
-    """Why attention on a GPU ran without the kernel, one line per cause; empty where it did not."""
+    """Reasons why attention on a GPU ran without the kernel, one line each; empty where it did not."""
     return sorted(set(_FAULTS))
-
-
-_FAULTS: list[str] = []
 
 
 @cache
 def kernel_fault(
     *, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, windowed: bool, softcapped: bool
 ) -> str | None:
-    """Why the kernel cannot be used for such heads, or None once it has agreed with the exact result there.
+    """The reason why the kernel cannot be used for such heads; None once it has agreed with the exact result there.
 
     Runs the kernel, and so may not be called for the first time while a graph is being captured.
     """
@@ -204,19 +205,19 @@ def _disagreement(
         from flatpeak.kernels.decode_attention_triton import kernel_attention
 
         tiles = PromptTiles.build(problem["prompt_S"], num_entries=3, repeats=heads // kv_heads)
-        found = kernel_attention(**problem, **settings, tiles=tiles).double()
+        attended = kernel_attention(**problem, **settings, tiles=tiles).double()
     except Exception as error:  # compilers and drivers raise types of their own, and torch is there to go on with
         return f"it failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     exact: dict[str, Any] = {
         name: given.double() if isinstance(given, Tensor) and given.is_floating_point() else given
         for name, given in problem.items()
     }
-    gap = float((found - reference_attention(**exact, **settings)).abs().max())
+    gap = float((attended - reference_attention(**exact, **settings)).abs().max())
     return None if gap <= TOLERANCES[dtype] else f"its results are off by {gap:.1e} (allowed: {TOLERANCES[dtype]:.0e})"
 
 
 def example_problem(*, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """For `reference_attention` and the kernel: 5 slots on 2 of 3 prompts, of uneven lengths, in rooms of two sizes."""
+    """Arguments for `reference_attention` and the kernel: 5 slots, 2 of 3 prompts, uneven lengths, two region sizes."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

@@ -41,19 +41,19 @@ def kernel_attention(
     tiles: PromptTiles,
     chunk: int | None = None,
 ) -> Tensor:
-    """See decode_attention. Columns of slots and rooms must be multiples of 64, `chunk` (keys per program) too."""
-    rows, heads, dim = query_RHD.shape
+    """`decode_attention` by the kernel. Columns of slots and regions must be multiples of 64, `chunk` (keys) too."""
+    slots, heads, dim = query_RHD.shape
     kv_heads, columns = keys_SHTD.shape[1:3]
     for states in (keys_SHTD, values_SHTD, prompt_keys_CD, prompt_values_CD):
         assert states.is_contiguous() and states.shape[-1] == dim, "the kernel reads contiguous keys and values"
     num_tiles = len(tiles.starts_W) - 1
-    chunk = chunk or choose_chunk(max(columns, prompt_columns), programs=rows * kv_heads, device=query_RHD.device)
-    chunks = -(-columns // chunk)
-    prompt_chunks = -(-prompt_columns // chunk)
-    partial_RHCD = torch.empty((rows, heads, prompt_chunks + chunks, dim), dtype=torch.float32, device=query_RHD.device)
-    logsum_RHC = torch.empty(partial_RHCD.shape[:3], dtype=torch.float32, device=query_RHD.device)
+    chunk = chunk or choose_chunk(max(columns, prompt_columns), programs=slots * kv_heads, device=query_RHD.device)
+    chunks, prompt_chunks = -(-columns // chunk), -(-prompt_columns // chunk)
+    shape_RHC = (slots, heads, prompt_chunks + chunks)
+    partial_RHCD = torch.empty((*shape_RHC, dim), dtype=torch.float32, device=query_RHD.device)
+    logsum_RHC = torch.empty(shape_RHC, dtype=torch.float32, device=query_RHD.device)
     # A slot's prompt chunks belong to the tile that holds it, so every entry of logsum_RHC has just one writer.
-    _attend_chunks[(num_tiles * prompt_chunks + rows * chunks, kv_heads)](
+    _attend_chunks[(num_tiles * prompt_chunks + slots * chunks, kv_heads)](
         *(query_RHD.contiguous(), partial_RHCD, logsum_RHC),
         *(keys_SHTD, values_SHTD, lengths_S, columns, chunks),
         *(prompt_keys_CD, prompt_values_CD, prompt_lengths_A, starts_A, columns_A, prompt_S, prompt_chunks),
@@ -68,7 +68,7 @@ def kernel_attention(
     )
     output_RHD = torch.empty_like(query_RHD, memory_format=torch.contiguous_format)
     block_d = triton.next_power_of_2(dim)
-    _merge_chunks[(rows, heads)](
+    _merge_chunks[(slots, heads)](
         *(partial_RHCD, logsum_RHC, output_RHD), prompt_chunks + chunks, heads, dim, block_d, MERGED_AT_ONCE
     )
     return output_RHD
@@ -108,7 +108,7 @@ def _processors(device: torch.device) -> int:
 def _attend_chunks(
     query, partial, logsum,
     keys, values, lengths, columns, chunks,
-    prompt_keys, prompt_values, prompt_lengths, room_starts, room_columns, prompts, prompt_chunks,
+    prompt_keys, prompt_values, prompt_lengths, region_starts, region_columns, prompts, prompt_chunks,
     order, tile_starts, tile_counts, num_tiles,
     chunk, scale, softcap, window,
     KV_HEADS: tl.constexpr, REPEATS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -121,25 +121,25 @@ def _attend_chunks(
     # The branches share no name of another shape: the compiler would want to merge them.
     if program < num_tiles * prompt_chunks:
         tile = program // prompt_chunks
-        part = program % prompt_chunks
+        index = program % prompt_chunks
         start = tl.load(tile_starts + tile)
         shared_M = tl.arange(0, TILE)
         member_M = shared_M // REPEATS
         count = tl.load(tile_counts + tile)
         valid_M = member_M < count
         slot_M = tl.load(order + start + member_M, mask=valid_M, other=0)
-        arena = tl.load(prompts + tl.load(order + start))
-        length = tl.where(count > 0, tl.load(prompt_lengths + arena), 0).to(tl.int32)  # unused tiles read no keys
+        prompt = tl.load(prompts + tl.load(order + start))
+        length = tl.where(count > 0, tl.load(prompt_lengths + prompt), 0).to(tl.int32)  # unused tiles read no keys
         newest_M = length + tl.load(lengths + slot_M).to(tl.int32)
-        base = (tl.load(room_starts + arena) * KV_HEADS + kv_head * tl.load(room_columns + arena)) * DIM
+        base = (tl.load(region_starts + prompt) * KV_HEADS + kv_head * tl.load(region_columns + prompt)) * DIM
         _attend(
             query, partial, logsum, prompt_keys + base, prompt_values + base, slot_M, shared_M, valid_M, newest_M,
-            length, part, part, kv_head, all_chunks, chunk, scale, softcap, window,
+            length, index, index, kv_head, all_chunks, chunk, scale, softcap, window,
             KV_HEADS, REPEATS, DIM, BLOCK_D, BLOCK_N, WINDOWED, SOFTCAPPED,
         )
     else:
         own = program - num_tiles * prompt_chunks
-        part = own % chunks
+        index = own % chunks
         slot = (own // chunks).to(tl.int64)
         row_M = tl.arange(0, OWN_ROWS)
         length = tl.load(lengths + slot).to(tl.int32)
@@ -147,7 +147,7 @@ def _attend_chunks(
         _attend(
             query, partial, logsum, keys + base, values + base, slot + tl.zeros([OWN_ROWS], tl.int64), row_M,
             row_M < REPEATS, length + tl.zeros([OWN_ROWS], tl.int32),
-            length, part, prompt_chunks + part, kv_head, all_chunks, chunk, scale, softcap, window,
+            length, index, prompt_chunks + index, kv_head, all_chunks, chunk, scale, softcap, window,
             KV_HEADS, REPEATS, DIM, BLOCK_D, BLOCK_N, WINDOWED, SOFTCAPPED,
         )
 
@@ -155,17 +155,17 @@ def _attend_chunks(
 @triton.jit
 def _attend(
     query, partial, logsum, keys, values, slot_M, row_M, valid_M, newest_M,
-    length, part, entry, kv_head, all_chunks, chunk, scale, softcap, window,
+    length, index, entry, kv_head, all_chunks, chunk, scale, softcap, window,
     KV_HEADS: tl.constexpr, REPEATS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr,
 ):
-    """Softmax over chunk number `part` of `length` keys, written with its log-sum-exp as chunk `entry` of each row.
+    """Softmax over chunk number `index` of `length` keys, written with its log-sum-exp as chunk `entry` of each row.
 
     `newest_M` counts the columns up to each row's newest token, in the numbering of these keys.
     """
     d = tl.arange(0, BLOCK_D)
     line_M = slot_M * (KV_HEADS * REPEATS) + kv_head * REPEATS + row_M % REPEATS
-    begin = part * chunk
+    begin = index * chunk
     end = tl.minimum(begin + chunk, length)
     lowest_M = newest_M - window
     if WINDOWED:

@@ -1,6 +1,6 @@
 """Tiles of decoding slots that share a prompt, so that a kernel reads each prompt's keys once per tile.
 
-Shape letters: R slots being decoded, A places of prompts, W tiles.
+Shape letters: R slots being decoded, A entries of prompts, W tiles.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ TILE_ROWS = 64
 class PromptTiles:
     """Slots that share a prompt, cut into tiles that fit TILE_ROWS query rows of a key head.
 
-    The shapes depend on the number of slots and arena rows only, so captured graphs stay valid; `refresh_` after slots
+    The shapes depend on the numbers of slots and entries only, so captured graphs stay valid; `refresh_` after slots
     have moved or been given another prompt.
     """
 
     order_R: Tensor
     """int64: the slots, by prompt."""
     starts_W: Tensor
-    """int64: where in order_R each tile begins; the last entry is scratch."""
+    """int64: the index in order_R at which each tile begins; the last element is scratch."""
     counts_W: Tensor
-    """int64: slots of each tile, 0 for unused tiles; the last entry is scratch."""
+    """int64: the number of slots of each tile, 0 for unused tiles; the last element is scratch."""
     slots_per_tile: int
 
     @classmethod
     def build(cls, prompt_R: Tensor, *, num_entries: int, repeats: int) -> PromptTiles:
-        """For slots with these prompts; `repeats` is the number of query heads per key head."""
-        rows = len(prompt_R)
+        """Make tiles of slots with these prompts; `repeats` is the number of query heads per key head."""
+        slots = len(prompt_R)
         slots_per_tile = TILE_ROWS // repeats
         # Every prompt has at most one tile that is not full.
-        tiles = min(rows, num_entries + rows // slots_per_tile)
+        tiles = min(slots, num_entries + slots // slots_per_tile)
         table = cls(
             order_R=torch.zeros_like(prompt_R),
             starts_W=prompt_R.new_zeros(tiles + 1),
@@ -51,12 +51,12 @@ class PromptTiles:
         """Write the table for these prompts in place."""
         order_R = torch.argsort(prompt_R, stable=True)
         sorted_R = prompt_R.index_select(0, order_R)
-        place_R = torch.arange(len(order_R), device=order_R.device)
+        index_R = torch.arange(len(order_R), device=order_R.device)
         is_new_R = F.pad(sorted_R[1:] != sorted_R[:-1], (1, 0), value=True)
-        first_R = torch.where(is_new_R, place_R, 0).cummax(0).values
-        begins_R = (place_R - first_R) % self.slots_per_tile == 0
+        first_R = torch.where(is_new_R, index_R, 0).cummax(0).values
+        begins_R = (index_R - first_R) % self.slots_per_tile == 0
         tile_R = begins_R.cumsum(0) - 1
         scratch = len(self.starts_W) - 1
         self.order_R.copy_(order_R)
-        self.starts_W.zero_().scatter_(0, torch.where(begins_R, tile_R, scratch), place_R)
+        self.starts_W.zero_().scatter_(0, torch.where(begins_R, tile_R, scratch), index_R)
         self.counts_W.zero_().scatter_add_(0, tile_R, torch.ones_like(tile_R))

@@ -1,4 +1,4 @@
-"""Which models flatpeak's attention serves: those proven by test, and proven again by a probe when loaded."""
+"""The models that flatpeak's attention serves: types that tests prove, each proven again by a probe when loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatpeak.policy.training_attention import PackedContext, UnservedAttentionE
 
 
 class Probed(Protocol):
-    """What the probe uses of a policy."""
+    """The interface of a policy that the probe uses."""
 
     model: Any
     causal: Any
@@ -26,7 +26,7 @@ class Probed(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         ...
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
@@ -34,19 +34,19 @@ class Probed(Protocol):
         ...
 
     def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
-        """See protocols.Decoder."""
+        """Memory for a request; see protocols.Decoder."""
         ...
 
     def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
-        """See protocols.Decoder."""
+        """Read prompts into these entries; see protocols.Decoder."""
         ...
 
     def decode(self, state: KeyValueCache, tokens_R: Tensor) -> Tensor:
-        """See protocols.Decoder."""
+        """Append a token to each slot; see protocols.Decoder."""
         ...
 
     def plain_attention(self) -> AbstractContextManager[Any]:
-        """The model with its own attention."""
+        """A context that gives the model with its own attention."""
         ...
 
 
@@ -75,11 +75,11 @@ PROBE_TOLERANCES = {torch.bfloat16: 5e-2}
 """Of logits, relative to the largest, for weights of less than single precision: a resumed run probes trained weights
 again and must decide as before, so they are wide (the largest gap of 14 model types was 2.4%)."""
 PROBE_TOLERANCE = 1e-3
-"""For all others."""
+"""The tolerance for weights in all other types."""
 
 
 def unsupported(model: Any) -> str | None:
-    """Why this model must fall back, judged by its configuration; None if nothing speaks against the native path."""
+    """The reason in a model's configuration why it must fall back; None if there is none."""
     config = model.config
     if config.model_type not in PROVEN:
         return f"model type {config.model_type!r} is not proven with the native engine"

@@ -1,4 +1,4 @@
-"""Configuration of the model: an existing one, or a new one made from nothing."""
+"""The configuration of the model, an existing or a new one, and of the reference model of the KL terms."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ReferenceConfig(StrictConfig):
     reset_at_kl: Annotated[float, Field(gt=0)] | None = None
     """The same after any step whose policy/kl_reference exceeds this. Either rule implies `keep`."""
     reset_optimizer: bool = False
-    """At a reset, forget the optimizer's moments and step counts too; the learning rate's schedule goes on."""
+    """At a reset, clear the optimizer's moments and step counts too; the learning rate's schedule goes on."""
 
     @property
     def resets(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.policy.kv_cache import KeyValueCache
-from flatpeak.policy.training_attention import SUMMED, AttentionRule
+from flatpeak.policy.training_attention import SUM_COLUMNS, AttentionRule
 
 LEAST_QUERIES = 4
 """Slots of a prompt come in multiples of this: products of fewer query rows round differently from those of more."""
@@ -207,11 +207,11 @@ def _scores(rule: AttentionRule, query: Tensor, keys: Tensor, bias: Tensor) -> T
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """Sum values [B, W, D] by weights [B, q, W]: [B, q, D], the same bits however many columns of weight 0 follow."""
-    if weights.shape[-1] <= SUMMED:
+    if weights.shape[-1] <= SUM_COLUMNS:
         return torch.bmm(weights, values)
-    attended = torch.bmm(weights[..., :SUMMED], values[:, :SUMMED])
-    for start in range(SUMMED, weights.shape[-1], SUMMED):
-        columns = slice(start, start + SUMMED)
+    attended = torch.bmm(weights[..., :SUM_COLUMNS], values[:, :SUM_COLUMNS])
+    for start in range(SUM_COLUMNS, weights.shape[-1], SUM_COLUMNS):
+        columns = slice(start, start + SUM_COLUMNS)
         attended = torch.baddbmm(attended, weights[..., columns], values[:, columns])
     return attended
 

@@ -1,4 +1,9 @@
-"""How passes with gradients run the decoder layers: recomputed in the backward pass, compiled, or as they are."""
+"""The layers of a model while a policy holds it: how they run in training, and the settings to give back.
+
+`training_layers` makes passes with gradients recompute the decoder layers in the backward pass, or run them compiled.
+`ModelSettings` remembers a model's attention, modes, dropout and trainable weights, and restores them: a caller's model
+is changed only while a policy holds it, and one policy holds it at a time (`register_holder`).
+"""
 
 from __future__ import annotations
 
@@ -21,11 +26,15 @@ from flatpeak.policy.linears import make_plain
 from flatpeak.policy.training_attention import ATTENTION_NAME, attention_forward, register_attention
 
 Forward = Callable[..., Any]
-"""A layer class's `forward`: the layer comes first."""
+"""The `forward` of a layer's class: its first argument is the layer."""
+_OPAQUE_ATTENTION: Forward = torch.compiler.disable(attention_forward)
+"""The attention function for use inside compiled layers."""
+_holders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
+"""The policy that holds each model, as long as both exist."""
 
 
 class TrainingForward:
-    """Stands in for one layer's `forward`; passes without gradients run the layer as it is.
+    """The replacement of one layer's `forward`; passes without gradients run the layer as it is.
 
     It holds no copy of the class's own `forward` and knows its layer by reference, so that a deep copy of the model
     runs on the copy's weights.
@@ -37,7 +46,7 @@ class TrainingForward:
         self.compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer."""
+        """Run the layer, with gradients as training wants it."""
         plain: Forward = type(self.layer).forward
         if not (self.layer.training and torch.is_grad_enabled()):
             return plain(self.layer, *args, **kwargs)
@@ -51,7 +60,7 @@ class TrainingForward:
 
 @contextmanager
 def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[None]:
-    """Inside, passes with gradients recompute the layers in the backward pass, or run them compiled, or both.
+    """A context in which passes with gradients recompute the layers in the backward pass, run them compiled, or both.
 
     UserError where the model's layers are not known to transformers, or nothing can be compiled here.
     """
@@ -75,10 +84,10 @@ def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[
 
 @contextmanager
 def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iterator[None]:
-    """Inside, forward passes compute what passes with gradients do, bit for bit, and cost no more than they have to.
+    """A context in which forward passes compute what passes with gradients do, bit for bit, at the lowest cost.
 
-    So gradients are off, except where layers are compiled: their graphs depend on which weights have gradients, and
-    each graph rounds in its own way. `trained` names those weights in a copy of the trained model, where none has.
+    Gradients are off, except where layers are compiled: their graphs depend on which weights have gradients, and each
+    graph rounds in its own way. `trained` names those weights in a copy of the trained model, where none has.
     """
     if not any(is_compiled(layer) for layer in model.modules()):
         with torch.no_grad():
@@ -97,7 +106,7 @@ def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iter
 
 @contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
-    """The layers as they are, also in passes with gradients: neither option can be differentiated twice."""
+    """A context in which all passes run the layers as they are: neither option can be differentiated twice."""
     held = [(layer, layer.__dict__.pop("forward")) for layer in model.modules() if has_training_forward(layer)]
     try:
         yield
@@ -118,7 +127,7 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers, as transformers marks them. UserError where it marks none."""
+    """The repeated layers of a model, as transformers marks them. UserError where it marks none."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
@@ -134,33 +143,31 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def keep_attention_out() -> None:
-    """Let graphs end before flatpeak's attention and go on behind it.
+    """Exclude flatpeak's attention from compiled graphs, which end before it and go on behind it.
 
-    Inside, a graph would be compiled anew for every layer index, and torch gives up after eight. Every new policy
-    registers the function again, so this is done before each use; it costs as much as setting a key of a dictionary.
+    With it inside, a graph would be compiled anew for every layer index, and torch gives up after eight. Every new
+    policy registers the function again, so this is done before each use; it costs no more than setting a key of a
+    dictionary.
     """
     AttentionInterface.register(ATTENTION_NAME, _OPAQUE_ATTENTION)
 
 
 def check_compiler(device: torch.device) -> None:
-    """UserError where torch.compile cannot work; better now than in the first step."""
+    """Raise a UserError where torch.compile cannot work; better now than in the first step."""
     # Inductor looks for the same two.
-    wanted = os.environ.get("CXX") or "g++"
+    compiler = os.environ.get("CXX") or "g++"
     remedy = f"install one (apt-get install g++), set CXX, or leave training.compile=false (device {device})"
-    if shutil.which(wanted) is None:
-        raise UserError(f"training.compile=true needs a C++ compiler, and there is no {wanted}: {remedy}")
+    if shutil.which(compiler) is None:
+        raise UserError(f"training.compile=true needs a C++ compiler, and there is no {compiler}: {remedy}")
     try:
-        torch.compile(_trial)(torch.ones(8, device=device))
+        torch.compile(_example)(torch.ones(8, device=device))
     except Exception as error:  # whatever a broken toolchain raises
         line = str(error).strip().split("\n")[0]
         raise UserError(f"training.compile=true: torch.compile fails here ({line}): {remedy}") from error
 
 
-def _trial(values: torch.Tensor) -> torch.Tensor:
+def _example(values: torch.Tensor) -> torch.Tensor:
     return values.sin() + 1
-
-
-_OPAQUE_ATTENTION: Forward = torch.compiler.disable(attention_forward)
 
 
 def silence_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
@@ -168,15 +175,15 @@ def silence_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
     Returns (module, attribute, probability) of each that was not 0.
     """
-    found = [
+    settings = [
         (module, name, float(setting))
         for module in model.modules()
         for name, setting in vars(module).items()
         if _is_probability(module, name, setting) and setting
     ]
-    for module, name, _ in found:
+    for module, name, _ in settings:
         setattr(module, name, 0.0)
-    return found
+    return settings
 
 
 def _is_probability(module: nn.Module, name: str, setting: object) -> bool:
@@ -185,14 +192,10 @@ def _is_probability(module: nn.Module, name: str, setting: object) -> bool:
     return isinstance(setting, float) and ("dropout" in name or name.endswith("_pdrop"))
 
 
-_holders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
-"""The policy that holds each model; of no use once either is gone."""
-
-
 def register_holder(causal: nn.Module, policy: object) -> None:
-    """Note that `policy` holds the model. UserError where another does: they would undo each other's changes."""
+    """Record that `policy` holds the model. UserError where another does: they would undo each other's changes."""
     if _is_held(causal):
-        gc.collect()  # a policy that nothing refers to any more may be part of a cycle
+        gc.collect()  # a policy without references may still exist as part of a cycle
     if _is_held(causal):
         raise UserError(
             f"this {type(causal).__name__} is held by another flatpeak Policy: call its release() first; to sample "
@@ -202,7 +205,7 @@ def register_holder(causal: nn.Module, policy: object) -> None:
 
 
 def unregister_holder(causal: nn.Module, policy: object) -> None:
-    """Undo `register_holder`, where it was by this policy."""
+    """Undo `register_holder`, if this policy is the holder."""
     holder = _holders.get(causal)
     if holder is not None and holder() is policy:
         del _holders[causal]
@@ -214,7 +217,7 @@ def _is_held(causal: nn.Module) -> bool:
 
 
 class ModelSettings:
-    """A model's attention, modes, dropout, trainable weights and the types of their gradients, as they were found."""
+    """The settings of a model before a policy changed them: attention, modes, dropout, trainable weights, gradients."""
 
     def __init__(self, model: nn.Module, causal: Any) -> None:
         self.causal = causal
@@ -225,7 +228,7 @@ class ModelSettings:
         self.gradients = {
             parameter: weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None
         }
-        """Those that the caller left; only referred to, so that a training step can free their memory."""
+        """Gradients that the caller left; weak references, so that a training step can free their memory."""
         self.dropout: list[tuple[nn.Module, str, float]] = []
 
     def silence_dropout(self, model: nn.Module) -> None:
@@ -233,13 +236,13 @@ class ModelSettings:
         self.dropout = silence_dropout(model)
 
     def give_back_layers(self) -> None:
-        """The model's own attention and classes of layers, for now or for good."""
+        """Restore the model's own attention and classes of layers, for a while or for good."""
         if self.causal.config._attn_implementation == ATTENTION_NAME:
             self.causal.set_attn_implementation(self.attention)
         make_plain(self.causal)
 
     def restore(self) -> None:
-        """Put everything back. Gradients that training left are dropped; those from before it stay."""
+        """Restore everything. Gradients that training left are dropped; those from before it stay."""
         self.give_back_layers()
         for module, name, probability in self.dropout:
             setattr(module, name, probability)
@@ -253,13 +256,13 @@ class ModelSettings:
                 parameter.grad_dtype = self.grad_dtypes[parameter]
 
     def _before(self, parameter: nn.Parameter) -> Tensor | None:
-        found = self.gradients.get(parameter)
-        return None if found is None else found()
+        reference = self.gradients.get(parameter)
+        return None if reference is None else reference()
 
 
 def _own_attention(causal: Any) -> str:
-    """The model's attention; of a model that a policy still holds, or left held, what transformers would choose."""
-    found: str = causal.config._attn_implementation or "eager"
-    if found != ATTENTION_NAME:
-        return found
+    """The model's attention; where a policy holds it, or left it so, the one that transformers would choose."""
+    implementation: str = causal.config._attn_implementation or "eager"
+    if implementation != ATTENTION_NAME:
+        return implementation
     return "sdpa" if getattr(causal, "_supports_sdpa", False) else "eager"

@@ -20,7 +20,7 @@ from flatpeak.errors import UserError
 from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack, served
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that transformers calls with the same tensor, one after the other."""
+"""Names of layers of one module that transformers calls with the same tensor, one after the other."""
 
 
 class Packed:
@@ -32,57 +32,57 @@ class Packed:
         self._weight = pack(torch.cat(matrices))
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
         ends = list(accumulate(len(matrix) for matrix in matrices))
-        self._spans = [(end - len(matrix), len(matrix)) for end, matrix in zip(ends, matrices, strict=True)]
+        self._slices = [(end - len(matrix), len(matrix)) for end, matrix in zip(ends, matrices, strict=True)]
         self._input: Tensor | None = None
         self._product: Tensor | None = None
-        self._wanted: set[int] = set()
+        self._pending: set[int] = set()
 
     def output(self, index: int, input: Tensor) -> Tensor:
-        """What layer `index` makes of the input; one product serves all of them, if they get the same tensor.
+        """The output of layer `index`; one product is made for all layers, if they are called with the same tensor.
 
-        An output is given once: a tensor may change between two calls, and nothing is kept that was asked for.
+        Each layer's share of it is used once: a tensor may change between two calls of a layer.
         """
-        if len(self._spans) == 1:
+        if len(self._slices) == 1:
             return multiply(input, self._weight, self._bias)
-        if input is not self._input or index not in self._wanted or self._product is None:
+        if input is not self._input or index not in self._pending or self._product is None:
             self._product = multiply(input, self._weight, self._bias)
-            self._input, self._wanted = input, set(range(len(self._spans)))
-        output = self._product.narrow(-1, *self._spans[index])
-        self._wanted.remove(index)
-        if not self._wanted:
+            self._input, self._pending = input, set(range(len(self._slices)))
+        output = self._product.narrow(-1, *self._slices[index])
+        self._pending.remove(index)
+        if not self._pending:
             self._input, self._product = None, None
         return output
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear through functional.products; reads a packed copy of its weight while there is one."""
+    """nn.Linear through kernels.matmul; reads a packed copy of its weight while there is one."""
 
     packed: tuple[Packed, int] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """input W^T + b."""
+        """Return input W^T + b."""
         if self.packed is not None and _reads_packed(input):
             return self.packed[0].output(self.packed[1], input)
         return linear(input, self.weight, self.bias)
 
     def matrix(self) -> Tensor:
-        """W, [out, in]."""
+        """The weight as [out, in]."""
         return self.weight
 
 
 class FastConv1D(Conv1D):
-    """GPT-2's linear layer, whose weight is transposed, likewise."""
+    """GPT-2's linear layer, whose weight is transposed, through kernels.matmul likewise."""
 
     packed: tuple[Packed, int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x W + b."""
+        """Return x W + b."""
         if self.packed is not None and _reads_packed(x):
             return self.packed[0].output(self.packed[1], x)
         return linear(x, self.weight.t(), self.bias)
 
     def matrix(self) -> Tensor:
-        """W, [out, in]."""
+        """The weight as [out, in]."""
         matrix: Tensor = self.weight.t()
         return matrix
 
@@ -96,7 +96,7 @@ _PLAIN = {fast: plain for plain, fast in _FAST.items()}
 
 
 def make_fast(model: nn.Module) -> None:
-    """Exchange the class of every layer that oneDNN serves; on other machines, of none."""
+    """Exchange the class of every layer that oneDNN serves; where oneDNN is not the faster library, of none."""
     if not onednn_is_faster():
         return
     for module in model.modules():
@@ -106,7 +106,7 @@ def make_fast(model: nn.Module) -> None:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Give every layer its own class back."""
+    """Restore the class of every layer that `make_fast` exchanged."""
     for module in model.modules():
         if type(module) in _PLAIN:
             module.__class__ = _PLAIN[type(module)]
@@ -114,7 +114,7 @@ def make_plain(model: nn.Module) -> None:
 
 @contextmanager
 def packed_weights(model: nn.Module) -> Iterator[None]:
-    """Copies of the weights in the layout that oneDNN's kernels read: one more model in memory, for decoding.
+    """A context with copies of the weights in the layout that oneDNN's kernels read: one more model in memory.
 
     The weights must not change before the copies are gone.
     """
@@ -132,12 +132,12 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(model: nn.Module, layers: Sequence[FastLinear | FastConv1D]) -> Iterator[Sequence[FastLinear | FastConv1D]]:
-    """Those that are multiplied together, then all others by themselves."""
+    """The layers that are multiplied together, then all others by themselves."""
     grouped: set[nn.Module] = set()
     for module in model.modules():
         for names in TOGETHER:
-            found = [getattr(module, name, None) for name in names]
-            together = [layer for layer in found if isinstance(layer, FastLinear) and layer in layers]
+            candidates = [getattr(module, name, None) for name in names]
+            together = [layer for layer in candidates if isinstance(layer, FastLinear) and layer in layers]
             if len(together) == len(names) and len({layer.bias is None for layer in together}) == 1:
                 grouped.update(together)
                 yield together
@@ -146,14 +146,14 @@ def _groups(model: nn.Module, layers: Sequence[FastLinear | FastConv1D]) -> Iter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """logits = softcap * tanh(logit_scale * (hidden W^T + b) / softcap)."""
+    """The output layer: logits = softcap * tanh(logit_scale * (hidden W^T + b) / softcap)."""
 
     linear: nn.Linear
     softcap: float | None
     logit_scale: float
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """float32 [R, V]."""
+        """The logits of these hidden states, float32 [R, V]."""
         logits = self.linear(hidden_RD).float()
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
@@ -161,7 +161,7 @@ class Head:
 
 
 def read_head(model: PreTrainedModel) -> Head:
-    """Find the output layer and what the architecture does to its result. The start-up probe checks the outcome."""
+    """Read a model's output layer, with its soft cap and scale. The start-up probe compares logits with the model's."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear:
         raise UserError(

@@ -1,4 +1,7 @@
-"""From a model section to a policy: an existing model, or a new one with random weights."""
+"""Loading of policies: an existing model with its tokenizer, or a new one with random weights.
+
+`load_policy` takes the `model` section of a recipe. The tokenizer of a new model is built from the task's own text.
+"""
 
 from __future__ import annotations
 
@@ -18,51 +21,11 @@ from flatpeak.policy.model import Policy
 from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, local_or_hub, pick_device
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-
-
-def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Any:
-    """A transformers tokenizer over `texts`: every character a token, or byte-level BPE with single digits."""
-    backend = _characters(texts) if config.type == "characters" else _bpe(texts, config.vocab_size)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _characters(texts: Iterable[str]) -> Tokenizer:
-    characters = sorted(set().union(*texts))
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return tokenizer
-
-
-def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token=None))
-    # Single digits let a small model see the columns of a number.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, EOS, UNKNOWN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
 def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> Policy:
-    """The policy a recipe names. A new tokenizer is built from `texts`, new weights are drawn from `seed`."""
+    """Load the policy that a recipe names. A new tokenizer is built from `texts`, new weights are drawn from `seed`."""
     device = pick_device(config.device, where="model.device")
     dtype: torch.dtype = getattr(torch, config.dtype)
     if config.new is not None:
@@ -76,7 +39,7 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
 
 
 def check_source(config: ModelConfig) -> None:
-    """UserError where a recipe names no model, or a directory that is not there; at once, and without the Hub."""
+    """Raise a UserError where a recipe names no model, or a directory that is not there, without asking the Hub."""
     if config.new is not None:
         return
     if config.path is None:
@@ -89,7 +52,7 @@ def check_source(config: ModelConfig) -> None:
 
 
 def _check_files(path: str, directory: Path) -> None:
-    """UserError where a directory has no model, or one without its tokenizer, which transformers would make up."""
+    """Raise a UserError where a directory has no model, or no tokenizer, which transformers would invent."""
     if (directory / "adapter_config.json").is_file():
         return  # it names the base model, which has the rest
     if not (directory / "config.json").is_file():
@@ -103,53 +66,8 @@ def _check_files(path: str, directory: Path) -> None:
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
-def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tuple[Any, Any]:
-    """A tokenizer built from `texts` and a model with random weights around it. The caller's RNG is left alone."""
-    tokenizer, model_config = build_tokenizer(config.tokenizer, texts), None
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    try:
-        model_config = AutoConfig.for_model(
-            config.architecture, **{"vocab_size": len(tokenizer), **special, **config.config}
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-        with torch.no_grad():
-            token = torch.tensor([[tokenizer.eos_token_id]])
-            model(input_ids=token, attention_mask=torch.ones_like(token))
-    except (ValueError, TypeError, KeyError, RuntimeError, StrictDataclassError) as error:
-        # Sizes that do not fit each other are found only when the model runs.
-        raise UserError(f"model.new cannot be built: {_misfit(model_config, config.config) or brief(error)}") from error
-    return model, tokenizer
-
-
-def _misfit(config: Any, written: Mapping[str, Any]) -> str | None:
-    """Which sizes of a transformers config do not fit each other, where they are the usual ones."""
-    hidden, heads, shared = (
-        getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    )
-    if hidden and heads and hidden % heads and "head_dim" not in written:
-        return f"model.new.config.hidden_size={hidden} is no multiple of num_attention_heads={heads}"
-    if heads and shared and heads % shared:
-        return f"model.new.config.num_attention_heads={heads} is no multiple of num_key_value_heads={shared}"
-    return None
-
-
-def cast_weights(model: Any, dtype: torch.dtype) -> None:
-    """Give a new model the weights that `from_pretrained(dtype=...)` would give it once it was saved in float32.
-
-    `model.to(dtype)` would round buffers as well: with rotary frequencies in bfloat16 the rotation of position 1000 is
-    off by radians.
-    """
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    for name, parameter in model.named_parameters():
-        if not any(part in name for part in kept):
-            parameter.data = parameter.data.to(dtype)
-    model.config.dtype = dtype
-
-
 def _load_pretrained(config: ModelConfig, *, dtype: torch.dtype) -> tuple[Any, Any]:
-    """An existing model, all of whose weights come from its files, and its tokenizer."""
+    """Load an existing model, all of whose weights come from its files, and its tokenizer."""
     assert config.path is not None  # check_source
     path = local_or_hub(config.path)
     source = {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
@@ -189,10 +107,93 @@ def move_to_own_memory(model: torch.nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
+def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tuple[Any, Any]:
+    """Make a tokenizer from `texts` and a model with random weights around it. The caller's RNG stays as it is."""
+    tokenizer, model_config = build_tokenizer(config.tokenizer, texts), None
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    try:
+        model_config = AutoConfig.for_model(
+            config.architecture, **{"vocab_size": len(tokenizer), **special, **config.config}
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        with torch.no_grad():
+            token = torch.tensor([[tokenizer.eos_token_id]])
+            model(input_ids=token, attention_mask=torch.ones_like(token))
+    except (ValueError, TypeError, KeyError, RuntimeError, StrictDataclassError) as error:
+        # Sizes that do not fit each other are found only when the model runs.
+        raise UserError(f"model.new cannot be built: {_misfit(model_config, config.config) or brief(error)}") from error
+    return model, tokenizer
+
+
+def _misfit(config: Any, written: Mapping[str, Any]) -> str | None:
+    """The sizes of a transformers config that do not fit each other, where they are the usual ones."""
+    hidden, heads, shared = (
+        getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if hidden and heads and hidden % heads and "head_dim" not in written:
+        return f"model.new.config.hidden_size={hidden} is no multiple of num_attention_heads={heads}"
+    if heads and shared and heads % shared:
+        return f"model.new.config.num_attention_heads={heads} is no multiple of num_key_value_heads={shared}"
+    return None
+
+
+def cast_weights(model: Any, dtype: torch.dtype) -> None:
+    """Give a new model the weights that `from_pretrained(dtype=...)` would give it once it was saved in float32.
+
+    `model.to(dtype)` would round buffers as well: with rotary frequencies in bfloat16 the rotation of position 1000 is
+    off by radians.
+    """
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in model.named_parameters():
+        if not any(pattern in name for pattern in kept):
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Any:
+    """Build a transformers tokenizer over `texts`: every character a token, or byte-level BPE with single digits."""
+    backend = _characters(texts) if config.type == "characters" else _bpe(texts, config.vocab_size)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _characters(texts: Iterable[str]) -> Tokenizer:
+    characters = sorted(set().union(*texts))
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    # Single digits let a small model see the columns of a number.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS, UNKNOWN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 def restore_weights(model: Any, directory: Path) -> None:
     """Put a checkpoint's weights into a model of the same shape: the adapter's alone where the model has one.
 
-    The model's own class reads them, so that a class of the model's own (trust_remote_code) needs no leave again.
+    The model's class reads them, so that code from the Hub (trust_remote_code) is not loaded a second time.
     """
     if hasattr(model, "peft_config"):
         from peft import set_peft_model_state_dict  # here, because peft is an extra

@@ -26,8 +26,15 @@ from flatpeak.protocols import Tokenizer
 from flatpeak.types import PackedCompletions
 from flatpeak.utils.huggingface import no_progress_bar
 
-COARSE_PRODUCTS = frozenset({"tf32", "bf16"})
+COARSE_PRECISIONS = frozenset({"tf32", "bf16"})
 """Values of torch's `fp32_precision` that round the factors of a float32 product."""
+KEY_MULTIPLE = 16
+"""On a CPU keys come in multiples of this, so that a slot's attention sums in the same order whatever its neighbours'
+lengths."""
+SMALLEST_PRODUCT = 400
+"""torch multiplies matrices of fewer products than this by other code, with other bits."""
+GPU_KEY_MULTIPLE = 64
+"""On a GPU keys come in multiples of this, as the kernel reads them."""
 
 
 def below_float32(model: nn.Module) -> bool:
@@ -47,18 +54,10 @@ def _coarse(dtype: torch.dtype) -> bool:
 
 
 def _computes_below(device: str) -> bool:
-    # Asked of each backend: torch.get_float32_matmul_precision raises where somebody used this newer interface.
+    # Read from each backend: torch.get_float32_matmul_precision raises where this newer interface has been used.
     backend = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    products = {backend.fp32_precision, torch.backends.fp32_precision}  # type: ignore[attr-defined]
-    return torch.is_autocast_enabled(device) or not COARSE_PRODUCTS.isdisjoint(products)
-
-
-KEY_MULTIPLE = 16
-"""On a CPU keys come in multiples of this, so that a row's attention sums in the same order whatever its neighbours'
-lengths."""
-SMALLEST_PRODUCT = 400
-"""torch multiplies matrices of fewer products than this by other code, with other bits."""
-GPU_KEY_MULTIPLE = 64
+    precisions = {backend.fp32_precision, torch.backends.fp32_precision}  # type: ignore[attr-defined]
+    return torch.is_autocast_enabled(device) or not COARSE_PRECISIONS.isdisjoint(precisions)
 
 
 class Policy:
@@ -75,7 +74,7 @@ class Policy:
         self.eos_token_ids = _eos_token_ids(self.causal, tokenizer)
         self.context_length: int | None = getattr(self.causal.config, "max_position_embeddings", None)
         self.batch_invariant = True
-        """Whether decoding on a CPU pads rows and keys, so that no bit of a completion depends on the others."""
+        """Whether decoding on a CPU pads slots and keys, so that no bit of a completion depends on the others."""
         self._kept_cache: KeyValueCache | None = None
         self.notice = unsupported(self.causal)
         self.native = self.notice is None
@@ -99,7 +98,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.head.linear.weight.device
 
     @property
@@ -109,13 +108,14 @@ class Policy:
         return trunk
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable ones."""
+        """The trainable parameters of the model."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """The precise value behind each trainable weight: a float32 copy of one in bfloat16, else the weight itself.
 
-        Copies are made once and then belong to whoever trains the policy, who keeps the weights equal to them, rounded.
+        Copies are made once. From then on the optimizer that trains the policy owns them, and keeps the weights equal
+        to them, rounded.
         """
         for parameter in self.parameters():
             if parameter not in self._masters:
@@ -159,12 +159,12 @@ class Policy:
         return below_float32(self.model)
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Inside, `token_logprobs` finds what it does in training, bit for bit, and nothing can be differentiated."""
+        """A context in which `token_logprobs` computes what it does in training, bit for bit, without gradients."""
         return scoring(self.model)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """See protocols.Decoder. UserError where the native engine does not serve the model: it would draw nonsense."""
+        """A context for decoding; see protocols.Decoder. UserError where the native engine does not serve the model."""
         if not self.native:
             raise UserError(
                 f"this model is not decoded natively ({self.notice}): sample with "
@@ -175,11 +175,11 @@ class Policy:
 
     @property
     def decoding_tensors(self) -> list[Tensor]:
-        """Weights and buffers: what a captured step reads at the address where it was."""
+        """Weights and buffers, which a captured step reads at the addresses that they had."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     def batch_sizes(self, slots: int) -> list[int]:
-        """See protocols.Decoder. On a GPU few, as each is captured once."""
+        """The numbers of slots that a step may decode; few on a GPU, as a graph is captured for each."""
         if self.device.type == "cpu":
             step = ROW_MULTIPLE if self.batch_invariant else 1
             return list(range(step, slots + step, step))
@@ -187,7 +187,7 @@ class Policy:
         return sizes[: 1 + next(index for index, size in enumerate(sizes) if size >= slots)]
 
     def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
-        """See protocols.Decoder. On a GPU the memory is kept, and sized up: graphs are captured on it."""
+        """Memory for a request; see protocols.Decoder. On a GPU it is kept and only grows: graphs refer to it."""
         if self.device.type == "cpu":
             multiple = _key_multiple(self.causal.config) if self.batch_invariant else 1
             buckets = fitting_buckets(prompt_lengths, entries, multiple=multiple)
@@ -221,16 +221,16 @@ class Policy:
         return cache
 
     def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
-        """See protocols.Decoder."""
+        """Read prompts into these entries of the cache; see protocols.Decoder."""
         self._evaluate()
         row = pack_prompts(prompts, device=self.device, multiple=state.key_multiple)
-        context = PackedContext(row, keep_keys=True)
+        context = PackedContext(row, keep_prompts=True)
         hidden_PD = self.hidden(row, context).index_select(0, row.source_T)
         state.store(entries, context)
         return self.head.logits(fill(hidden_PD))[: len(prompts)]
 
     def decode(self, state: KeyValueCache, tokens_R: Tensor) -> Tensor:
-        """See protocols.Decoder."""
+        """Append a token to each of the first R slots; see protocols.Decoder."""
         self._evaluate()
         state.begin_token(len(tokens_R))
         hidden = self.trunk(
@@ -255,7 +255,7 @@ class Policy:
                 self._hold()
 
     def release(self) -> None:
-        """Give the model back as it was, with the weights that it has now."""
+        """Restore the model's own settings; it keeps the weights that it has now."""
         self._before.restore()
         unregister_holder(self.causal, self)
 
@@ -296,19 +296,19 @@ def _master(parameter: nn.Parameter) -> Tensor:
 
 
 def _key_multiple(config: Any) -> int:
-    """Enough keys that a head's products all go the same way."""
+    """A multiple of keys so large that all products of a head take the same path in torch."""
     heads: int = config.num_attention_heads
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    products: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)
-    return KEY_MULTIPLE * -(-SMALLEST_PRODUCT // (KEY_MULTIPLE * products))
+    per_key: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return KEY_MULTIPLE * -(-SMALLEST_PRODUCT // (KEY_MULTIPLE * per_key))
 
 
 def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """The union of what the tokenizer, the model and its generation config call the end of a sequence."""
-    found: set[int] = set()
+    """All end-of-sequence tokens that the tokenizer, the model or its generation config name."""
+    eos: set[int] = set()
     for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
         ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    if not found:
+        eos.update([ids] if isinstance(ids, int) else ids or [])
+    if not eos:
         raise UserError("neither tokenizer nor model names an end-of-sequence token: set tokenizer.eos_token")
-    return frozenset(found)
+    return frozenset(eos)

@@ -1,10 +1,13 @@
-"""One packed row per micro-batch: each prompt once, then each of its responses, which attend to it.
+"""Micro-batches as one packed row: each prompt once, then each of its responses, which attend to it.
 
     prompt 0 | prompt 1 | ... | response 0 | response 1 | ... | filler
 
-Attention pads them side by side, in groups of similar length (`policy/packing.py`), so that one long prompt among short
-ones costs what it costs alone. Where there are several groups, the row has one after the other. S counts the row's
-tokens (filler included), P its prompts, N its responses, T its response tokens.
+All of a model but attention reads the row as it is, without padding. Attention pads prompts and responses side by side,
+in groups of similar length (`by_length`), so that one long prompt among short ones costs what it costs alone. Where
+there are several groups, the row has one after the other. A model that packing does not serve reads the same batch
+padded, each completion with a prompt of its own (`padded_token_logprobs`, below).
+
+S counts the row's tokens (filler included), P its prompts, N its responses, T its response tokens.
 """
 
 from __future__ import annotations
@@ -20,64 +23,44 @@ from torch import Tensor, nn
 
 from flatpeak.types import PackedCompletions
 
-SPAN = 64
-"""Lengths that differ by no more than this, or by a quarter of the longest, are padded to it together."""
-LARGEST_WASTE = 4
-"""Padded positions per token, at most, ..."""
-SMALL = 4096
-"""... in a layout of more positions than this."""
-
-
-def by_length(lengths: Sequence[int], *, similar: bool = True) -> list[list[int]]:
-    """Indices in groups, the longest first; within a group they stay in order.
-
-    Not `similar`: lengths may differ as they like, as long as a group padded to its longest is within LARGEST_WASTE.
-    """
-    groups: list[list[int]] = []
-    longest = tokens = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        tokens += length
-        near = not similar or longest - length <= max(SPAN, longest // 4)
-        if not groups or not near or (len(groups[-1]) + 1) * longest > max(SMALL, LARGEST_WASTE * tokens):
-            groups.append([])
-            longest = tokens = length
-        groups[-1].append(index)
-    return [sorted(group) for group in groups]
-
-
 ROW_MULTIPLE = 4
 """Matrix products give a row the same bits whatever the other rows are only where rows come in multiples of four."""
 BATCH_MULTIPLE = 64
 """Training rows come in few lengths, as oneDNN compiles and keeps a kernel for each."""
+SIMILAR = 64
+"""Lengths that differ by no more than this, or by a quarter of the longest, are padded to it together."""
+LARGEST_WASTE = 4
+"""The most padded positions per token, ..."""
+SMALL = 4096
+"""... in a group of more positions than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """Stretches of the packed row, and where their tokens stand when padded side by side for attention."""
+    """Stretches of the packed row, and the positions of their tokens when padded side by side for attention."""
 
     lengths: Tensor
     """int64 [count], in the order of the padded layout."""
     longest: int
     """Columns of the padded layout."""
-    slots: Tensor
+    padded_index: Tensor
     """int64 [sum of lengths]: row-major index of each token in the padded [count, longest]."""
 
     @property
     def count(self) -> int:
-        """How many segments."""
+        """The number of segments."""
         return len(self.lengths)
 
     def pad(self, flat: Tensor) -> Tensor:
-        """[sum of lengths, H, D] -> [count, H, longest, D], zero where there is no token."""
+        """Pad side by side: [sum of lengths, H, D] -> [count, H, longest, D], zero where there is no token."""
         heads, dim = flat.shape[1:]
-        padded = flat.new_zeros(self.count * self.longest, heads, dim).index_copy(0, self.slots, flat)
+        padded = flat.new_zeros(self.count * self.longest, heads, dim).index_copy(0, self.padded_index, flat)
         return padded.view(self.count, self.longest, heads, dim).transpose(1, 2)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """[count, H, longest, D] -> [sum of lengths, H, D]."""
+        """Undo the padding: [count, H, longest, D] -> [sum of lengths, H, D]."""
         heads, dim = padded.shape[1], padded.shape[3]
-        return padded.transpose(1, 2).reshape(-1, heads, dim).index_select(0, self.slots)
+        return padded.transpose(1, 2).reshape(-1, heads, dim).index_select(0, self.padded_index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,21 +69,21 @@ class Responses:
 
     segments: Segments
     group: int
-    """The group of their prompts."""
+    """The index of their prompts' group in PackedRow.prompts."""
     prompt_N: Tensor
     """int64 [N]: the row of each response's prompt in that group's layout, in the order of `segments`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRow:
-    """What a model reads in one packed forward pass."""
+    """The input of one packed forward pass."""
 
     token_ids_S: Tensor
     positions_S: Tensor
     prompts: tuple[Segments, ...]
     """Groups of similar length, in the order in which they stand in the row."""
     order_P: tuple[int, ...]
-    """Index of the prompt at each place in the row."""
+    """Indices of the prompts, in the order in which they stand in the row."""
     responses: tuple[Responses, ...]
     """In the order in which they stand in the row, after all prompts."""
     source_T: Tensor
@@ -119,7 +102,7 @@ def segments(lengths: Tensor, *, multiple: int = 1, order: Tensor | None = None)
     return Segments(
         lengths=lengths if order is None else lengths.index_select(0, order),
         longest=longest,
-        slots=starts + offsets(lengths),
+        padded_index=starts + offsets(lengths),
     )
 
 
@@ -131,7 +114,7 @@ def offsets(lengths: Tensor) -> Tensor:
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, multiple: int) -> PackedRow:
-    """Prompts alone, for prefill. `source_T` holds each prompt's last position, in the order given."""
+    """Pack prompts alone, for prefill. `source_T` holds each prompt's last position, in the order given."""
     lengths = [len(prompt) for prompt in prompts]
     groups = by_length(lengths)
     order = tuple(chain.from_iterable(groups))
@@ -148,7 +131,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, mult
 
 
 def pack_batch(batch: PackedCompletions) -> PackedRow:
-    """Prompts and responses. The last token of a response is read too: it costs one row and keeps the layout plain."""
+    """Pack prompts and responses, the last tokens too, which nothing needs but the layout: a row each is cheap."""
     device = batch.tokens_T.device
     lengths = [len(prompt) for prompt in batch.prompts]
     groups = by_length(lengths)
@@ -162,7 +145,7 @@ def pack_batch(batch: PackedCompletions) -> PackedRow:
     within_R, within_T = offsets(lengths_R), offsets(batch.lengths_N)
     starts_N = (batch.lengths_N.cumsum(0) - batch.lengths_N).index_select(0, order_N)
     token_R = torch.repeat_interleave(starts_N, lengths_R) + within_R
-    # Where each response begins in the row; one without tokens stands nowhere and is asked for by nobody.
+    # The start of each response in the row; one without tokens has none, and no token refers to it.
     begins_N = torch.zeros_like(batch.lengths_N).index_copy_(0, order_N, lengths_R.cumsum(0) - lengths_R)
     before_T = len(prompt_tokens) + begins_N.index_select(0, batch.sequence_T) + within_T - 1
     prompt_lengths_N = torch.tensor(lengths, device=device).index_select(0, batch.prompt_N)
@@ -185,7 +168,7 @@ def _prompt_segments(
 
 
 def _bundles(batch: PackedCompletions, groups: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
-    """(group of prompts, its responses), those of very different length apart; what is empty attends to nothing."""
+    """Pairs (group of prompts, responses to them): one pair per group of response lengths, empty responses left out."""
     group_of = {p: g for g, group in enumerate(groups) for p in group}
     lengths = batch.lengths_N.tolist()
     members: list[list[int]] = [[] for _ in groups]
@@ -193,9 +176,9 @@ def _bundles(batch: PackedCompletions, groups: Sequence[Sequence[int]]) -> list[
         if lengths[n]:
             members[group_of[p]].append(n)
     return [
-        (g, [chosen[index] for index in part])
+        (g, [chosen[index] for index in bundle])
         for g, chosen in enumerate(members)
-        for part in by_length([lengths[n] for n in chosen], similar=False)
+        for bundle in by_length([lengths[n] for n in chosen], similar=False)
     ]
 
 
@@ -217,21 +200,39 @@ def _responses(
 
 
 def _by_index(order: Sequence[int], values: Tensor) -> Tensor:
-    """Values that stand in this order, back in that of the indices."""
+    """Undo an order: `values[i]` belongs to index `order[i]`, and the result is by index."""
     return torch.empty_like(values).index_copy_(0, torch.tensor(order, device=values.device), values)
 
 
 def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
-    """Repeat the first row up to a multiple.
+    """Repeat the first row up to a multiple of rows.
 
-    Not zeros: a filler token is then a real one, and models that warn of unmasked padding tokens stay silent.
+    Zeros would be padding tokens without a mask, of which some models warn; a real token is none.
     """
     missing = -len(rows) % multiple
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
+def by_length(lengths: Sequence[int], *, similar: bool = True) -> list[list[int]]:
+    """Indices in groups of similar length, the longest first; within a group they stay in order.
+
+    Without `similar`, only LARGEST_WASTE bounds how much a group may gain by padding to its longest.
+    """
+    groups: list[list[int]] = []
+    longest = tokens = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        tokens += length
+        near = not similar or longest - length <= max(SIMILAR, longest // 4)
+        if not groups or not near or (len(groups[-1]) + 1) * longest > max(SMALL, LARGEST_WASTE * tokens):
+            groups.append([])
+            longest = tokens = length
+        groups[-1].append(index)
+    return [sorted(group) for group in groups]
+
+
 def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of, and entropy at, each response token, float32 [T], by the model's own logits there."""
+    """Log-probability of, and entropy at, each response token, float32 [T], by the model's own padded forward pass."""
     device = batch.tokens_T.device
     responses = batch.tokens_T.split(batch.lengths_N.tolist())
     rows = [
@@ -243,9 +244,9 @@ def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: 
     attention_mask = (torch.arange(input_ids.shape[1], device=device) < lengths_N[:, None]).long()
     first_N = torch.arange(len(rows), device=device) * input_ids.shape[1] + lengths_N - batch.lengths_N - 1
     source_T = first_N.index_select(0, batch.sequence_T) + offsets(batch.lengths_N)
-    with _projecting_only(model, source_T, input_ids.shape):
+    with _logits_only_at(model, source_T, input_ids.shape):
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-    # All positions' logits where the output layer was not to be had.
+    # Logits of all positions come back where the hook below did not recognize the output layer's input.
     logits_TV = logits[0] if logits.shape[:2] != input_ids.shape else logits.flatten(0, 1).index_select(0, source_T)
     logits_TV = (logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()) / temperature
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -254,10 +255,10 @@ def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: 
 
 
 @contextmanager
-def _projecting_only(model: Any, source_T: Tensor, shape: torch.Size) -> Iterator[None]:
-    """The output layer reads these positions of hidden states [N, L, D] only, as one row [1, T, D].
+def _logits_only_at(model: Any, source_T: Tensor, shape: torch.Size) -> Iterator[None]:
+    """A context in which the output layer reads hidden states [N, L, D] at these positions only, as a row [1, T, D].
 
-    Logits of whole prompts would take more memory than all else. What models do to logits, they do to each alone.
+    Logits of whole prompts would take more memory than all else. Whatever models do to logits, they do to each alone.
     """
 
     def choose(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -20,34 +20,34 @@ class Snapshot(Policy):
 
     def __init__(self, policy: Policy) -> None:
         self.trained = frozenset(name for name, weight in policy.model.named_parameters() if weight.requires_grad)
-        """The weights that training moves; all others stay equal to the policy's by themselves."""
+        """Names of the weights that training changes; all others are equal to the policy's for good."""
         with policy.plain_attention() as model:
             duplicate = copy.deepcopy(model)
         duplicate.requires_grad_(False)
         super().__init__(duplicate, policy.tokenizer)
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Context for scoring; see Policy.scoring."""
+        """A context for scoring; see Policy.scoring."""
         return scoring(self.model, trained=self.trained)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All in which it may differ from the policy, tied weights once; no copies."""
+        """All tensors that may differ from the policy's, tied weights once; no copies."""
         return self._movable(self.model)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the values of such tensors, into memory of its own."""
+        """Copy the values of such tensors into its own."""
         own = self.tensors()
         assert own.keys() == tensors.keys()
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
     def follow(self, policy: Policy) -> None:
-        """Become the policy it was made from, as that is now."""
+        """Copy the present weights of the policy that this is a copy of."""
         self.load(self._movable(policy.model))
 
     def _movable(self, model: Any) -> dict[str, Tensor]:
-        # What a model does not save, such as rotary tables, it derives by itself: it is no part of its state.
+        # Buffers that a model does not save, such as rotary tables, are derived and no part of its state.
         saved = model.state_dict().keys()
         weights = {name: weight for name, weight in model.named_parameters() if name in self.trained}
         return weights | {name: buffer for name, buffer in model.named_buffers() if name in saved}
@@ -59,9 +59,10 @@ def snapshot(policy: Policy) -> Snapshot:
 
 
 def renewed(reference: Policy, policy: Policy) -> Snapshot:
-    """The policy as it is now, in the memory of a reference that was copied from it; else in a new copy.
+    """A frozen copy of the policy as it is now, in the memory of the reference where that is such a copy too.
 
-    Another model may differ in more than its weights, even where these have the same shapes.
+    Otherwise it is a new copy: another model may differ in more than its weights, even where these have the same
+    shapes.
     """
     if not isinstance(reference, Snapshot):
         return Snapshot(policy)
@@ -70,7 +71,7 @@ def renewed(reference: Policy, policy: Policy) -> Snapshot:
 
 
 def check_reference(policy: Policy, reference: Policy) -> None:
-    """Refuse a reference that shares weights with the policy, or that reads other tokens."""
+    """Raise a UserError for a reference that shares weights with the policy, or has another vocabulary."""
     policy_storages = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
     if any(parameter.untyped_storage().data_ptr() in policy_storages for parameter in reference.model.parameters()):
         raise UserError(
@@ -87,5 +88,5 @@ def check_reference(policy: Policy, reference: Policy) -> None:
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    """Token ids by text; empty for a tokenizer object of the caller's that cannot tell."""
+    """Token ids by text; empty for a caller's tokenizer object that has no `get_vocab`."""
     return dict(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else {}

@@ -1,7 +1,17 @@
-"""flatpeak's attention function, which unmodified transformers modules call in place of their own.
+"""The attention function that transformers modules call in place of their own, and attention over packed rows.
 
-What it attends over travels with each call as the keyword argument `attention_context` of the model, never as a
-global: globals break under threads and under activation checkpointing, whose recomputation runs in the backward pass.
+Modules run unmodified: `attention_forward` is registered with transformers by name, reads the layer's settings into an
+`AttentionRule`, and leaves the rest to the context of the forward pass. There are two contexts: `PackedContext` for
+packed rows (training, scoring, and the prefill of prompts) and `kv_cache.KeyValueCache` for decoding. A context travels
+with each call as the keyword argument `attention_context` of the model, never as a global: globals break under threads
+and under activation checkpointing, whose recomputation runs in the backward pass.
+
+In a packed row, prompts attend to themselves, and responses to their prompt and to themselves, in blocks of query
+positions: a block's keys end where causality ends them. On a CPU blocks run through torch's fused kernel with a
+backward pass of our own, on a GPU through `scaled_dot_product_attention`.
+
+Shape letters: B rows, L positions, Hq query heads, Hkv key heads, D head dimension, P prompts, N responses, Lp columns
+of prompts, K keys.
 """
 
 from __future__ import annotations
@@ -17,303 +27,22 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from flatpeak.policy.packing import PackedRow
 
+ATTENTION_NAME = "flatpeak"
+"""The name of the function among transformers' implementations of attention."""
+NO_MASK = torch.empty(0, 0, 0, 0)
+"""The mask argument of the model: transformers hands a 4-dimensional one on as it is, and does not derive one from
+positions, which on a GPU would wait for the device at every token."""
+IGNORABLE = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
+"""Keywords that models hand down to attention although they do not change its result."""
 BLOCK = 64
 """Query positions at a time."""
-SUMMED = 192
+SUM_COLUMNS = 192
 """Columns, a multiple of BLOCK, whose weighted sum is taken in one product. MKL cuts sums over 193 to 383 columns into
 halves, so that the bits of a longer sum depend on how many columns of weight 0 follow."""
 MOST_KEYS = 2**17
 """Columns of all responses together that a block lays side by side: each response has its prompt's keys beside it."""
 MOST_SCORES = 2**23
 """Query positions times columns of a block."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """Query positions start ... end - 1 of the responses first ... first + count - 1."""
-
-    first: int
-    count: int
-    start: int
-    end: int
-    mask: Tensor
-    """bool [count, 1, end - start, Lp + end]: what each query sees of its prompt and of its own response."""
-
-
-def blocks(lengths_N: Tensor, prompt_lengths_N: Tensor, prompt_columns: int, window: int | None) -> list[Block]:
-    """Cut responses of these lengths (descending) into blocks."""
-    lengths = lengths_N.tolist()
-    device = lengths_N.device
-    prompt_place = torch.arange(prompt_columns, device=device)
-    found = []
-    for start in range(0, lengths[0], BLOCK):
-        end = min(start + BLOCK, lengths[0])
-        reaching = sum(length > start for length in lengths)
-        place, own_place = torch.arange(start, end, device=device)[:, None], torch.arange(end, device=device)
-        columns = prompt_columns + end
-        at_once = max(1, min(MOST_KEYS // columns, MOST_SCORES // (columns * (end - start))))
-        for first in range(0, reaching, at_once):
-            count = min(at_once, reaching - first)
-            before = prompt_lengths_N[first : first + count, None]
-            on_own = (place >= own_place).expand(count, -1, -1)
-            on_prompt = (prompt_place < before)[:, None].expand(-1, end - start, -1)
-            if window is not None:
-                on_own = on_own & (place - own_place < window)
-                on_prompt = on_prompt & (before[:, None] + place - prompt_place < window)
-            mask = torch.cat([on_prompt, on_own], -1)[:, None]
-            found.append(Block(first=first, count=count, start=start, end=end, mask=mask))
-    return found
-
-
-def attend_in_blocks(
-    rule: AttentionRule,
-    queries: Tensor,
-    prompts: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    prompt_N: Tensor,
-    cut: list[Block],
-) -> Tensor:
-    """queries [N, Hq, L, D], prompts' keys and values [P, Hkv, Lp, D], own ones [N, Hkv, L, D] -> [N, Hq, L, D].
-
-    Positions past a response's end get whatever; nothing reads them.
-    """
-    plain = rule.softcap is None and not rule.dropout and not torch.is_autocast_enabled("cpu")
-    alike = queries.dtype == own[0].dtype == own[1].dtype and queries.shape[-1] == own[1].shape[-1]
-    if plain and alike and queries.device.type == "cpu":
-        attended: Tensor = _BlockAttention.apply(queries, *prompts, *own, prompt_N, cut, rule.scale)
-        return attended
-    output = queries.new_zeros(*queries.shape[:3], own[1].shape[-1])
-    for block in cut:
-        keys, values = (_keys(prompt, response, prompt_N, block) for prompt, response in zip(prompts, own, strict=True))
-        _place(output, block).copy_(rule(_place(queries, block), keys, values, block.mask))
-    return output
-
-
-def _keys(prompts: Tensor, own: Tensor, prompt_N: Tensor, block: Block) -> Tensor:
-    """[N_j, Hkv, Lp + end, D]."""
-    return torch.cat([prompts.index_select(0, prompt_N[_rows(block)]), own[_rows(block), :, : block.end]], 2)
-
-
-class _BlockAttention(torch.autograd.Function):
-    """The same by torch's fused CPU kernel, with gradients summed in place and no copy of the keys kept.
-
-    Query heads that share a key head are query rows of it, so that keys are not repeated.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        queries: Tensor,
-        prompt_keys: Tensor,
-        prompt_values: Tensor,
-        own_keys: Tensor,
-        own_values: Tensor,
-        prompt_N: Tensor,
-        cut: list[Block],
-        scale: float,
-    ) -> Tensor:
-        output = torch.zeros_like(queries)
-        sums = []
-        for block in cut:
-            rows, mask = _fold(queries, block, own_keys.shape[1]), _fold_mask(block, queries, own_keys)
-            attended, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                rows,
-                _keys(prompt_keys, own_keys, prompt_N, block),
-                _keys(prompt_values, own_values, prompt_N, block),
-                attn_mask=mask,
-                scale=scale,
-            )
-            _place(output, block).copy_(_unfold(attended, queries.shape[1]))
-            sums.append(log_sums)
-        ctx.save_for_backward(queries, prompt_keys, prompt_values, own_keys, own_values, prompt_N, output, *sums)
-        ctx.cut, ctx.scale = cut, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        queries, prompt_keys, prompt_values, own_keys, own_values, prompt_N, output, *sums = ctx.saved_tensors
-        grads = [torch.zeros_like(tensor) for tensor in (queries, prompt_keys, prompt_values, own_keys, own_values)]
-        kv_heads, columns = own_keys.shape[1], prompt_keys.shape[2]
-        for block, log_sums in zip(ctx.cut, sums, strict=True):
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _fold(grad_output, block, kv_heads),
-                _fold(queries, block, kv_heads),
-                _keys(prompt_keys, own_keys, prompt_N, block),
-                _keys(prompt_values, own_values, prompt_N, block),
-                _fold(output, block, kv_heads),
-                log_sums,
-                0.0,
-                False,
-                attn_mask=_fold_mask(block, queries, own_keys),
-                scale=ctx.scale,
-            )
-            _place(grads[0], block).copy_(_unfold(found[0], queries.shape[1]))
-            for prompt_grad, own_grad, grad in zip(grads[1:3], grads[3:], found[1:], strict=True):
-                prompt_grad.index_add_(0, prompt_N[_rows(block)], grad[:, :, :columns])
-                own_grad[_rows(block), :, : block.end].add_(grad[:, :, columns:])
-        return *grads, None, None, None
-
-
-def _rows(block: Block) -> slice:
-    return slice(block.first, block.first + block.count)
-
-
-def _place(tensor: Tensor, block: Block) -> Tensor:
-    return tensor[_rows(block), :, block.start : block.end]
-
-
-def _fold(tensor: Tensor, block: Block, kv_heads: int) -> Tensor:
-    """[N, Hq, L, D] -> the block's [N_j, Hkv, r * B, D]."""
-    folded: Tensor = _place(tensor, block).unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    return folded
-
-
-def _unfold(rows: Tensor, heads: int) -> Tensor:
-    """[N_j, Hkv, r * B, D] -> [N_j, Hq, B, D]."""
-    unfolded: Tensor = rows.unflatten(2, (heads // rows.shape[1], -1)).flatten(1, 2)
-    return unfolded
-
-
-def _fold_mask(block: Block, queries: Tensor, keys: Tensor) -> Tensor:
-    """The mask of the folded rows, as the numbers that the kernel adds to scores."""
-    repeats = queries.shape[1] // keys.shape[1]
-    bias = torch.zeros(block.mask.shape, dtype=queries.dtype, device=queries.device)
-    return bias.masked_fill_(~block.mask, -torch.inf).repeat(1, 1, repeats, 1)
-
-
-ATTENTION_NAME = "flatpeak"
-NO_MASK = torch.empty(0, 0, 0, 0)
-"""What the model is given for a mask: transformers hands a 4-dimensional one on as it is, and looks for nothing in
-positions, which on a GPU would wait for the device at every token."""
-IGNORABLE = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
-"""Keywords that models hand down to attention although they do not change its result."""
-
-
-class UnservedAttentionError(RuntimeError):
-    """The architecture asks for something this attention function does not do."""
-
-
-class AttentionContext(Protocol):
-    """What one forward pass attends over."""
-
-    calls: list[int]
-    """The layer index of every call, for the start-up probe."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """query [B, Hq, L, D], key and value [B, Hkv, L, D] of the new tokens -> [B, L, Hq, D]."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionRule:
-    """How one layer scores keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of query [B, Hq, L, D] over key, value [B, Hkv, K, D]; mask bool, or None for plain causal."""
-        if self.softcap is None:
-            return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=self.dropout,
-                scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        repeats = query.shape[1] // key.shape[1]
-        scores = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * self.scale
-        scores = self.softcap * torch.tanh(scores / self.softcap)
-        if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")).float(), dim=-1).to(value.dtype)
-        return F.dropout(weights, self.dropout) @ value.repeat_interleave(repeats, 1)
-
-
-class PackedContext:
-    """Attention within a packed row: prompts to themselves, responses to their prompt and to themselves."""
-
-    def __init__(self, row: PackedRow, *, keep_keys: bool = False) -> None:
-        self.row = row
-        self.calls: list[int] = []
-        self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_keys else None
-        """Per layer the prompts' keys and values, [tokens, Hkv, D] as they stand in the row."""
-        self._prompt_masks: dict[tuple[int, int], Tensor] = {}
-        self._cuts: dict[tuple[int, int | None], list[Block]] = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """See AttentionContext; B is 1 and L the row's length."""
-        self.calls.append(layer)
-        states = [each[0].transpose(0, 1) for each in (query, key, value)]  # [S, H, D]
-        outputs: list[Tensor] = []
-        on_prompts: list[tuple[Tensor, Tensor]] = []
-        start = 0
-        for segments in self.row.prompts:
-            end = start + len(segments.slots)
-            q, k, v = (segments.pad(each[start:end]) for each in states)
-            outputs.append(segments.unpad(self._on_prompts(rule, q, k, v)))
-            on_prompts.append((k, v))
-            start = end
-        if self.kept is not None:
-            self.kept[layer] = (states[1][:start], states[2][:start])
-        for index, bundle in enumerate(self.row.responses):
-            end = start + len(bundle.segments.slots)
-            q, k, v = (bundle.segments.pad(each[start:end]) for each in states)
-            cut = self._blocks(index, rule.window)
-            attended = attend_in_blocks(rule, q, on_prompts[bundle.group], (k, v), bundle.prompt_N, cut)
-            outputs.append(bundle.segments.unpad(attended))
-            start = end
-        num_filler = query.shape[2] - start
-        if num_filler:
-            outputs.append(query.new_zeros(num_filler, query.shape[1], value.shape[3]))
-        return torch.cat(outputs)[None]
-
-    def _on_prompts(self, rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention among the prompts of one group."""
-        if self.kept is not None and query.device.type == "cpu":
-            return _attend_to_prefixes(rule, query, key, value)
-        return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))
-
-    def _prompt_mask(self, longest: int, window: int | None) -> Tensor | None:
-        """None (plain causal: padding stands right of every token) unless a window is shorter than the prompts."""
-        if window is None or window >= longest:
-            return None
-        if (longest, window) not in self._prompt_masks:
-            place = torch.arange(longest, device=self.row.token_ids_S.device)
-            distance = place[:, None] - place[None, :]
-            self._prompt_masks[longest, window] = (distance >= 0) & (distance < window)
-        return self._prompt_masks[longest, window]
-
-    def _blocks(self, index: int, window: int | None) -> list[Block]:
-        if (index, window) not in self._cuts:
-            bundle = self.row.responses[index]
-            prompts = self.row.prompts[bundle.group]
-            prompt_lengths_N = prompts.lengths.index_select(0, bundle.prompt_N)
-            self._cuts[index, window] = blocks(bundle.segments.lengths, prompt_lengths_N, prompts.longest, window)
-        return self._cuts[index, window]
-
-
-def _attend_to_prefixes(rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention [P, H, L, D], SUMMED positions and then block by block, each over the keys up to its end.
-
-    What a block sums is then the same whatever the length of the other prompts, and so are the bits of the sum.
-    """
-    length = query.shape[2]
-    if length > SUMMED:
-        key, value = (F.pad(states, (0, 0, 0, -length % BLOCK)) for states in (key, value))
-    place = torch.arange(key.shape[2], device=query.device)
-    pieces = []
-    for start, end in pairwise([0, *range(SUMMED, length, BLOCK), min(-(-length // BLOCK) * BLOCK, key.shape[2])]):
-        distance = place[start : min(end, length), None] - place[:end]
-        mask = distance >= 0 if rule.window is None else (distance >= 0) & (distance < rule.window)
-        causal = start == 0 and rule.window is None
-        pieces.append(rule(query[:, :, start:end], key[:, :, :end], value[:, :, :end], None if causal else mask))
-    return torch.cat(pieces, 2)
 
 
 def attention_forward(
@@ -355,6 +84,288 @@ def attention_forward(
 
 
 def register_attention() -> None:
-    """Make the function known to transformers. Masks are the context's business: the mask function makes none."""
+    """Register the function with transformers, and a mask function that makes none: contexts mask by themselves."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
+
+
+class UnservedAttentionError(RuntimeError):
+    """Error of an architecture that asks for something this attention function does not do."""
+
+
+class AttentionContext(Protocol):
+    """The keys and values of one forward pass, and who may attend to which."""
+
+    calls: list[int]
+    """The layer index of every call, for the start-up probe."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend with query [B, Hq, L, D]; key and value [B, Hkv, L, D] are the new tokens': [B, L, Hq, D]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRule:
+    """The rule by which one layer weights keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of query [B, Hq, L, D] over key, value [B, Hkv, K, D]; mask bool, or None for plain causal."""
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=self.dropout,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        repeats = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * self.scale
+        scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")).float(), dim=-1).to(value.dtype)
+        return F.dropout(weights, self.dropout) @ value.repeat_interleave(repeats, 1)
+
+
+class PackedContext:
+    """Attention within a packed row: prompts to themselves, responses to their prompt and to themselves."""
+
+    def __init__(self, row: PackedRow, *, keep_prompts: bool = False) -> None:
+        self.row = row
+        self.calls: list[int] = []
+        self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_prompts else None
+        """Per layer the prompts' keys and values, [tokens, Hkv, D] as they stand in the row, for a prefill."""
+        self._prompt_masks: dict[tuple[int, int], Tensor] = {}
+        self._blocks: dict[tuple[int, int | None], list[Block]] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend within the row; see AttentionContext, where B is 1 and L the row's length."""
+        self.calls.append(layer)
+        states = [each[0].transpose(0, 1) for each in (query, key, value)]  # [S, H, D]
+        outputs: list[Tensor] = []
+        on_prompts: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for segments in self.row.prompts:
+            end = start + len(segments.padded_index)
+            q, k, v = (segments.pad(each[start:end]) for each in states)
+            outputs.append(segments.unpad(self._on_prompts(rule, q, k, v)))
+            on_prompts.append((k, v))
+            start = end
+        if self.kept is not None:
+            self.kept[layer] = (states[1][:start], states[2][:start])
+        for index, bundle in enumerate(self.row.responses):
+            end = start + len(bundle.segments.padded_index)
+            q, k, v = (bundle.segments.pad(each[start:end]) for each in states)
+            blocks = self._blocks_of(index, rule.window)
+            attended = attend_in_blocks(rule, q, on_prompts[bundle.group], (k, v), bundle.prompt_N, blocks)
+            outputs.append(bundle.segments.unpad(attended))
+            start = end
+        num_filler = query.shape[2] - start
+        if num_filler:
+            outputs.append(query.new_zeros(num_filler, query.shape[1], value.shape[3]))
+        return torch.cat(outputs)[None]
+
+    def _on_prompts(self, rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention among the prompts of one group."""
+        if self.kept is not None and query.device.type == "cpu":
+            return _attend_to_prefixes(rule, query, key, value)
+        return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))
+
+    def _prompt_mask(self, longest: int, window: int | None) -> Tensor | None:
+        """None (plain causal: padding stands right of every token) unless a window is shorter than the prompts."""
+        if window is None or window >= longest:
+            return None
+        if (longest, window) not in self._prompt_masks:
+            position = torch.arange(longest, device=self.row.token_ids_S.device)
+            distance = position[:, None] - position[None, :]
+            self._prompt_masks[longest, window] = (distance >= 0) & (distance < window)
+        return self._prompt_masks[longest, window]
+
+    def _blocks_of(self, index: int, window: int | None) -> list[Block]:
+        # The same in every layer with this window.
+        if (index, window) not in self._blocks:
+            bundle = self.row.responses[index]
+            prompts = self.row.prompts[bundle.group]
+            prompt_lengths_N = prompts.lengths.index_select(0, bundle.prompt_N)
+            self._blocks[index, window] = cut_blocks(bundle.segments.lengths, prompt_lengths_N, prompts.longest, window)
+        return self._blocks[index, window]
+
+
+def _attend_to_prefixes(rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention [P, H, L, D], SUM_COLUMNS positions and then block by block, each over the keys up to its end.
+
+    A block's sums then have the same columns whatever the length of the other prompts, and so the same bits.
+    """
+    length = query.shape[2]
+    if length > SUM_COLUMNS:
+        key, value = (F.pad(states, (0, 0, 0, -length % BLOCK)) for states in (key, value))
+    position = torch.arange(key.shape[2], device=query.device)
+    attended = []
+    for start, end in pairwise([0, *range(SUM_COLUMNS, length, BLOCK), min(-(-length // BLOCK) * BLOCK, key.shape[2])]):
+        distance = position[start : min(end, length), None] - position[:end]
+        mask = distance >= 0 if rule.window is None else (distance >= 0) & (distance < rule.window)
+        causal = start == 0 and rule.window is None
+        attended.append(rule(query[:, :, start:end], key[:, :, :end], value[:, :, :end], None if causal else mask))
+    return torch.cat(attended, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Query positions start ... end - 1 of the responses first ... first + count - 1."""
+
+    first: int
+    count: int
+    start: int
+    end: int
+    mask: Tensor
+    """bool [count, 1, end - start, Lp + end]: the columns of its prompt and of its own response that a query sees."""
+
+
+def cut_blocks(lengths_N: Tensor, prompt_lengths_N: Tensor, prompt_columns: int, window: int | None) -> list[Block]:
+    """Cut responses of these lengths (descending) into blocks, each of the responses that are long enough for it."""
+    lengths = lengths_N.tolist()
+    device = lengths_N.device
+    prompt_position = torch.arange(prompt_columns, device=device)
+    blocks = []
+    for start in range(0, lengths[0], BLOCK):
+        end = min(start + BLOCK, lengths[0])
+        reaching = sum(length > start for length in lengths)
+        position, own_position = torch.arange(start, end, device=device)[:, None], torch.arange(end, device=device)
+        columns = prompt_columns + end
+        at_once = max(1, min(MOST_KEYS // columns, MOST_SCORES // (columns * (end - start))))
+        for first in range(0, reaching, at_once):
+            count = min(at_once, reaching - first)
+            before = prompt_lengths_N[first : first + count, None]
+            on_own = (position >= own_position).expand(count, -1, -1)
+            on_prompt = (prompt_position < before)[:, None].expand(-1, end - start, -1)
+            if window is not None:
+                on_own = on_own & (position - own_position < window)
+                on_prompt = on_prompt & (before[:, None] + position - prompt_position < window)
+            mask = torch.cat([on_prompt, on_own], -1)[:, None]
+            blocks.append(Block(first=first, count=count, start=start, end=end, mask=mask))
+    return blocks
+
+
+def attend_in_blocks(
+    rule: AttentionRule,
+    queries: Tensor,
+    prompts: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    prompt_N: Tensor,
+    blocks: list[Block],
+) -> Tensor:
+    """Attend with queries [N, Hq, L, D] over prompts' and own keys and values: [N, Hq, L, D].
+
+    Prompts' are [P, Hkv, Lp, D], that of response n being prompt_N[n], and own ones [N, Hkv, L, D]. Results past a
+    response's end have no meaning, and are not read.
+    """
+    plain = rule.softcap is None and not rule.dropout and not torch.is_autocast_enabled("cpu")
+    alike = queries.dtype == own[0].dtype == own[1].dtype and queries.shape[-1] == own[1].shape[-1]
+    if plain and alike and queries.device.type == "cpu":
+        attended: Tensor = _FusedBlocks.apply(queries, *prompts, *own, prompt_N, blocks, rule.scale)
+        return attended
+    output = queries.new_zeros(*queries.shape[:3], own[1].shape[-1])
+    for block in blocks:
+        keys, values = (_keys(prompt, response, prompt_N, block) for prompt, response in zip(prompts, own, strict=True))
+        _queries(output, block).copy_(rule(_queries(queries, block), keys, values, block.mask))
+    return output
+
+
+def _keys(prompts: Tensor, own: Tensor, prompt_N: Tensor, block: Block) -> Tensor:
+    """Keys or values of a block, prompts' beside own ones: [N_j, Hkv, Lp + end, D]."""
+    return torch.cat([prompts.index_select(0, prompt_N[_responses(block)]), own[_responses(block), :, : block.end]], 2)
+
+
+def _responses(block: Block) -> slice:
+    return slice(block.first, block.first + block.count)
+
+
+def _queries(tensor: Tensor, block: Block) -> Tensor:
+    return tensor[_responses(block), :, block.start : block.end]
+
+
+def _fold(tensor: Tensor, block: Block, kv_heads: int) -> Tensor:
+    """Select a block's queries and fold r heads that share keys into query rows: [N_j, Hkv, r * B, D]."""
+    folded: Tensor = _queries(tensor, block).unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return folded
+
+
+def _unfold(rows: Tensor, heads: int) -> Tensor:
+    """Undo the fold of heads: [N_j, Hkv, r * B, D] -> [N_j, Hq, B, D]."""
+    unfolded: Tensor = rows.unflatten(2, (heads // rows.shape[1], -1)).flatten(1, 2)
+    return unfolded
+
+
+def _fold_mask(block: Block, queries: Tensor, keys: Tensor) -> Tensor:
+    """The mask of the folded rows, as the numbers that the kernel adds to scores."""
+    repeats = queries.shape[1] // keys.shape[1]
+    bias = torch.zeros(block.mask.shape, dtype=queries.dtype, device=queries.device)
+    return bias.masked_fill_(~block.mask, -torch.inf).repeat(1, 1, repeats, 1)
+
+
+class _FusedBlocks(torch.autograd.Function):
+    """`attend_in_blocks` by torch's fused CPU kernel, with gradients summed in place and no copy of the keys kept.
+
+    Query heads that share a key head are query rows of it, so that keys are not repeated.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        prompt_keys: Tensor,
+        prompt_values: Tensor,
+        own_keys: Tensor,
+        own_values: Tensor,
+        prompt_N: Tensor,
+        blocks: list[Block],
+        scale: float,
+    ) -> Tensor:
+        output = torch.zeros_like(queries)
+        sums = []
+        for block in blocks:
+            rows, mask = _fold(queries, block, own_keys.shape[1]), _fold_mask(block, queries, own_keys)
+            attended, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                rows,
+                _keys(prompt_keys, own_keys, prompt_N, block),
+                _keys(prompt_values, own_values, prompt_N, block),
+                attn_mask=mask,
+                scale=scale,
+            )
+            _queries(output, block).copy_(_unfold(attended, queries.shape[1]))
+            sums.append(log_sums)
+        ctx.save_for_backward(queries, prompt_keys, prompt_values, own_keys, own_values, prompt_N, output, *sums)
+        ctx.blocks, ctx.scale = blocks, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        queries, prompt_keys, prompt_values, own_keys, own_values, prompt_N, output, *sums = ctx.saved_tensors
+        grads = [torch.zeros_like(tensor) for tensor in (queries, prompt_keys, prompt_values, own_keys, own_values)]
+        kv_heads, columns = own_keys.shape[1], prompt_keys.shape[2]
+        for block, log_sums in zip(ctx.blocks, sums, strict=True):
+            block_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _fold(grad_output, block, kv_heads),
+                _fold(queries, block, kv_heads),
+                _keys(prompt_keys, own_keys, prompt_N, block),
+                _keys(prompt_values, own_values, prompt_N, block),
+                _fold(output, block, kv_heads),
+                log_sums,
+                0.0,
+                False,
+                attn_mask=_fold_mask(block, queries, own_keys),
+                scale=ctx.scale,
+            )
+            _queries(grads[0], block).copy_(_unfold(block_grads[0], queries.shape[1]))
+            for prompt_grad, own_grad, grad in zip(grads[1:3], grads[3:], block_grads[1:], strict=True):
+                prompt_grad.index_add_(0, prompt_N[_responses(block)], grad[:, :, :columns])
+                own_grad[_responses(block), :, : block.end].add_(grad[:, :, columns:])
+        return *grads, None, None, None

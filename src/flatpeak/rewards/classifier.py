@@ -1,9 +1,9 @@
-"""A sequence-classification model: loaded, and asked for the score of each text.
+"""A sequence-classification model that scores texts: loading, the wording of texts, scores, and its record on disk.
 
-The score of a decoder is read at each text's last token, whose position is known, never looked for: transformers'
-own forward takes the last token that is not the padding token, which is another one where padding and end of sequence
-are the same token, and refuses batches where there is none. Texts are padded here, on the right, whatever the
-tokenizer's padding side; under a causal mask nothing before the padding can see it.
+The score of a decoder is read at each text's last token, whose position is known: transformers' own forward takes the
+last token that is not the padding token, which is another one where padding and end of sequence are the same token, and
+refuses batches where there is none. Texts are padded here, on the right, whatever the tokenizer's padding side; under a
+causal mask nothing before the padding can see it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from flatpeak.types import Message
 from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, no_progress_bar, no_warnings
 
 RECORD = "reward_model.json"
-"""Beside the model's own files: how it was trained to read, and what its scores are like."""
+"""The file beside the model's own with the template it was trained with and the statistics of its scores."""
 CHAT = "chat"
 PLAIN = "{prompt}\n\n{completion}"
 PROMPT, COMPLETION = "{prompt}", "{completion}"
+UNBOUNDED = 10**9
+"""Tokenizers without a limit have a `model_max_length` far beyond this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What a reward model's directory says beside its weights."""
+    """The contents of reward_model.json, beside the weights of a reward model that flatpeak trained."""
 
     template: str
     """`chat`: the tokenizer's chat template; else a text with {prompt} and {completion} in it."""
@@ -50,7 +52,7 @@ class Record:
     scores: Spread | None = None
 
     def write(self, directory: Path) -> None:
-        """Write the file."""
+        """Write the record into the model's directory."""
         (directory / RECORD).write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -68,7 +70,7 @@ def read_record(directory: Path) -> Record | None:
 
 
 def pick_template(name: str, tokenizer: Any, record: Record | None, *, where: str) -> str:
-    """`chat`, or a text with {prompt} and {completion}, of what a recipe says; `where` is the option's name."""
+    """Resolve a recipe's template: `chat`, or a text with {prompt} and {completion}; `where` is the option's name."""
     if name == "auto":
         if record is not None:
             return record.template
@@ -99,8 +101,10 @@ def _read_template(name: str, *, where: str) -> str:
 
 
 def conversation(columns: Mapping[str, Any]) -> tuple[Message, ...] | None:
-    """The messages that ask, where a preference row has its prompt as messages; None for anything else of that name,
-    a conversation with its answer among it."""
+    """The prompt of a preference row as chat messages; None where its column `messages` is missing or anything else.
+
+    A conversation that includes its answer, for instance, is no prompt.
+    """
     messages = columns.get("messages")
     if not isinstance(messages, list | tuple) or not messages:
         return None
@@ -111,7 +115,7 @@ def conversation(columns: Mapping[str, Any]) -> tuple[Message, ...] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """A text for the model."""
+    """The tokens of a text for the model."""
 
     token_ids: tuple[int, ...]
     truncated: bool
@@ -120,7 +124,7 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """Words question and completion, and makes tokens of them."""
+    """The wording of question and completion as one text, and its tokens."""
 
     tokenizer: Tokenizer
     template: str
@@ -131,8 +135,8 @@ class Wording:
         """The tokens of a question (or of the chat messages that ask it) and a completion.
 
         Where they are too many, the longest end of the question that fits is kept: by bisection over where it starts.
-        None where the completion does not fit without the question either: its end says what it came to, and its
-        beginning what it is about, so that a part of it is not the answer that is to be scored.
+        None where the completion does not fit without the question either: without its beginning or its end it is not
+        the answer that is to be scored.
         """
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         question = str(messages[-1]["content"])
@@ -162,7 +166,7 @@ class Wording:
             text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
             # The template has written every special token into the text, the beginning of the sequence included.
             return self.tokenizer.encode(text, add_special_tokens=False)
-        # Every place is found before anything is put in: a question may well say {completion}.
+        # Both positions are located before anything is put in: a question may well say {completion}.
         first, second = sorted((PROMPT, COMPLETION), key=self.template.index)
         before, _, rest = self.template.partition(first)
         between, _, after = rest.partition(second)
@@ -171,10 +175,6 @@ class Wording:
         end = self.tokenizer.eos_token_id
         # Tokenizers of encoders close a text by themselves; to those of decoders its end has to be said.
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
-
-
-UNBOUNDED = 10**9
-"""Tokenizers that know of no limit say a number far beyond this."""
 
 
 def locate(path: str, *, where: str) -> str:
@@ -229,14 +229,14 @@ class Classifier:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
     def _padding_token(self) -> int | None:
-        """The token behind the end of shorter texts; None where texts of different lengths cannot share a batch."""
+        """The token that fills shorter texts; None where texts of different lengths cannot share a batch."""
         if self._causal is not None:
-            return 0  # any token: nothing looks at it
+            return 0  # any token: nothing attends to it
         if getattr(self.model.config, "is_encoder_decoder", False):
             return None
         pad = getattr(self.model.config, "pad_token_id", None)
@@ -253,8 +253,7 @@ class Classifier:
         return bool(torch.allclose(alone, padded, rtol=1e-2, atol=1e-4))
 
     def scores(self, texts: Sequence[Sequence[int]], *, pad: int | None = None) -> Tensor:
-        """The score of each of these token sequences, float32 [N], of one forward pass; with gradients where they are
-        on."""
+        """Scores of these token sequences, float32 [N], by one forward pass; differentiable where gradients are on."""
         lengths = [len(text) for text in texts]
         if self._pad is None and pad is None and len(set(lengths)) > 1:
             return torch.cat([self.scores([text]) for text in texts])
@@ -273,13 +272,13 @@ class Classifier:
 
     @torch.inference_mode()
     def score_all(self, texts: Sequence[Sequence[int]], *, batch_tokens: int | None = None) -> list[float]:
-        """The scores of any number of texts, in their order, without gradients."""
+        """Scores of any number of texts, in their order, without gradients."""
         budget = batch_tokens or (4096 if self.device.type == "cpu" else 32768)
-        found = [0.0] * len(texts)
+        scores = [0.0] * len(texts)
         for batch in length_batches([len(text) for text in texts], budget=budget):
             for index, score in zip(batch, self.scores([texts[i] for i in batch]).tolist(), strict=True):
-                found[index] = score
-        return found
+                scores[index] = score
+        return scores
 
     def save(self, directory: Path, *, scores: Spread | None) -> None:
         """Write model, tokenizer and record."""
@@ -290,8 +289,10 @@ class Classifier:
 
 
 def length_batches(lengths: Sequence[int], *, budget: int) -> Iterator[list[int]]:
-    """Indices in batches of at most `budget` tokens, padding included, but of at least one: the longest first, so that
-    neighbours are about as long, and memory runs out at once or not at all."""
+    """Indices in batches of at most `budget` tokens, padding included, but of at least one text.
+
+    The longest come first, so that neighbours are about as long, and memory runs out at once or not at all.
+    """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if batch and (len(batch) + 1) * lengths[batch[0]] > budget:
@@ -305,8 +306,8 @@ def length_batches(lengths: Sequence[int], *, budget: int) -> Iterator[list[int]
 def make_wording(
     model: Any, tokenizer: Any, record: Record | None, *, template: str, max_tokens: int | None, where: str
 ) -> Wording:
-    """How a model reads; `where` names the section that says so."""
-    # A tokenizer may know of less than the config: two of RoBERTa's positions hold no text.
+    """The wording of texts for a model; `where` names the section with its settings."""
+    # A tokenizer's limit may be below the config's: two of RoBERTa's positions hold no text.
     lengths = (getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length)
     context = min((length for length in lengths if length is not None and 0 < length < UNBOUNDED), default=None)
     wanted = max_tokens or (record.max_tokens if record is not None else None)

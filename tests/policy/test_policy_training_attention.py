@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatpeak.policy import training_attention
 from flatpeak.policy.model import Policy
-from flatpeak.policy.training_attention import BLOCK, AttentionRule, attend_in_blocks, blocks
+from flatpeak.policy.training_attention import BLOCK, AttentionRule, attend_in_blocks, cut_blocks
 from flatpeak.types import Batch
 from support.architectures import COMMON, LAYOUTS, build
 from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights
@@ -75,7 +75,7 @@ def states(case: Case, dtype: torch.dtype = torch.float32) -> States:
 def attend(case: Case, tensors: list[Tensor], rule: AttentionRule | None = None) -> Tensor:
     prompt_N = torch.tensor(case.prompt_N)
     prompt_lengths_N = torch.tensor(case.prompt_lengths)[prompt_N]
-    cut = blocks(torch.tensor(case.lengths), prompt_lengths_N, max(case.prompt_lengths), case.window)
+    cut = cut_blocks(torch.tensor(case.lengths), prompt_lengths_N, max(case.prompt_lengths), case.window)
     queries, prompt_keys, prompt_values, own_keys, own_values = tensors
     return attend_in_blocks(
         rule or case.rule, queries, (prompt_keys, prompt_values), (own_keys, own_values), prompt_N, cut
@@ -117,13 +117,13 @@ def with_gradients(function: Any, case: Case, tensors: list[Tensor]) -> tuple[Te
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per use of torch's fused kernel."""
     calls: list[int] = []
-    apply = training_attention._BlockAttention.apply
+    apply = training_attention._FusedBlocks.apply
 
     def spy(*args: Any) -> Any:
         calls.append(1)
         return apply(*args)
 
-    monkeypatch.setattr(training_attention._BlockAttention, "apply", spy)
+    monkeypatch.setattr(training_attention._FusedBlocks, "apply", spy)
     return calls
 
 
@@ -277,7 +277,7 @@ def test_blocks_hold_every_token_once_and_see_what_a_causal_window_shows(
     case = Case(lengths=(9, 8, 4, 1), prompt_N=(0, 1, 1, 2), prompt_lengths=(12, 1, 5))
     before_N = torch.tensor(case.prompt_lengths)[list(case.prompt_N)]
     seen: set[tuple[int, int]] = set()
-    for block in blocks(torch.tensor(case.lengths), before_N, 12, window):
+    for block in cut_blocks(torch.tensor(case.lengths), before_N, 12, window):
         assert block.end - block.start <= size
         assert block.mask.shape == (block.count, 1, block.end - block.start, 12 + block.end)
         assert block.count == 1 or block.count * (12 + block.end) <= most.get("MOST_KEYS", 10**9)
