@@ -45,7 +45,7 @@ def explanation(error: Exception) -> str | None:
 
 
 def brief(error: BaseException) -> str:
-    """The first paragraph of an error's message as one line: a first line alone may end before it has said anything."""
+    """The first paragraph of an error's message as one line: a first line alone may be cut short."""
     line = " ".join(str(error).strip().split("\n\n")[0].split())
     return textwrap.shorten(line, LONGEST_REASON, placeholder=" ...") or type(error).__name__
 

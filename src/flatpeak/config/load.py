@@ -140,7 +140,7 @@ def _over_base(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, A
 
 
 def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
-    """The file a name stands for; `directory` is where a relative one starts."""
+    """The file of a recipe's name; a relative name starts at `directory`."""
     name = _current_name(name)
     exact = _RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
     for path in (exact, exact.with_name(f"{exact.name}.yaml")) if exact.name else ():

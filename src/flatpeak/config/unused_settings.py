@@ -157,7 +157,7 @@ def refuse_unused(config: StrictConfig) -> None:
         for setting in rule.settings:
             if _is_explicit(config, setting):
                 value, chosen = _value(config, setting), _value(config, rule.choice)
-                if value is None or value is False:  # it says off, as the choice does
+                if value is None or value is False:  # off, as under the choice
                     continue
                 raise ValueError(
                     f"{setting}={_as_yaml(value)} has no effect with {rule.choice}={_as_yaml(chosen)}: remove it, or "

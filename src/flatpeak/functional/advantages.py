@@ -86,5 +86,5 @@ def _centred(rewards_PG: Tensor, valid_PG: Tensor, num_valid_P1: Tensor) -> Tens
 
 
 def _batch_std(rewards_N: Tensor) -> Tensor:
-    """Unbiased; 0 for fewer than two rewards, where no group has an advantage to scale."""
+    """The unbiased standard deviation; 0 for fewer than two rewards, where no group has an advantage to scale."""
     return rewards_N.std(correction=1) if rewards_N.numel() > 1 else rewards_N.new_zeros(())

@@ -160,14 +160,14 @@ def _win_probability(count: int, others: Sequence[int], num_silent: int, k: int)
 
 
 def _binomial(count: int, k: int, num_samples: int) -> NDArray[np.float64]:
-    """[u]: the chance of u successes, at most k, in `count` trials of k / num_samples each; from whole numbers."""
+    """The chances [u] of u successes, at most k, in `count` trials of k / num_samples each; from whole numbers."""
     whole = num_samples**count
     ways = (comb(count, u) * k**u * (num_samples - k) ** (count - u) for u in range(min(count, k) + 1))
     return np.array([w / whole for w in ways])
 
 
 def _rivals(taken: Sequence[NDArray[np.float64]], votes: int, draws: int) -> NDArray[np.float64]:
-    """[j, d]: the chance that the others draw d samples, none of them more than `votes`, and just j as many."""
+    """The chances [j, d] that the others draw d samples, none of them more than `votes`, and just j as many."""
     table = np.zeros((draws // votes + 1, draws + 1))
     table[0, 0] = 1.0
     for chances in taken:

@@ -1,4 +1,4 @@
-"""Gradient regularization: perturb, recompute, restore, combine, and the guard that it really happened."""
+"""Gradient regularization: perturb, recompute, restore, combine, and guard against rounding and long steps."""
 
 from typing import TYPE_CHECKING
 

@@ -129,12 +129,12 @@ class GradientRegularizationConfig(StrictConfig):
 
     @classmethod
     def paper(cls, *, gamma: float = 1e-3, eps: float = 1e-3) -> GradientRegularizationConfig:
-        """arXiv 2602.18037 in our convention: its code descends L + gamma / 2 * ||grad L||^2, so strength = gamma."""
+        """The penalty of arXiv 2602.18037, whose code descends L + gamma / 2 * ||grad L||^2, so strength = gamma."""
         return cls(strength=gamma, step=eps, step_scale="absolute", ratio_mode="reuse")
 
     @classmethod
     def from_scratch_dr_grpo(cls, *, gamma: float = 1e-2, eps: float = 1e-2) -> GradientRegularizationConfig:
-        """A from-scratch Dr. GRPO with g + gamma / 2 * (g' - g) / eps, so strength = gamma / 2."""
+        """The penalty of a from-scratch Dr. GRPO, g + gamma / 2 * (g' - g) / eps, so strength = gamma / 2."""
         return cls(strength=gamma / 2, step=eps, step_scale="absolute", ratio_mode="reuse")
 
     @classmethod

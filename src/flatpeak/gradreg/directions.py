@@ -25,7 +25,7 @@ FLOAT32_STEP, HALF_PRECISION_STEP, ADAPTER_STEP = 3e-5, 3e-4, 3e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Direction:
-    """d = T^2 g with T = 1, or ASAM's T = |w| + eta: the penalty is that on ||T g||, its gradient H d."""
+    """The direction d = T^2 g, with T = 1 or ASAM's T = |w| + eta: the penalty is on ||T g||, its gradient is H d."""
 
     vector: Gradients
     grad_norm: float
@@ -67,7 +67,7 @@ def step_size(direction: Direction, perturbation: Perturbation, config: Gradient
 def default_step(perturbation: Perturbation) -> float:
     """The relative step for the coarsest type on the way through the model, and for adapters.
 
-    Rounding errors of the two gradients are divided by the step, so half precision asks for a longer one; adapters are
+    Rounding errors of the two gradients are divided by the step, so half precision needs a longer one; adapters are
     a small part of a model that rounds, and have to move further for the same effect.
     """
     if not is_below_float32(perturbation.coarsest_dtype):
@@ -88,12 +88,12 @@ def weight_norm(perturbation: Perturbation) -> float:
 
 
 def forward_difference(g1: Gradients, ahead: Gradients, *, step: float) -> dict[nn.Parameter, Tensor]:
-    """(g(theta + h d) - g(theta)) / h; error O(h). Takes the memory of `ahead`."""
+    """The product H d as (g(theta + h d) - g(theta)) / h; error O(h). Overwrites `ahead`."""
     return {p: ahead[p].sub_(g1[p]).div_(step) for p in g1}
 
 
 def central_difference(ahead: Gradients, behind: Gradients, *, step: float) -> dict[nn.Parameter, Tensor]:
-    """(g(theta + h d) - g(theta - h d)) / 2h; error O(h^2). Takes the memory of `ahead`."""
+    """The product H d as (g(theta + h d) - g(theta - h d)) / 2h; error O(h^2). Overwrites `ahead`."""
     return {p: ahead[p].sub_(behind[p]).div_(2 * step) for p in ahead}
 
 

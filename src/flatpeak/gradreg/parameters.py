@@ -140,7 +140,7 @@ def _check_dense(name: str, parameter: nn.Parameter) -> None:
 
 
 def check_not_sparse(model: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """UserError where the gradient of a parameter is sparse: there is no norm and no difference of such gradients."""
+    """Raise UserError for sparse gradients, of which there is no norm and no difference."""
     sparse = {p for p, grad in gradients.items() if grad.layout is not torch.strided}
     for name, parameter in model.named_parameters() if sparse else ():
         if parameter in sparse:
@@ -190,7 +190,7 @@ def observe_precision(model: nn.Module, parameters: Sequence[nn.Parameter]) -> I
     def after(module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        computed = vars(module).get("compute_dtype")  # of bitsandbytes' layers, which give back their input's type
+        computed = vars(module).get("compute_dtype")  # of bitsandbytes' layers, whose results have their input's type
         observed.anywhere.update(
             dtype for dtype in (getattr(output, "dtype", None), computed) if isinstance(dtype, torch.dtype)
         )

@@ -85,7 +85,7 @@ class Report:
 
 
 class GradientRegularizer:
-    """Turns the gradient of L into that of L + strength / 2 * ||grad L||^2 (arXiv 2602.18037), before any clipping.
+    """A regularizer that makes the gradient of L that of L + strength / 2 * ||grad L||^2 (arXiv 2602.18037), unclipped.
 
     ```
     regularizer = GradientRegularizer(model, GradientRegularizationConfig(strength="ratio:0.3"))
@@ -134,7 +134,7 @@ class GradientRegularizer:
 
         `again` gives the losses of the second pass where they are not written as the first's; they must have the same
         gradient at theta. `rest` are micro-batches that only the first pass sees: then `scale` times the gradient of
-        `losses` stands for that of the whole update. An update that is not `informative`, such as one whose advantages
+        `losses` replaces that of the whole update. An update that is not `informative`, such as one whose advantages
         are all 0, neither moves the strength of a wanted ratio nor is checked by the guard.
         """
         self.schedule.begin()

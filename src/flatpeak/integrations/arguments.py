@@ -167,7 +167,7 @@ class GradientRegularizationArguments:
 
     @property
     def grad_reg_published(self) -> bool:
-        """Whether published behavior is asked for."""
+        """Whether published behavior is configured."""
         return self.grad_reg_behavior == "published"
 
     def grad_reg_config(self) -> GradientRegularizationConfig:

@@ -137,7 +137,7 @@ class GradientRegularizationMixin(Trainer):
     _grad_reg: Session | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """TypeError where a trainer comes before the mixin, whose methods would then not be called."""
+        """Raise TypeError where a trainer precedes the mixin, whose methods would then not be called."""
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[1 : cls.__mro__.index(GradientRegularizationMixin)]
         for kind in before:
@@ -161,7 +161,7 @@ class GradientRegularizationMixin(Trainer):
 
     @property
     def grad_reg_skipped_updates(self) -> int:
-        """Updates without their penalty so far, and those dropped because their gradient was not finite."""
+        """The number of updates without their penalty, and of those dropped because their gradient was not finite."""
         return 0 if self._grad_reg is None else self._grad_reg.metrics.skipped
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -125,7 +125,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """UserError where a checkpoint is not as it was written; any other directory passes."""
+    """Raise UserError where a checkpoint is not as it was written; any other directory passes."""
     broken = broken_file(path) if is_checkpoint(path) else None
     if broken is not None:
         raise UserError(f"{path / broken.name}: {broken.problem}; use another checkpoint of the run")

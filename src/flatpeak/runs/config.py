@@ -32,7 +32,7 @@ class RunSectionConfig(StrictConfig):
     grades groups. Then it is killed, and those scores are missing (or `on_timeout`). A function's own `timeout` comes
     first."""
     grading_memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 4.0
-    """GiB that one of these processes may allocate (on Linux); what asks for more is missing. null: no limit."""
+    """GiB that one of these processes may allocate (on Linux); a score that needs more is missing. null: no limit."""
     grading_budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
     """Seconds that a training step may lose to answers whose grading runs out of time or memory, the built-in rewards'
     answers too. What is not graded by then counts as timed out. Calls that give a score cost nothing of it, a function

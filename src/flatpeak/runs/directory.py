@@ -251,15 +251,6 @@ class RunDirectory(RunPaths):
             return False
         return True
 
-    def require_space(self, needed: int) -> None:
-        """Raise UserError where fewer than `needed` bytes are free: better now than at the first checkpoint."""
-        free = shutil.disk_usage(self.path).free
-        if free < needed:
-            raise UserError(
-                f"{self.path} needs about {needed / 2**20:.0f} MiB for checkpoints and {free / 2**20:.0f} MiB are "
-                "free: free some space, lower run.keep_checkpoints or set run.directory to another disk"
-            )
-
     def close(self) -> None:
         """Release the lock on the directory."""
         self._lock.release()
@@ -290,7 +281,7 @@ def check_start(
     run = RunPaths(path)
     if not _existing_files(path):
         return
-    with suppress(PermissionError):  # for `create` to say
+    with suppress(PermissionError):  # `create` reports it
         check_unlocked(path / _LOCK)
     _replaces(run, resume=resume, overwrite=overwrite)
     if resume and run.config.exists():

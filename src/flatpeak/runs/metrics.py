@@ -23,7 +23,7 @@ class MetricsWriter:
     """A writer of rows `{"step": n, "stage": "train", "reward/mean": 0.5, ...}`, each on disk before `write` returns.
 
     A log is worth less than the run: where the disk is full or a tracker fails, `notice` is called once and training
-    goes on. NaN and infinities are written as null, which is what JSON has.
+    continues. NaN and infinities are written as null, which is what JSON has.
     """
 
     def __init__(self, path: Path, *, trackers: Sequence[Tracker] = (), notice: Callable[[str], None] = warn) -> None:
@@ -43,7 +43,7 @@ class MetricsWriter:
         for tracker in self._trackers:
             try:
                 tracker.log(metrics, step=step)
-            # A tracker is foreign code talking to a network: whatever it raises, training goes on.
+            # A tracker is foreign code over a network: whatever it raises, training continues.
             except Exception as error:
                 name = type(tracker).__name__
                 self._notice_once(name, f"{name} failed ({error}); metrics are still in {self.path}")

@@ -29,7 +29,7 @@ class NoticeLog:
     """A log of rows `{"time": ..., "stage": "train", "step": 12, "text": ...}`, without secrets.
 
     Rows from before the run's directory exists wait in memory for `open`. A notice is worth less than the run: where
-    the disk is full, `failed` is called once and training goes on.
+    the disk is full, `failed` is called once and training continues.
     """
 
     def __init__(self, *, failed: Callable[[str], None] = warn) -> None:

@@ -43,7 +43,7 @@ def rollout_rows(
 
 
 class RolloutLog:
-    """A writer of one file of rollouts per step; a full disk gives one notice and training goes on."""
+    """A writer of one file of rollouts per step; a full disk gives one notice and training continues."""
 
     def __init__(self, directory: Path, *, notice: Callable[[str], None] = warn) -> None:
         self.directory = directory
@@ -54,7 +54,7 @@ class RolloutLog:
         self._announced = False
 
     def announce_size(self, step: int, *, total: int, every: int) -> None:
-        """Give one notice, after the first file, where files like it, one every so many steps, come to much."""
+        """Give one notice, after the first file, where files like it, one every so many steps, add up to much."""
         if self._announced or self._size is None:
             return
         self._announced = True

@@ -13,7 +13,7 @@ _CAUGHT = (signal.SIGINT, signal.SIGTERM)
 class StopSignals:
     """A context in which a first SIGINT or SIGTERM is only recorded, and a second one raises KeyboardInterrupt.
 
-    The loop asks `stop.signal` wherever it can stop with its state whole, writes a checkpoint, and leaves. Outside the
+    The loop checks `stop.signal` wherever it can stop with its state whole, writes a checkpoint, and ends. Outside the
     main thread, where Python delivers no signals, it does nothing.
     """
 

@@ -65,9 +65,9 @@ class Box:
     command: str
     """`boxed` or `fbox`."""
     start: int
-    """Where the content begins; without braces, where the command begins."""
+    """Index of the content's first character; without braces, of the command's."""
     end: int | None
-    """Where the content ends; None without braces, where TeX would take one token and people mean more."""
+    """Index after the content; None without braces, where TeX would take one token but authors mean more."""
     escaped_twice: bool
     r"""Whether it is written with two backslashes, `\\boxed{5}`."""
 
