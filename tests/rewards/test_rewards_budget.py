@@ -14,7 +14,7 @@ from flatpeak.errors import UserError
 from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import FunctionConfig, RewardConfig
-from flatpeak.rewards.math.grader import Outcome, Pair, ask_within
+from flatpeak.rewards.math.grader import Outcome, Pair, grade_within
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers import grading
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
@@ -50,9 +50,9 @@ def clockwork() -> Iterator[Callable[[Pair, float], Future[Outcome]]]:
 
 def test_calls_with_a_verdict_cost_nothing_and_those_without_the_time_they_took(clockwork: Any) -> None:
     budget = GradingBudget(5.0)
-    found = ask_within(budget, [("0.2", str(n)) for n in range(8)], clockwork, limit=0.4, workers=2)
+    found = grade_within(budget, [("0.2", str(n)) for n in range(8)], clockwork, limit=0.4, workers=2)
     assert ([*found.values()], budget.left) == ([True] * 8, 5.0)
-    found = ask_within(budget, [("9", "a"), ("9", "b")], clockwork, limit=0.4, workers=2)
+    found = grade_within(budget, [("9", "a"), ("9", "b")], clockwork, limit=0.4, workers=2)
     assert [isinstance(outcome, WorkerError) for outcome in found.values()] == [True, True]
     assert 4.0 < budget.left <= 4.6
 
@@ -64,7 +64,7 @@ def test_a_budget_too_small_for_all_limits_gives_the_quick_ones_their_verdicts_a
     late = [("0.35", "first"), *slow, ("0.01", "last")]
     budget = GradingBudget(2.0)
     started = time.monotonic()
-    found = ask_within(budget, late, clockwork, limit=1.0, workers=2)
+    found = grade_within(budget, late, clockwork, limit=1.0, workers=2)
     assert time.monotonic() - started < 2.0 + 1.0
     assert found[("0.35", "first")] is True  # not in its share of 0.33 s, but in its whole limit after it
     assert found[("0.01", "last")] is True

@@ -171,14 +171,11 @@ def _read_rows(file: str) -> list[_Row]:
 
 
 def _grade_math(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Correct]:
-    from flatpeak.rewards.math.evaluated import only_evaluated
-    from flatpeak.rewards.math.grader import MathGrader, extracted
+    from flatpeak.rewards.math import MathGrader
 
-    pairs = [(extracted(row.answer, "any"), row.gold) for row in rows]
-    if evaluated:
-        pairs = only_evaluated(pairs, [row.question for row in rows])
-    with MathGrader(timeout=timeout) as grader:
-        return [outcome if isinstance(outcome, bool) else None for outcome in grader.compare(pairs)]
+    questions = [row.question for row in rows] if evaluated else None
+    with MathGrader(extraction="any", timeout=timeout) as grader:
+        return grader.grade([(row.answer, row.gold) for row in rows], questions=questions)
 
 
 def _grade_numbers(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Correct]:

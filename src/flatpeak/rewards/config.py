@@ -5,8 +5,6 @@ What a scorer needs is imported as it is built: reading a recipe loads neither t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -30,10 +28,10 @@ class _VerifiedConfig(StrictConfig):
     """Whether an answer has to be worked out as far as the gold answer is: one that leaves operations which the gold
     does not have, or is copied from the question, is wrong."""
 
-    def _grader(self, extract: Callable[[str], str | None]) -> Scorer:
-        from flatpeak.rewards.math.math_reward import MathReward
+    def _build(self, extraction: MathExtraction | Literal["r1_zero", "question_only"]) -> Scorer:
+        from flatpeak.rewards.math import MathReward
 
-        return MathReward(extract, timeout=self.timeout, workers=self.workers, evaluated=self.evaluated)
+        return MathReward(extraction, timeout=self.timeout, workers=self.workers, evaluated=self.evaluated)
 
 
 class MathConfig(_VerifiedConfig):
@@ -46,9 +44,7 @@ class MathConfig(_VerifiedConfig):
 
     def build(self, name: str) -> Scorer:
         """The grader of extracted answers, with worker processes of its own."""
-        from flatpeak.rewards.math.grader import extracted
-
-        return self._grader(partial(extracted, extraction=self.extraction))
+        return self._build(self.extraction)
 
 
 class R1ZeroConfig(_VerifiedConfig):
@@ -58,9 +54,7 @@ class R1ZeroConfig(_VerifiedConfig):
 
     def build(self, name: str) -> Scorer:
         """The grader of answers in an answer block, with worker processes of its own."""
-        from flatpeak.rewards.math.math_reward import r1_zero_answer
-
-        return self._grader(r1_zero_answer)
+        return self._build("r1_zero")
 
 
 class QuestionOnlyConfig(_VerifiedConfig):
@@ -70,9 +64,7 @@ class QuestionOnlyConfig(_VerifiedConfig):
 
     def build(self, name: str) -> Scorer:
         """The grader of answers in a box, with worker processes of its own."""
-        from flatpeak.rewards.math.math_reward import question_only_answer
-
-        return self._grader(question_only_answer)
+        return self._build("question_only")
 
 
 class SequenceClassifierConfig(StrictConfig):

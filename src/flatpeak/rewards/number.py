@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import Rule
+from flatpeak.rewards.math import read_number
 from flatpeak.rewards.math.evaluated import is_evaluated
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
-from flatpeak.rewards.math.intervals import Reading
-from flatpeak.rewards.math.nodes import Node, OverLimitError, UndefinedError, integer
-from flatpeak.rewards.math.rule_grader import read_answer
-from flatpeak.rewards.math.structures import contradict
+from flatpeak.rewards.math.nodes import OverLimitError
 from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
 from flatpeak.utils.answers import after_thinking, judged_text
 
@@ -24,32 +22,9 @@ if TYPE_CHECKING:
     from flatpeak.rewards.base import NumberExtraction
     from flatpeak.types import Completion, Prompt, Score
 
-_EQUALS: Final = re.compile(r"(?<![<>!])=(?!=)")
 _WORD: Final = re.compile(r"\s*-?\s*([^\W\d_]+)")
 _CHANGING: Final = frozenset({"k", "mil", "squared", "cubed", "factorial"})
 """Words after a number that make another of it, which one is not for a reader of digits to say."""
-
-
-def stated_number(text: str) -> Fraction | None:
-    """The number that a text states as a whole, or None: `18`, `x = 18`, `18 red apples`, `\\frac{36}{2}`, `5 million`.
-
-    Units and percent signs are dropped, magnitudes count, and arithmetic that is still to be done is no number. Of an
-    equation with words in it (`3 eggs + 15 eggs = 18`) what follows the last `=` counts.
-    """
-    reading = _read(text)
-    if reading is None or reading.kind in ("unread", "text", "equation"):
-        sides = [_read(side) for side in _EQUALS.split(text)[-2:]]
-        reading = sides[-1] if len(sides) > 1 else reading
-        if reading is None or (len(sides) > 1 and sides[0] is not None and _contradict(sides[0], reading)):
-            return None
-    while reading.kind == "named":
-        reading = reading.items[0]
-    if reading.kind != "scalar" or reading.expression is None or not _is_numeral(reading.expression.node):
-        return None
-    try:
-        return reading.expression.exact
-    except (UndefinedError, OverLimitError):
-        return None
 
 
 def in_prose(number: Fraction, following: str) -> Fraction | None:
@@ -64,51 +39,6 @@ def in_prose(number: Fraction, following: str) -> Fraction | None:
     if word.endswith("s") and not word.startswith("quarter") and word.removesuffix("s") in DENOMINATORS:
         return number / DENOMINATORS[word.removesuffix("s")]
     return number
-
-
-def _read(text: str) -> Reading | None:
-    try:
-        return read_answer(text)[1] if text.strip() else None
-    except OverLimitError:
-        return None
-
-
-def _contradict(first: Reading, second: Reading) -> bool:
-    try:
-        return contradict(first, second)
-    except OverLimitError:
-        return True
-
-
-def _is_numeral(node: Node) -> bool:
-    """Digits, a fraction, a mixed number or scientific notation, with its sign and its magnitude."""
-    match node.kind:
-        case "number":
-            return True
-        case "neg":
-            return _is_numeral(node.args[0])
-        case "div":
-            return all(part.kind == "number" or (part.kind == "neg" and _is_numeral(part)) for part in node.args)
-        case "add":
-            whole, part = node.args
-            return whole.kind == "number" and part.kind == "div" and _is_numeral(part)
-        case "mul":
-            first, second = node.args
-            return _is_numeral(first) and (_is_power_of_ten(second) or _is_magnitude(second))
-        case _:
-            return _is_power_of_ten(node)
-
-
-def _is_power_of_ten(node: Node) -> bool:
-    if node.kind != "pow" or node.args[0] != integer(10):
-        return False
-    exponent = node.args[1].args[0] if node.args[1].kind == "neg" else node.args[1]
-    return exponent.kind == "number"
-
-
-def _is_magnitude(node: Node) -> bool:
-    value = node.number if node.kind == "number" else Fraction(0)
-    return value in MAGNITUDES.values() or 1 / value in DENOMINATORS.values() if value else False
 
 
 MAX_CHARACTERS: Final = 1000
@@ -215,11 +145,11 @@ def stated_text(text: str, extraction: NumberExtraction) -> str | None:
 
 
 def read_number_answer(content: str) -> Fraction | None:
-    """The number that an answer block states, read as a mathematical answer is (`stated_number`), or None.
+    """The number in an answer block, read as a mathematical answer (`flatpeak.rewards.math.read_number`), or None.
 
     It may carry units and a percent sign, which are dropped, and a magnitude, which counts: `5 million` is not 5.
     """
-    return None if len(content) > MAX_CHARACTERS else stated_number(content)
+    return None if len(content) > MAX_CHARACTERS else read_number(content)
 
 
 def _last_number(text: str) -> Fraction | None:

@@ -14,7 +14,7 @@ import pytest
 from math_verify import grader as math_verify_grader
 
 from flatpeak.rewards.math import grader as math_grader
-from flatpeak.rewards.math.grader import MathGrader, grade_answer, verify
+from flatpeak.rewards.math.grader import MathGrader, verify
 from flatpeak.rewards.math.nodes import OverLimitError, UndefinedError, UnreadableError
 from flatpeak.rewards.math.normalize import clean, without_redundant_brackets
 from flatpeak.rewards.math.parser import parse_expression
@@ -235,13 +235,6 @@ def test_whatever_the_rules_raise_is_a_failed_verdict(monkeypatch: pytest.Monkey
         (outcome,) = grader.compare([("5", "6")])
         assert grader.grade([(boxed("5"), "6")]) == [None]
     assert str(outcome).startswith("MemoryError: 5 (")
-
-
-def test_one_answer_can_be_graded_on_its_own() -> None:
-    assert grade_answer(boxed(r"\frac12"), "0.5") is True
-    assert grade_answer("0.5", r"\frac12") is False
-    assert grade_answer("0.5", r"\frac12", extraction="any") is True
-    assert grade_answer(boxed(SLOW), "2", timeout=0.2) is None
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,12 @@
-"""Mathematical answers: found in a text, read exactly, and compared with a gold answer."""
+"""Grading of mathematical answers: extraction, reading by rules, comparison with a gold answer, and rewards."""
+
+from typing import TYPE_CHECKING
+
+from flatpeak.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flatpeak.rewards.math.grader import MathGrader as MathGrader
+    from flatpeak.rewards.math.math_reward import MathReward as MathReward
+    from flatpeak.rewards.math.rule_grader import read_number as read_number
+
+__getattr__ = lazy_names(__name__, {"MathGrader": "grader", "MathReward": "math_reward", "read_number": "rule_grader"})

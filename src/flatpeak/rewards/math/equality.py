@@ -1,4 +1,4 @@
-"""Whether two answers that have been read are equal: True, False, or None where the rules cannot tell."""
+"""Equality of two readings by rules for each pair of kinds: True, False, or None without a verdict."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from flatpeak.rewards.math.intervals import Reading, merged, plain
 from flatpeak.rewards.math.nodes import Node, UndefinedError, integer, operation
 from flatpeak.rewards.math.values import Expression, proportional, same_value
 
-Verdict = bool | None
+Equality = bool | None
 _MONEY: Final = frozenset({"usd", "eur", "gbp", "jpy", "inr", "cny", "cent"})
 _POINTS: Final = re.compile(r"(?:\\(?:triangle|angle)\s*)?(?:\\(?:overline|bar)\s*)?\{?(?P<points>[A-Z]{2,8})\}?")
 _SINGLE_UNIT: Final = re.compile(r"([^^·]+)(?:\^(?P<power>-?\d+))?")
 _OPEN_UNIT: Final = re.compile(r"unit(?:\^(?P<power>-?\d+))?")
+_COORDINATES: Final = ("abcd", "xyz")
+_INFINITY: Final = Node("symbol", name="infty")
+_INFINITIES: Final = (("-\\infty", operation("neg", _INFINITY)), ("\\infty", _INFINITY))
 
 
-def equal(gold: Reading, answer: Reading) -> Verdict:
-    """The verdict of the rules; OverLimitError where a value would cost too much."""
+def equal(gold: Reading, answer: Reading) -> Equality:
+    """Whether two answers are equal by the rules; OverLimitError where a value would cost too much."""
     if gold.kind == answer.kind and gold.text == answer.text and gold.label == answer.label:
         return True
     gold, answer = _without_names(gold, answer)
     return _equal(_single(gold), _single(answer))
 
 
-def _equal(gold: Reading, answer: Reading) -> Verdict:
-    """The same inside of lists and sets, where a set of one is not its item."""
+def _equal(gold: Reading, answer: Reading) -> Equality:
+    """The same for items of lists and sets, where a set of one is not its item."""
     gold, answer = _without_names(gold, answer)
     if gold.kind == answer.kind and gold.text == answer.text and gold.label == answer.label:
         return True
@@ -40,7 +43,7 @@ def _equal(gold: Reading, answer: Reading) -> Verdict:
 
 
 def _without_names(gold: Reading, answer: Reading) -> tuple[Reading, Reading]:
-    """Without `x =` where both have the same or one has none."""
+    """Both readings without `x =` where the names are the same or one has none."""
     if gold.kind == answer.kind == "named":
         return (gold.items[0], answer.items[0]) if gold.label == answer.label else (gold, answer)
     if gold.kind == "named" and not _is_relation(answer):
@@ -51,18 +54,18 @@ def _without_names(gold: Reading, answer: Reading) -> tuple[Reading, Reading]:
 
 
 def _is_relation(reading: Reading) -> bool:
-    r"""Whether a name is needed beside it: not for `x \ne 3`, which is a union."""
+    r"""Whether an answer with a name beside it keeps the name: not for `x \ne 3`, which is a union."""
     return reading.kind == "equation" or (reading.kind == "inequality" and reading.label != r"\ne")
 
 
 def _single(reading: Reading) -> Reading:
-    """The item of a set or list of one."""
+    """The item of a set or list of one; other readings as they are."""
     if reading.kind in ("list", "set") and len(reading.items) == 1 and reading.items[0].kind not in ("list", "set"):
         return reading.items[0]
     return reading
 
 
-def _all(verdicts: Iterable[Verdict]) -> Verdict:
+def _all(verdicts: Iterable[Equality]) -> Equality:
     unknown = False
     for verdict in verdicts:
         if verdict is False:
@@ -71,14 +74,14 @@ def _all(verdicts: Iterable[Verdict]) -> Verdict:
     return None if unknown else True
 
 
-def _in_order(gold: Reading, answer: Reading) -> Verdict:
+def _in_order(gold: Reading, answer: Reading) -> Equality:
     if gold.label != answer.label or len(gold.items) != len(answer.items):
         return False
     return _all(_equal(one, other) for one, other in zip(gold.items, answer.items, strict=True))
 
 
-def _tuple_and_names(gold: Reading, answer: Reading) -> Verdict:
-    """`(3,5)` and `x=3, y=5`. A list without names has no order, and so is no tuple."""
+def _tuple_and_names(gold: Reading, answer: Reading) -> Equality:
+    """Equality of `(3,5)` and `x=3, y=5`. A list without names has no order, and so is no tuple."""
     names = answer.items if answer.kind == "list" else gold.items
     if "()" not in (gold.label, answer.label) or len({item.label for item in names}) < len(names):
         return False
@@ -89,22 +92,22 @@ def _tuple_and_names(gold: Reading, answer: Reading) -> Verdict:
 
 
 def _by_letter(names: Sequence[Reading]) -> Sequence[Reading]:
-    """In alphabetical order, if that is how tuples of these letters are customarily ordered: `y=5, x=3` is `(3,5)`."""
+    """The items in alphabetical order where that is customary for their letters: `y=5, x=3` is `(3,5)`."""
     letters = {item.label for item in names}
     customary = any(letters.issubset(order) for order in _COORDINATES)
     return sorted(names, key=lambda item: item.label) if customary else names
 
 
-def _in_any_order(gold: Reading, answer: Reading) -> Verdict:
+def _in_any_order(gold: Reading, answer: Reading) -> Equality:
     if len(gold.items) != len(answer.items):
         return False
-    left, unknown = list(answer.items), False
+    unmatched, unknown = list(answer.items), False
     for one in gold.items:
         verdicts = []
-        for place, other in enumerate(left):
+        for index, other in enumerate(unmatched):
             verdicts.append(_equal(one, other))
             if verdicts[-1]:
-                del left[place]
+                del unmatched[index]
                 break
         else:
             if None not in verdicts:
@@ -113,7 +116,7 @@ def _in_any_order(gold: Reading, answer: Reading) -> Verdict:
     return None if unknown else True
 
 
-def _scalars(gold: Reading, answer: Reading) -> Verdict:
+def _scalars(gold: Reading, answer: Reading) -> Equality:
     one, other = _values(gold, answer)
     names = [reading.unit.name if reading.unit is not None else "" for reading in (gold, answer)]
     if gold.percent != answer.percent:
@@ -129,7 +132,7 @@ def _scalars(gold: Reading, answer: Reading) -> Verdict:
 
 
 def _named_points(gold: Reading, answer: Reading) -> bool | None:
-    """Capitals alone are points, digits or words, in their order: `AB` is no product. None for anything else."""
+    """Equality of capitals in their order, as points, digits or words (`AB` is no product); None for anything else."""
     one, other = _POINTS.fullmatch(gold.text), _POINTS.fullmatch(answer.text)
     return None if one is None or other is None else one["points"] == other["points"]
 
@@ -142,12 +145,12 @@ def _same_unit(first: str, second: str) -> bool:
 
 
 def _fits_open_unit(power: str | None, other: str) -> bool:
-    """Whether `units` to a power may be another unit; which one is left open, but it is no angle and no money."""
+    """Whether `units` to a power may stand for another unit: any but angles and money."""
     if other.startswith("deg") or other in _MONEY:
         return False
     second = _OPEN_UNIT.fullmatch(other)
     if power is None or (second is not None and second["power"] is None):
-        return True  # plain `units` are said of areas and volumes too
+        return True  # plain `units` are written for areas and volumes too
     return _power(other) == power
 
 
@@ -157,38 +160,38 @@ def _power(unit: str) -> str:
 
 
 def _values(gold: Reading, answer: Reading) -> tuple[Expression, Expression]:
-    """The expressions; a unit of one is a factor where it is a letter of the other and that has none: `3 s`, `3s`."""
+    """Both expressions; a unit becomes a factor where it is a letter of the other, which has no unit: `3 s`, `3s`."""
     values = [reading.expression or Expression(node=Node("symbol", name="?")) for reading in (gold, answer)]
-    for place, reading in enumerate((gold, answer)):
-        other = (answer, gold)[place]
+    for index, reading in enumerate((gold, answer)):
+        other = (answer, gold)[index]
         if reading.unit is None or other.unit is not None:
             continue
         single = _SINGLE_UNIT.fullmatch(reading.unit.name)
         letter = next(
-            (each for each in sorted(values[1 - place].letters) if single and each.lower() == single[1]), None
+            (each for each in sorted(values[1 - index].letters) if single and each.lower() == single[1]), None
         )
         if single is not None and letter is not None:
             factor = operation("pow", Node("symbol", name=letter), integer(int(single["power"] or 1)))
-            values[place] = Expression(node=operation("mul", values[place].node, factor))
+            values[index] = Expression(node=operation("mul", values[index].node, factor))
     return values[0], values[1]
 
 
-def _with_percent(gold: Reading, answer: Reading) -> Verdict:
-    """A percent sign on one side only: a unit left out (50% and 50), or hundredths (50% and 0.5).
+def _with_percent(gold: Reading, answer: Reading) -> Equality:
+    """Equality with a percent sign on one side only: a missing unit (50% and 50), or hundredths (50% and 0.5).
 
-    A gold with the sign may be meant either way. For one without it, a whole number beyond 1 is no count of hundredths
-    (5000% is not meant by 50), and up to 1 it is nothing else (0.5% is not meant by 0.5).
+    Both are equal to a gold answer with the sign. To one without it, a whole number beyond 1 is equal as a missing unit
+    only (50 is not 5000%), and a number up to 1 as hundredths only (0.5 is not 0.5%).
     """
-    stated, bare = (gold, answer) if gold.percent else (answer, gold)
-    if stated.expression is None or bare.expression is None:
+    percentage, bare = (gold, answer) if gold.percent else (answer, gold)
+    if percentage.expression is None or bare.expression is None:
         return False
     value = _exact(bare.expression)
     unit = gold.percent or value is None or value == 0 or abs(value) > 1
     hundredths = value is not None and (gold.percent or abs(value) <= 1 or value.denominator > 1)
-    verdict = same_value(stated.expression, bare.expression) if unit else False
+    verdict = same_value(percentage.expression, bare.expression) if unit else False
     if verdict is False and hundredths:
         hundredth = Node("number", number=Fraction(1, 100))
-        return same_value(Expression(node=operation("mul", stated.expression.node, hundredth)), bare.expression)
+        return same_value(Expression(node=operation("mul", percentage.expression.node, hundredth)), bare.expression)
     return verdict
 
 
@@ -199,20 +202,20 @@ def _exact(expression: Expression) -> Fraction | None:
         return None
 
 
-def _bases(gold: Reading, answer: Reading) -> Verdict:
+def _bases(gold: Reading, answer: Reading) -> Equality:
     # Digits without their base are another number: 42 is not 42 in base 7.
     return answer.kind == "based" and (gold.text, gold.label) == (answer.text, answer.label)
 
 
-def _ratios(gold: Reading, answer: Reading) -> Verdict:
-    """Times of day are equal digit by digit. What may be one, `6:10`, is a ratio beside what cannot be, `3:5`."""
+def _ratios(gold: Reading, answer: Reading) -> Equality:
+    """Equality of ratios. Times of day are compared by digits; `6:10` is one only beside another possible time."""
     labels = {gold.label, answer.label}
     if labels in ({"clock"}, {"either"}):
         return _in_order(gold, answer)
     return False if "clock" in labels else same_value(_quotient(gold), _quotient(answer))
 
 
-def _ratio_and_scalar(gold: Reading, answer: Reading) -> Verdict:
+def _ratio_and_scalar(gold: Reading, answer: Reading) -> Equality:
     ratio, value = (gold, answer) if gold.kind == "ratio" else (answer, gold)
     if ratio.label or value.unit is not None or value.percent or value.expression is None:
         return False
@@ -226,8 +229,8 @@ def _quotient(ratio: Reading) -> Expression:
     return Expression(node=operation("div", first, second))
 
 
-def _equations(gold: Reading, answer: Reading) -> Verdict:
-    """The same up to a factor. What asks for a number is not answered by an equation still to be solved."""
+def _equations(gold: Reading, answer: Reading) -> Equality:
+    """Equality up to a factor. An equation still to be solved does not equal a gold answer that is a number."""
     if gold.expression is None or answer.expression is None:
         return None
     for named in (gold, answer):
@@ -237,39 +240,39 @@ def _equations(gold: Reading, answer: Reading) -> Verdict:
     return proportional(gold.expression, answer.expression)
 
 
-def _unions(gold: Reading, answer: Reading) -> Verdict:
-    """Part by part, or with the parts that touch or overlap as one; a single interval is a union too."""
-    parts = [reading.items if reading.kind == "union" else (reading,) for reading in (gold, answer)]
-    verdict = _in_any_order(*(Reading(kind="union", text="", items=each) for each in parts))
+def _unions(gold: Reading, answer: Reading) -> Equality:
+    """Equality member by member, or after merging; a single interval is a union of one."""
+    members = [reading.items if reading.kind == "union" else (reading,) for reading in (gold, answer)]
+    verdict = _in_any_order(*(Reading(kind="union", text="", items=each) for each in members))
     if verdict:
         return True
-    joined = [merged(each) for each in parts]
+    joined = [merged(each) for each in members]
     if joined[0] is None or joined[1] is None or len(joined[0]) != len(joined[1]):
         return verdict
     return _all(_equal(one, other) for one, other in zip(joined[0], joined[1], strict=True))
 
 
-def _union_and_exception(gold: Reading, answer: Reading) -> Verdict:
-    r"""`x \ne 3` and `(-\infty,3)\cup(3,\infty)`."""
+def _union_and_exception(gold: Reading, answer: Reading) -> Equality:
+    r"""Equality of `x \ne 3` and `(-\infty,3)\cup(3,\infty)`."""
     inequality, union = (gold, answer) if gold.kind == "inequality" else (answer, gold)
     if inequality.label != r"\ne" or len(inequality.items) != 2:
         return False
     values = [item for item in inequality.items if item.expression is not None and not item.expression.letters]
     if len(values) != 1 or not any(_is_letter(item) for item in inequality.items):
         return False
-    ends = [Reading(kind="scalar", text=text, expression=Expression(node=node)) for text, node in _INFINITIES]
-    parts = (
-        Reading(kind="ordered", text="", items=(ends[0], values[0]), label="()"),
-        Reading(kind="ordered", text="", items=(values[0], ends[1]), label="()"),
+    infinities = [Reading(kind="scalar", text=text, expression=Expression(node=node)) for text, node in _INFINITIES]
+    members = (
+        Reading(kind="ordered", text="", items=(infinities[0], values[0]), label="()"),
+        Reading(kind="ordered", text="", items=(values[0], infinities[1]), label="()"),
     )
-    return _unions(union, Reading(kind="union", text="", items=parts))
+    return _unions(union, Reading(kind="union", text="", items=members))
 
 
 def _is_letter(reading: Reading) -> bool:
     return reading.expression is not None and reading.expression.node.kind == "symbol"
 
 
-def _inequalities(gold: Reading, answer: Reading) -> Verdict:
+def _inequalities(gold: Reading, answer: Reading) -> Equality:
     if gold.label != answer.label or len(gold.items) != len(answer.items):
         return False
     straight = _in_order(gold, answer)
@@ -278,10 +281,7 @@ def _inequalities(gold: Reading, answer: Reading) -> Verdict:
     return _all(_equal(one, other) for one, other in zip(gold.items, answer.items[::-1], strict=True))
 
 
-_COORDINATES: Final = ("abcd", "xyz")
-_INFINITY: Final = Node("symbol", name="infty")
-_INFINITIES: Final = (("-\\infty", operation("neg", _INFINITY)), ("\\infty", _INFINITY))
-_RULES: Final[dict[tuple[str, str], Callable[[Reading, Reading], Verdict]]] = {
+_RULES: Final[dict[tuple[str, str], Callable[[Reading, Reading], Equality]]] = {
     ("scalar", "scalar"): _scalars,
     ("based", "based"): _bases,
     ("based", "scalar"): _bases,

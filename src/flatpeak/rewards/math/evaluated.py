@@ -1,10 +1,10 @@
-r"""A check that an answer is worked out as far as its gold answer is.
+r"""A check that an answer is evaluated as far as its gold answer is.
 
-Equal values are not enough: `\binom84` is 70, and a question that asks for it already holds a right answer. Two things
-are refused beside a gold answer: operations of a kind that the gold does not have (functions, sums, binomials,
-integrals; sums, products and powers of numerals; products of sums beside an expanded gold), and a copy from the
-question, unless it is a plain number or has the form of the gold. Fractions, radicals, signs, units, decimals,
-scientific notation and common factors are ways to write a result.
+Equal values are not enough: `\binom84` is 70, and a question that asks for it already contains a right answer. Two
+kinds of answers are refused: those with operations that the gold answer does not have (functions, sums, binomials,
+integrals; sums, products and powers of numerals; products of sums beside an expanded gold), and copies from the
+question, unless they are plain numbers or have the form of the gold. Fractions, radicals, signs, units, decimals,
+scientific notation and common factors are spellings of a result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flatpeak.rewards.math.nodes import (
     Node,
     OverLimitError,
     UndefinedError,
+    canonical_form,
     factors_of,
-    form_of,
     integer,
     integer_value,
     is_mixed_number,
-    multiplied_in,
+    signed_terms,
     symbols_in,
-    terms_of,
+    top_level_factors,
     walk,
 )
 from flatpeak.rewards.math.normalize import clean
@@ -47,7 +47,7 @@ _KINDS: Final = {
     **dict.fromkeys(("bmod", "pmod", "mod"), "modulo"),
     **dict.fromkeys(("sum", "prod"), "series"),  # as commands; sums and products of numerals are others
 }
-"""The kind of an operation that is not in a class of its own: one of a kind may be written by another."""
+"""Kinds of operations that replace each other; an operation not listed is a kind of its own."""
 _TRANSCENDENTAL: Final = frozenset({"trigonometric", "inverse trigonometric", "exponential"})
 _CONSTANTS: Final = frozenset({"e", "i", "pi", "infty"})
 _UNREAD: Final = re.compile(
@@ -60,48 +60,48 @@ _I: Final = Node("symbol", name="i")
 _ONE: Final = integer(1)
 _TEN: Final = integer(10)
 _EXPANSIONS: Final = frozenset({"expansion", "expansion of a quotient"})
-"""Products of sums; over letters they are customary, and refused only beside a gold that has none below its line."""
+"""Products of sums; over denominators with letters they are customary, and refused only beside a gold without any."""
 _REPEATING: Final = re.compile(r"\.\d*\\(?:overline|bar|dot)")
 _EQUALS: Final = re.compile(r"\s*=\s*")
 _SEGMENT_ENDS: Final = re.compile(r"\$+|\\[()\[\]]|(?<=[.?!:;])\s|\n")
 _TOKEN: Final = re.compile(r"\\[A-Za-z]+|[A-Za-z]+|\S")
 _GOES_ON: Final = re.compile(r"[\^_!]|\.?\d")
 _NO_TOKENS: Final = frozenset({"{", "}", "(", ")", "[", "]", "$", "*", r"\cdot", r"\times", r"\text"})
-"""What is written or left out as one likes."""
+"""Tokens that do not change an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Structure:
-    """What an answer is made of."""
+    """The form of an answer and its unevaluated operations."""
 
     form: str
-    """The same for answers that differ in spelling and in the order of terms and factors only."""
+    """A text that is the same for answers that differ only in spelling and in the order of terms and factors."""
     operations: frozenset[str]
-    """The kinds of operations that are left to do."""
+    """The kinds of unevaluated operations."""
     allowed: frozenset[str]
-    """As a gold answer: the kinds that an answer may leave, its own and those that only spell it otherwise."""
+    """For a gold answer, the kinds that an answer may leave unevaluated: its own, and those of its other spellings."""
     compound: bool
-    """Whether it is more than a number, a letter, or a product of them."""
+    """Whether it is more than a number, a letter, or their product."""
     tokens: tuple[str, ...]
 
 
 def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
     """Whether an extracted answer leaves no operation that the gold lacks, and is not copied from the question.
 
-    Texts beyond the limits of the grader, which are never right, count as evaluated.
+    Texts beyond the limits of the grader, which never equal a gold answer, count as evaluated.
     """
     if "".join(answer.split()) == "".join(gold.split()):
         return True
     try:
-        given, reference = _structure(answer), _structure(gold)
+        answered, reference = _structure(answer), _structure(gold)
     except OverLimitError:
         return True
-    if given.form == reference.form:
+    if answered.form == reference.form:
         return True
-    if not given.operations <= reference.allowed:
+    if not answered.operations <= reference.allowed:
         return False
-    if given.compound or given.operations or (reference.operations and not given.tokens[0].isalpha()):
-        return given.form not in _forms(question) and not _is_in(given.tokens, question)
+    if answered.compound or answered.operations or (reference.operations and not answered.tokens[0].isalpha()):
+        return answered.form not in _question_formulas(question) and not _is_in(answered.tokens, question)
     return True
 
 
@@ -117,7 +117,7 @@ def only_evaluated(pairs: Iterable[tuple[str | None, str]], questions: Iterable[
 def _structure(text: str) -> _Structure:
     reading = _unnamed(read_answer(text)[1])
     nodes = list(_nodes(reading))
-    operations: frozenset[str] = frozenset().union(*map(_operations, nodes), *map(_of_text, _unread(reading)))
+    operations: frozenset[str] = frozenset().union(*map(_operations, nodes), *map(_text_operations, _unread(reading)))
     allowed = set(operations)
     if any(each == _E for node in nodes for each in walk(node)):
         allowed.add("exponential")
@@ -142,9 +142,9 @@ def _unnamed(reading: Reading) -> Reading:
 
 
 def _nodes(reading: Reading) -> Iterator[Node]:
-    """The expressions in an answer that have a value, each without what reading put around it.
+    """The expressions of an answer that have a value, without factors that were added in reading.
 
-    An equation has none to find: (x-1)^2 + y^2 = 5^2 is as good as any other.
+    An equation has none: (x-1)^2 + y^2 = 5^2 is as good as any other.
     """
     if reading.expression is not None and reading.kind not in ("named", "equation"):
         node = reading.expression.node
@@ -152,7 +152,7 @@ def _nodes(reading: Reading) -> Iterator[Node]:
         yield node.args[0] if magnitude and node.kind == "mul" else node
     for item in reading.items:
         if reading.kind == "matrix" and not reading.text.startswith("\\begin") and item.expression is not None:
-            yield from item.expression.node.args  # what stands before a matrix is a common factor
+            yield from item.expression.node.args  # the expression before a matrix is a common factor
         else:
             yield from _nodes(item)
 
@@ -165,57 +165,59 @@ def _unread(reading: Reading) -> Iterator[str]:
         yield from _unread(item)
 
 
-def _of_text(text: str) -> Iterator[str]:
-    """Of `\\sum_{k=1}^{10} k = 55` what follows the last sign."""
-    stated = split(text, _EQUALS)[-1][1]
-    if len(stated) < len(text):
-        yield from _structure(stated).operations
+def _text_operations(text: str) -> Iterator[str]:
+    """The operations in a text that the rules cannot read; of `\\sum_{k=1}^{10} k = 55` those behind the last sign."""
+    right_side = split(text, _EQUALS)[-1][1]
+    if len(right_side) < len(text):
+        yield from _structure(right_side).operations
         return
-    for operator, factorial, determinant in _UNREAD.findall(stated):
+    for operator, factorial, determinant in _UNREAD.findall(right_side):
         name = "factorial" if factorial else "det" if determinant else operator
         yield _KINDS.get(name, name)
 
 
 def _operations(node: Node) -> frozenset[str]:
-    """The kinds of operations that an expression leaves to do."""
+    """The kinds of unevaluated operations of an expression."""
     if node.kind in ("number", "symbol") or is_mixed_number(node):
         return frozenset()
     if node.kind == "add":
-        parts = [term for _, term in terms_of(node)]
-        own = {"sum"} if _has_like(parts) else set()
+        operands = [term for _, term in signed_terms(node)]
+        own = {"sum"} if _has_like(operands) else set()
     elif node.kind in ("mul", "div", "neg", "pow"):
         factors = [factor for factor, _ in factors_of(node)]
-        parts = [part for factor in factors for part in (factor.args if factor.kind == "pow" else (factor,))]
+        operands = [operand for factor in factors for operand in (factor.args if factor.kind == "pow" else (factor,))]
         own = _of_product(node).union(*(_of_power(factor) for factor in factors if factor.kind == "pow"))
     else:
-        parts = list(node.args)
+        operands = list(node.args)
         free = node.kind in ("root", "degree") or (node.kind == "abs" and _has_letters(node))
         own = set() if free else {_KINDS.get(node.kind, node.kind)}
-    return frozenset(own).union(*map(_operations, parts))
+    return frozenset(own).union(*map(_operations, operands))
 
 
 def _has_like(terms: list[Node]) -> bool:
-    """Whether two terms of a sum could be added: they differ in their numerals only."""
+    """Whether two terms of a sum differ in their numerals only, and so could be added."""
     likes = Counter(
-        tuple(sorted(f"{place}{form_of(factor)}" for factor, place in factors_of(term) if not _is_numeral(factor)))
+        tuple(sorted(f"{side}{canonical_form(factor)}" for factor, side in factors_of(term) if not _is_numeral(factor)))
         for term in terms
     )
     return max(likes.values()) > 1
 
 
 def _of_product(node: Node) -> set[str]:
-    found: set[str] = set()
+    kinds: set[str] = set()
     factors = factors_of(node)
-    together = [each for each in multiplied_in(node) if _is_numeral(each)]
-    above, below = ([factor for factor, place in factors if place == side and _is_numeral(factor)] for side in (1, -1))
+    together = [each for each in top_level_factors(node) if _is_numeral(each)]
+    above, below = (
+        [factor for factor, exponent in factors if exponent == side and _is_numeral(factor)] for side in (1, -1)
+    )
     if any(map(_are_several, (together, above, below))):
-        found.add("product")
-    radicals = Counter(form_of(factor) for factor, _ in factors if factor == _I or _is_radical(factor))
+        kinds.add("product")
+    radicals = Counter(canonical_form(factor) for factor, _ in factors if factor == _I or _is_radical(factor))
     if radicals and max(radicals.values()) > 1:
-        found.add("power")
+        kinds.add("power")
     if _sums_above(node) > 1:
-        found.add("expansion of a quotient" if _has_letters_below(node) else "expansion")
-    return found
+        kinds.add("expansion of a quotient" if _has_letters_below(node) else "expansion")
+    return kinds
 
 
 def _of_power(power: Node) -> set[str]:
@@ -230,7 +232,7 @@ def _of_power(power: Node) -> set[str]:
 
 
 def _are_several(numerals: list[Node]) -> bool:
-    """Whether a product of numerals is left to do.
+    """Whether several numerals are still to be multiplied.
 
     A decimal with its power of ten is one numeral, and a number before a sum a common factor.
     """
@@ -244,15 +246,15 @@ def _is_ten(node: Node) -> bool:
 
 
 def _sums_above(node: Node) -> int:
-    """How many sums are multiplied with each other above the line; a square has two."""
+    """The number of sums multiplied with each other in the numerator; a square has two."""
     total = 0
-    for factor, place in factors_of(node):
+    for factor, side in factors_of(node):
         times = 1
         while factor.kind == "pow" and (exponent := integer_value(factor.args[1])) is not None and exponent > 0:
             factor, times = factor.args[0], times * exponent
-        if place > 0 and factor.kind == "add" and not _is_numeral(factor):
+        if side > 0 and factor.kind == "add" and not _is_numeral(factor):
             total += times
-        elif place > 0 and times > 1 and factor.kind in ("mul", "div", "neg"):
+        elif side > 0 and times > 1 and factor.kind in ("mul", "div", "neg"):
             total += times * _sums_above(factor)
     return total
 
@@ -271,9 +273,9 @@ def _is_compound(node: Node) -> bool:
     letters = Counter(each.name for each in walk(node) if each.kind == "symbol")
     if letters and max(letters.values()) > 1:
         return True
-    numerals = [(integer_value(factor), place) for factor, place in factors_of(node)]
-    above, below = (math.prod(value for value, place in numerals if value and place == side) for side in (1, -1))
-    return (below == 1 and any(place < 0 and value for value, place in numerals)) or math.gcd(above, below) > 1
+    numerals = [(integer_value(factor), side) for factor, side in factors_of(node)]
+    above, below = (math.prod(value for value, exponent in numerals if value and exponent == side) for side in (1, -1))
+    return (below == 1 and any(side < 0 and value for value, side in numerals)) or math.gcd(above, below) > 1
 
 
 def _is_numeral(node: Node) -> bool:
@@ -303,10 +305,10 @@ def _has_letters_below(node: Node) -> bool:
 
 
 def _answer_form(reading: Reading) -> str:
-    """The form of an answer, names and units aside."""
+    """The form of an answer, without names and units."""
     reading = _unnamed(reading)
     if reading.kind == "scalar":
-        return ",".join(map(form_of, _nodes(reading)))
+        return ",".join(map(canonical_form, _nodes(reading)))
     items = [_answer_form(item) for item in reading.items]
     if not items:
         return "".join(reading.text.split())
@@ -322,25 +324,25 @@ def _tokens(text: str) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)
 def _segments(question: str) -> tuple[tuple[str, ...], ...]:
     """The sentences and formulas of a question, each in tokens of the spelling that answers are read in."""
-    found = []
+    segments = []
     for segment in _SEGMENT_ENDS.split(question):
         try:
-            found.append(_tokens(clean(segment)))
+            segments.append(_tokens(clean(segment)))
         except OverLimitError:
             continue
-    return tuple(found)
+    return tuple(segments)
 
 
 @lru_cache(maxsize=1024)
-def _forms(question: str) -> frozenset[str]:
+def _question_formulas(question: str) -> frozenset[str]:
     """The forms of the formulas of a question."""
-    found = set()
+    formulas = set()
     for segment in _SEGMENT_ENDS.split(question):
         try:
-            found.add(_structure(segment).form if segment.strip() else "")
+            formulas.add(_structure(segment).form if segment.strip() else "")
         except OverLimitError:
             continue
-    return frozenset(found)
+    return frozenset(formulas)
 
 
 def _is_in(tokens: tuple[str, ...], question: str) -> bool:

@@ -20,13 +20,13 @@ _MARK: Final = "####"
 
 
 def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None:
-    """The answer that a text states, as it is written there, or None.
+    """The answer in a transcript, as it is written there, or None.
 
-    After the thinking (none if it is not closed), what comes last decides: a box whose braces balance (`\\boxed{}`,
-    `\\fbox{}`, `\\boxed 5`) or a complete `<answer>` block, in which a box decides. Nothing else is searched for
-    numbers. With `boxed`, blocks do not count. With `any`, where there is neither and none was begun: what follows the
-    last `####` on its line, else the whole text, if it is short; it is then an answer only if all of it is. More than
-    `MAX_BOXES` boxes are an OverLimitError.
+    It is in the last box whose braces balance (`\\boxed{}`, `\\fbox{}`, `\\boxed 5`) or the last complete `<answer>`
+    block, whichever comes later, after the thinking (no answer if that is not closed); a box in a block counts. With
+    `boxed`, blocks do not count. With `any`, a text without boxes and blocks, even begun ones, has its answer behind
+    the last `####` on that line, else is the answer as a whole, if it is short. More than `MAX_BOXES` boxes are an
+    OverLimitError.
     """
     text = after_thinking(text)
     box, block = _last_box(text), last_block(text) if extraction != "boxed" else None
@@ -43,7 +43,7 @@ def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None
 
 
 def block_answer(text: str) -> str | None:
-    """The answer in the last complete `<answer>` block after the thinking: its last box, or all of it; None if none."""
+    """The last box in the last complete `<answer>` block after the thinking, else the whole block, or None."""
     block = last_block(after_thinking(text))
     if block is None:
         return None
@@ -52,7 +52,7 @@ def block_answer(text: str) -> str | None:
 
 
 def gold_answer(gold: str) -> str:
-    """The answer in a gold column: in the last box of a solution, after GSM8K's `####`, or the whole."""
+    """The answer in a gold column: in the last box of a solution, after GSM8K's `####`, or the whole text."""
     try:
         box = _last_box(gold)
     except OverLimitError:

@@ -1,4 +1,4 @@
-"""Unions and intersections of intervals with numbers at their ends."""
+"""The `Reading` of an answer, tools to split texts, and unions and intersections of intervals."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Kind = Literal[
     "text",
     "unread",
 ]
-"""scalar: one expression, maybe with a unit. based: digits in a base. ratio: 3:5. ordered: a tuple or interval with its
-brackets. list: items in any order, without brackets. set: the same in braces. union: of intervals and sets. named: x =
-something. text: words. unread: the rules do not know."""
+"""The kind of an answer. scalar: one expression, maybe with a unit. based: digits in a base. ratio: 3:5. ordered: a
+tuple or interval with its brackets. list: items in any order, without brackets. set: the same in braces. union:
+intervals and sets. named: x = something. text: words. unread: unknown to the rules."""
 
 TEXT_GROUP: Final = r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 _TEXT: Final = re.compile(TEXT_GROUP)
@@ -41,28 +41,30 @@ _FUNCTION_NAME: Final = re.compile(rf"\\(?:{FUNCTIONS})(?![A-Za-z])")
 _WORD: Final = re.compile(r"[^\W\d_]{3,}|\.\.\.|[\"'#@?`]|__")
 _NO_SUBSTANCE: Final = re.compile(r"[\s{}$.~]")
 _OPENING, _CLOSING = "([{", ")]}"
+_MARGIN: Final = 1e-9
+"""Relative distance below which ends that are not rational have no order."""
+_BRACKETS: Final = ("()", "[]", "(]", "[)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One answer, read."""
+    """An answer as the rules read it."""
 
     kind: Kind
     text: str
-    """Cleaned; two answers with the same text are equal."""
+    """The cleaned text; two answers with the same text are equal."""
     items: tuple[Reading, ...] = ()
     expression: Expression | None = None
-    """Of a scalar its value; of an equation what is 0."""
+    """The value of a scalar; the difference of the sides of an equation."""
     unit: Unit | None = None
     percent: bool = False
     label: str = ""
-    """Of an ordered one its brackets, of a based one its base, of a matrix its columns, of a named one its name, of an
-    inequality its signs, of a letter that may be written small `choice`, of a ratio `clock` if it is a time of day and
-    `either` if it may be one."""
+    """Brackets (ordered), base (based), number of columns (matrix), name (named), signs (inequality), `choice` for a
+    letter that may be written small, and for a ratio `clock` if it is a time of day, `either` if it may be one."""
 
 
 def plain(text: str) -> str:
-    """A text without LaTeX's wrapping, spaces, dots and case: what two spellings of the same words share."""
+    """A text without `\\text`, spaces, dots and case, the same for two spellings of the same words."""
     bare = _NO_SUBSTANCE.sub("", _TEXT.sub(r"\1", text)).casefold()
     while len(bare) > 2 and bare.startswith("(") and bare.endswith(")") and "(" not in bare[1:-1]:
         bare = bare[1:-1]
@@ -70,64 +72,59 @@ def plain(text: str) -> str:
 
 
 def has_words(text: str) -> bool:
-    """Whether any of it is prose, and so nothing for a reader of mathematics."""
+    """Whether a text contains prose, which is not read as mathematics."""
     return _WORD.search(_COMMAND.sub(" ", _TEXT.sub(r" \1 ", text))) is not None
 
 
 def has_functions(text: str) -> bool:
-    """Whether a sine or another named function is applied in it."""
+    """Whether a text contains a sine or another named function."""
     return _FUNCTION_NAME.search(text) is not None
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[tuple[str, str]]:
-    """The parts between separators that no bracket encloses, each with the separator before it ("" for the first)."""
-    parts, start, before, depth, place = [], 0, "", 0, 0
-    while place < len(text):
-        character = text[place]
-        match = separator.match(text, place) if depth == 0 else None
-        if match is not None and match.end() > place:
-            parts.append((before, text[start:place].strip()))
+    """The segments between separators outside brackets, each with the separator before it ("" for the first)."""
+    segments, start, before, depth, position = [], 0, "", 0, 0
+    while position < len(text):
+        character = text[position]
+        match = separator.match(text, position) if depth == 0 else None
+        if match is not None and match.end() > position:
+            segments.append((before, text[start:position].strip()))
             before, start = match[0].strip(), match.end()
-            place = start
+            position = start
             continue
-        if character == "\\" and text[place + 1 : place + 2] not in ("{", "}"):
-            place += 1  # the character after it is a command's
+        if character == "\\" and text[position + 1 : position + 2] not in ("{", "}"):
+            position += 1  # the next character belongs to a command
         elif character in _OPENING:
             depth += 1
         elif character in _CLOSING:
             depth -= 1
-        place += 1
-    return [*parts, (before, text[start:].strip())]
+        position += 1
+    return [*segments, (before, text[start:].strip())]
 
 
 def enclosed(text: str) -> tuple[str, str] | None:
-    """(brackets, inside) of a text that one pair of brackets encloses as a whole, of the same kind or not: `(]`."""
+    """(brackets, inside) of a text that one pair of brackets encloses as a whole, of one kind or two: `(]`."""
     start = 2 if text.startswith(r"\{") else 1
     end = 2 if text.endswith(r"\}") else 1
     if len(text) < start + end or text[start - 1] not in _OPENING or text[-1] not in _CLOSING:
         return None
     depth = 0
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)
-        if depth == 0 and start <= place + 1 < len(text):
+        if depth == 0 and start <= position + 1 < len(text):
             return None
     return text[:start] + text[-end:], text[start:-end].strip()
 
 
-_MARGIN: Final = 1e-9
-"""Ends that are not rational are in order only if they are further apart than this, relative to their size."""
-_BRACKETS: Final = ("()", "[]", "(]", "[)")
-
-
 class _UnorderedError(Exception):
-    """Two ends are too close, or none of numbers."""
+    """Two ends that are too close, or no real numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
     reading: Reading
     value: Fraction | float
-    """Exact where it is rational; infinite for an infinite end."""
+    """The value, exact where it is rational; infinite for an infinite end."""
     closed: bool
 
 
@@ -137,10 +134,10 @@ class _Interval:
     high: _End
 
 
-def merged(parts: Iterable[Reading]) -> tuple[Reading, ...] | None:
-    """The same union in intervals that neither touch nor overlap, in order; None where that cannot be told."""
+def merged(readings: Iterable[Reading]) -> tuple[Reading, ...] | None:
+    """The union of intervals and sets as disjoint intervals in order; None where their order is unknown."""
     try:
-        intervals = sorted(_intervals(parts), key=cmp_to_key(_by_low))
+        intervals = sorted(_intervals(readings), key=cmp_to_key(_by_low))
         joined: list[_Interval] = []
         for interval in intervals:
             last = joined[-1] if joined else None
@@ -155,24 +152,27 @@ def merged(parts: Iterable[Reading]) -> tuple[Reading, ...] | None:
     return tuple(map(_reading, joined))
 
 
-def intersection(parts: Sequence[Reading]) -> Reading | None:
-    """The interval that all parts share; None where there is none, or that cannot be told."""
+def intersection(readings: Sequence[Reading]) -> Reading | None:
+    """The intersection of intervals; None where it is empty or unknown."""
     try:
-        intervals = _intervals(parts)
+        intervals = _intervals(readings)
         low, high = intervals[0].low, intervals[0].high
         for interval in intervals[1:]:
-            low, high = _outer(interval.low, low, sign=1, wide=False), _outer(interval.high, high, sign=-1, wide=False)
+            low, high = (
+                _outer(interval.low, low, sign=1, prefer_closed=False),
+                _outer(interval.high, high, sign=-1, prefer_closed=False),
+            )
         order = _compare(low, high)
     except (_UnorderedError, UndefinedError, OverflowError):
         return None
     return _reading(_Interval(low, high)) if order < 0 or (order == 0 and low.closed and high.closed) else None
 
 
-def _outer(first: _End, second: _End, *, sign: int, wide: bool = True) -> _End:
-    """The larger end for sign 1, the smaller for -1; of two at one place the closed one, or unless `wide` the open."""
+def _outer(first: _End, second: _End, *, sign: int, prefer_closed: bool = True) -> _End:
+    """The larger end for sign 1, the smaller for -1; of two equal ends the closed or the open one."""
     order = _compare(first, second) * sign
     if order == 0:
-        return first if first.closed == wide else second
+        return first if first.closed == prefer_closed else second
     return first if order > 0 else second
 
 
@@ -180,20 +180,20 @@ def _by_low(first: _Interval, second: _Interval) -> int:
     return _compare(first.low, second.low)
 
 
-def _intervals(parts: Iterable[Reading]) -> list[_Interval]:
-    found = []
-    for part in parts:
-        if part.kind == "ordered" and len(part.items) == 2 and part.label in _BRACKETS:
-            low = _end(part.items[0], closed=part.label[0] == "[")
-            interval = _Interval(low, _end(part.items[1], closed=part.label[1] == "]"))
+def _intervals(readings: Iterable[Reading]) -> list[_Interval]:
+    intervals = []
+    for reading in readings:
+        if reading.kind == "ordered" and len(reading.items) == 2 and reading.label in _BRACKETS:
+            low = _end(reading.items[0], closed=reading.label[0] == "[")
+            interval = _Interval(low, _end(reading.items[1], closed=reading.label[1] == "]"))
             if _compare(interval.low, interval.high) >= 0:
                 raise _UnorderedError("an empty interval")
-            found.append(interval)
-        elif part.kind == "set":
-            found += [_Interval(point, point) for point in (_end(item, closed=True) for item in part.items)]
+            intervals.append(interval)
+        elif reading.kind == "set":
+            intervals += [_Interval(point, point) for point in (_end(item, closed=True) for item in reading.items)]
         else:
-            raise _UnorderedError(part.kind)
-    return found
+            raise _UnorderedError(reading.kind)
+    return intervals
 
 
 def _end(reading: Reading, *, closed: bool) -> _End:
@@ -221,7 +221,7 @@ def _compare(first: _End, second: _End) -> int:
     finite = not {a, b} & {inf, -inf}
     exact = isinstance(a, Fraction) and isinstance(b, Fraction)
     if finite and not exact and abs(float(a) - float(b)) <= _MARGIN * max(abs(float(a)), abs(float(b)), 1.0):
-        raise _UnorderedError("too close to tell")
+        raise _UnorderedError("too close")
     return (a > b) - (a < b)
 
 

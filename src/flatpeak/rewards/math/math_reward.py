@@ -1,14 +1,14 @@
-"""The mathematical rewards of a recipe: all completions of a call graded together."""
+"""The mathematical rewards of a recipe, and the r1_zero and question_only rewards of a single response."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
-from flatpeak.rewards.base import ComponentScores, Scorer
+from flatpeak.rewards.base import ComponentScores, MathExtraction, Scorer
 from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.math.extract import block_answer, extract_answer, gold_answer
-from flatpeak.rewards.math.grader import MathGrader, UnscorableError, score_of
+from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extract_or_none, score_of
 from flatpeak.rewards.math.nodes import OverLimitError
 from flatpeak.rewards.math.rule_grader import normalized
 from flatpeak.rewards.workers.pool import WorkerError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def r1_zero_answer(response: str) -> str | None:
-    """What is in the last answer block of a response in the r1_zero form; None if it is not in that form, or blank."""
+    """The answer in the last answer block of a response in the r1_zero form; None in another form, or if blank."""
     if "</think> <answer>" not in response or "</answer>" not in response:
         return None
     try:
@@ -30,7 +30,7 @@ def r1_zero_answer(response: str) -> str | None:
 
 
 def question_only_answer(response: str) -> str | None:
-    """What is in the last box of a response after its thinking; None if no box is complete, or it is blank."""
+    """The content of the last box after the thinking of a response; None without a complete box, or if blank."""
     try:
         return _unless_blank(extract_answer(response, "boxed"))
     except OverLimitError:
@@ -43,8 +43,8 @@ def r1_zero_reward(
     """format_reward, answer_reward and reward, each 0 or 1; the last two are None where the gold answer is to blame.
 
     `grader` keeps its workers and its cache over many calls; without one, each call that needs a worker starts one.
-    `evaluated` refuses answers that are not worked out (see `flatpeak.rewards.math.evaluated`), also those that are
-    copied from the `question`.
+    `evaluated` refuses answers with operations left to do (see `flatpeak.rewards.math.evaluated`) and copies from the
+    `question`.
     """
     return _rewards(r1_zero_answer(response), gold, grader, question if evaluated else None)
 
@@ -52,7 +52,7 @@ def r1_zero_reward(
 def question_only_reward(
     response: str, gold: str, *, grader: MathGrader | None = None, evaluated: bool = False, question: str = ""
 ) -> dict[str, Score]:
-    """The same for an answer in a box."""
+    """The rewards of `r1_zero_reward` for an answer in a box."""
     return _rewards(question_only_answer(response), gold, grader, question if evaluated else None)
 
 
@@ -62,40 +62,40 @@ def _unless_blank(answer: str | None) -> str | None:
 
 def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question: str | None) -> dict[str, Score]:
     if grader is None:
-        with MathGrader(workers=1) as own:
-            return _rewards(answer, gold, own, question)
+        with MathGrader(workers=1) as temporary:
+            return _rewards(answer, gold, temporary, question)
     pairs = [(answer, gold)]
     right = score_of(grader.compare(pairs if question is None else only_evaluated(pairs, [question]))[0])
     return {"format_reward": float(answer is not None), "answer_reward": right, "reward": right}
 
 
 class MathReward(Scorer):
-    """1 if what `extract` finds in a completion is equal to the row's gold answer, else 0.
+    """1 if the answer in a completion is equal to the row's gold answer, else 0.
 
-    An answer that runs out of time or memory is not shown to be right, and so 0. Missing is what cannot be blamed on an
-    answer: the gold answer is too much for the grader too, or a worker died. It has worker processes of its own.
-    Failures are those of single texts, so they are tolerated.
+    An answer that runs out of time or memory is not shown to be right, and so scores 0. The score is missing where the
+    answer is not to blame: the gold answer is too much for the grader too, or a worker died. The grader owns worker
+    processes. Failures are those of single texts, so they are tolerated.
     """
 
     def __init__(
         self,
-        extract: Callable[[str], str | None],
+        extraction: MathExtraction | Literal["r1_zero", "question_only"] = "auto",
         *,
         timeout: float = 2.0,
         workers: int = 2,
         evaluated: bool = False,
     ) -> None:
         """`timeout` is in seconds, for one answer that the rules leave to the `workers`; `evaluated` as in a recipe."""
-        self._extract = extract
+        self._extraction = extraction
         self._evaluated = evaluated
         self._grader = MathGrader(timeout=timeout, workers=workers)
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
-        """The scores of all groups; the first failure with its reason."""
+        """The scores of all groups, with the first error."""
         return self.score_within(groups, None)
 
     def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> ComponentScores:
-        """The scores of all groups; what the budget leaves ungraded has run out of time."""
+        """The scores of all groups; completions beyond the budget have run out of time."""
         pairs = [
             (self._extract(judged_text(completion, group.prompt)), group.prompt.example.gold)
             for group in groups
@@ -108,8 +108,8 @@ class MathReward(Scorer):
         outcomes = self._grader.compare(pairs, budget=budget)
         errors = [outcome for outcome in outcomes if isinstance(outcome, WorkerError)]
         errors.sort(key=lambda error: isinstance(error, UnscorableError))  # failures first
-        found = iter(outcomes)
-        rows = [[next(found) for _ in group.completions] for group in groups]
+        remaining = iter(outcomes)
+        rows = [[next(remaining) for _ in group.completions] for group in groups]
         return ComponentScores(
             scores=[[score_of(outcome) for outcome in row] for row in rows],
             timed_out=[[isinstance(outcome, UnscorableError) for outcome in row] for row in rows],
@@ -120,15 +120,22 @@ class MathReward(Scorer):
         )
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The extracted answer in one spelling, or None if there is none: what a majority vote counts."""
+        """The extracted answer in one spelling for majority votes, or None."""
         answer = self._extract(judged_text(completion, prompt))
         if answer is None or not answer.strip():
             return None
         example = prompt.example
         if self._evaluated and not is_evaluated(answer, gold_answer(example.gold), example.question):
-            return "".join(answer.split())[:256]  # with a vote of its own: its value is right, and it is not
+            return "".join(answer.split())[:256]  # a vote apart from that of its value, which may be right
         return normalized(answer)
 
+    def _extract(self, text: str) -> str | None:
+        if self._extraction == "r1_zero":
+            return r1_zero_answer(text)
+        if self._extraction == "question_only":
+            return question_only_answer(text)
+        return extract_or_none(text, self._extraction)
+
     def close(self) -> None:
-        """End the workers."""
+        """Stop the grader's workers."""
         self._grader.close()

@@ -1,4 +1,4 @@
-"""The trees that expressions are read into."""
+"""Expression trees, the limits and errors of reading them, and the operations that evaluate them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,40 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any, Final
+
+MAX_RAW_CHARACTERS: Final = 2048
+"""Length of an extracted answer as written, with redundant brackets and spacing."""
+MAX_CHARACTERS: Final = 256
+"""Length of an extracted answer after normalization."""
+MAX_DEPTH: Final = 20
+"""Nesting of brackets, functions and powers."""
+MAX_BOXES: Final = 64
+"""Boxes in one text; an answer needs one."""
+MAX_EXPONENT: Final = 9999
+MAX_FACTORIAL: Final = 999
+MAX_BITS: Final = 40_000
+"""Bits of an exact intermediate result: 9999 to the 2000th has fewer, a tower of powers has more."""
+MAX_MAGNITUDE: Final = 4000
+"""Binary exponent of a function's argument."""
+_EXPONENTIAL: Final = frozenset({"exp", "sinh", "cosh", "tanh"})
+"""Functions whose argument is an exponent of e."""
+Operations = Mapping[str, Callable[..., Any]]
+
+
+class OverLimitError(Exception):
+    """A text exceeds a limit of this module."""
+
+
+class UnreadableError(Exception):
+    """A text that the rules cannot read."""
+
+
+class UndefinedError(Exception):
+    """An expression without a value: 1/0, (1/2)!."""
+
+
+class InexactError(Exception):
+    """A value that is not rational, or an operation that is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +65,11 @@ def integer(value: int) -> Node:
     return Node("number", number=Fraction(value))
 
 
-def is_mixed(whole: Node, part: Node) -> bool:
+def is_mixed(whole: Node, fraction: Node) -> bool:
     """Whether an integer and a fraction side by side are a mixed number: 3 1/2, but not 3 5/2 and not 3 x/2."""
-    if whole.kind != "number" or whole.number.denominator != 1 or part.kind != "div":
+    if whole.kind != "number" or whole.number.denominator != 1 or fraction.kind != "div":
         return False
-    numerator, denominator = part.args
+    numerator, denominator = fraction.args
     return numerator.kind == denominator.kind == "number" and 0 < numerator.number < denominator.number
 
 
@@ -45,7 +79,7 @@ def is_mixed_number(node: Node) -> bool:
 
 
 def integer_value(node: Node) -> int | None:
-    """The integer that is written there, with its signs; None for anything else."""
+    """The integer that a node is written as, with its signs; None for anything else."""
     sign = 1
     while node.kind == "neg":
         node, sign = node.args[0], -sign
@@ -53,117 +87,93 @@ def integer_value(node: Node) -> int | None:
 
 
 def symbols_in(node: Node) -> set[str]:
-    """The names of all symbols, constants too."""
+    """The names of all symbols, constants included."""
     return {each.name for each in walk(node) if each.kind == "symbol"}
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and all below it; without recursion, for a sum may be as long as its text."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
+    """The node and all its descendants; without recursion, as a sum may be as long as its text."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
         yield node
-        waiting.extend(node.args)
+        stack.extend(node.args)
 
 
-def terms_of(node: Node) -> list[tuple[int, Node]]:
-    """(sign, term) of a sum."""
-    waiting, terms = [(1, node)], []
-    while waiting:
-        sign, each = waiting.pop()
+def signed_terms(node: Node) -> list[tuple[int, Node]]:
+    """The terms of a sum as (sign, term)."""
+    stack, terms = [(1, node)], []
+    while stack:
+        sign, each = stack.pop()
         if each.kind == "neg":
-            waiting.append((-sign, each.args[0]))
+            stack.append((-sign, each.args[0]))
         elif each.kind == "add" and not is_mixed_number(each):
-            waiting.extend((sign, term) for term in each.args)
+            stack.extend((sign, term) for term in each.args)
         else:
             terms.append((sign, each))
     return terms
 
 
 def factors_of(node: Node) -> list[tuple[Node, int]]:
-    """(factor, 1 above the line or -1 below) of a product or quotient, signs aside."""
-    waiting, factors = [(node, 1)], []
-    while waiting:
-        each, place = waiting.pop()
+    """The factors of a product or quotient as (factor, 1 in the numerator or -1 in the denominator), without signs."""
+    stack, factors = [(node, 1)], []
+    while stack:
+        each, side = stack.pop()
         if each.kind == "neg":
-            waiting.append((each.args[0], place))
+            stack.append((each.args[0], side))
         elif each.kind in ("mul", "div"):
-            waiting.append((each.args[0], place))
-            waiting.append((each.args[1], -place if each.kind == "div" else place))
+            stack.append((each.args[0], side))
+            stack.append((each.args[1], -side if each.kind == "div" else side))
         else:
-            factors.append((each, place))
+            factors.append((each, side))
     return factors
 
 
-def multiplied_in(node: Node) -> list[Node]:
-    """The factors of a product, a fraction being one."""
-    waiting, factors = [node], []
-    while waiting:
-        each = waiting.pop()
+def top_level_factors(node: Node) -> list[Node]:
+    """The factors of a product, in which a fraction is one factor."""
+    stack, factors = [node], []
+    while stack:
+        each = stack.pop()
         if each.kind in ("mul", "neg"):
-            waiting.extend(each.args)
+            stack.extend(each.args)
         else:
             factors.append(each)
     return factors
 
 
-def form_of(node: Node) -> str:
-    """A text that is the same for expressions which differ in the order of terms and factors only."""
+def canonical_form(node: Node) -> str:
+    """A text that is the same for expressions that differ only in the order of terms and factors."""
     if node.kind == "number":
         return f"{node.number.numerator:x}:{node.number.denominator:x}"  # in hexadecimal no number is too long
     if node.kind == "symbol":
         return node.name
     if node.kind == "add" and not is_mixed_number(node):
-        return f"+({','.join(sorted(f'{sign:+}{form_of(term)}' for sign, term in terms_of(node)))})"
+        return f"+({','.join(sorted(f'{sign:+}{canonical_form(term)}' for sign, term in signed_terms(node)))})"
     if node.kind in ("mul", "div", "neg"):
-        factors = [(factor, place) for factor, place in factors_of(node) if integer_value(factor) != 1]
-        if [place for _, place in factors] == [1] and not _is_negative(node):
-            return form_of(factors[0][0])
-        places: dict[int, list[str]] = {1: [], -1: []}
-        for factor, place in factors:
-            places[place].append(form_of(factor))
-        above, below = (",".join(sorted(places[place])) for place in (1, -1))
+        factors = [(factor, side) for factor, side in factors_of(node) if integer_value(factor) != 1]
+        if [side for _, side in factors] == [1] and not _is_negative(node):
+            return canonical_form(factors[0][0])
+        by_side: dict[int, list[str]] = {1: [], -1: []}
+        for factor, side in factors:
+            by_side[side].append(canonical_form(factor))
+        above, below = (",".join(sorted(by_side[side])) for side in (1, -1))
         return f"{'-' if _is_negative(node) else ''}*({above}/{below})"
-    return f"{node.kind}({','.join(map(form_of, node.args))})"
+    return f"{node.kind}({','.join(map(canonical_form, node.args))})"
 
 
 def _is_negative(node: Node) -> bool:
     """Whether a product has an odd number of signs."""
-    waiting, negative = [node], False
-    while waiting:
-        each = waiting.pop()
+    stack, negative = [node], False
+    while stack:
+        each = stack.pop()
         negative ^= each.kind == "neg"
         if each.kind in ("mul", "div", "neg"):
-            waiting.extend(each.args)
+            stack.extend(each.args)
     return negative
 
 
-MAX_RAW_CHARACTERS: Final = 2048
-"""Of an extracted answer as it was written, before redundant brackets and spacing go."""
-MAX_CHARACTERS: Final = 256
-"""Of the same after that."""
-MAX_DEPTH: Final = 20
-"""Brackets in brackets, functions of functions, powers of powers."""
-MAX_BOXES: Final = 64
-"""Boxes in one text. More are a flood, not an answer."""
-MAX_EXPONENT: Final = 9999
-MAX_FACTORIAL: Final = 999
-MAX_BITS: Final = 40_000
-"""Of an exact intermediate result: 9999 to the 2000th has less, a tower of powers more."""
-MAX_MAGNITUDE: Final = 4000
-"""Of the binary exponent of what a function is applied to."""
-
-
-class OverLimitError(Exception):
-    """A text is beyond a limit of this module."""
-
-
-class UnreadableError(Exception):
-    """The rules cannot read a text."""
-
-
 def nesting(text: str) -> int:
-    """How deep round, square and curly brackets are nested; linear in the text."""
+    """The nesting depth of round, square and curly brackets; linear in the text."""
     depth = deepest = 0
     for character in text:
         if character in "([{":
@@ -172,19 +182,6 @@ def nesting(text: str) -> int:
         elif character in ")]}" and depth:
             depth -= 1
     return deepest
-
-
-_EXPONENTIAL: Final = frozenset({"exp", "sinh", "cosh", "tanh"})
-"""What they are applied to is an exponent of e."""
-Operations = Mapping[str, Callable[..., Any]]
-
-
-class UndefinedError(Exception):
-    """An expression has no value: 1/0, (1/2)!."""
-
-
-class InexactError(Exception):
-    """The value is not rational, or an operation is missing."""
 
 
 def _bounded(value: Fraction) -> Fraction:
@@ -208,8 +205,8 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
 def _exact_root(value: Fraction, degree: int) -> Fraction:
     if value < 0 or degree > 64 or max(value.numerator, value.denominator).bit_length() > 1000:
         raise InexactError("root")
-    parts = [round(part ** (1 / degree)) if degree > 2 else math.isqrt(part) for part in value.as_integer_ratio()]
-    root = Fraction(*parts) if parts[1] else Fraction(0)
+    roots = [round(x ** (1 / degree)) if degree > 2 else math.isqrt(x) for x in value.as_integer_ratio()]
+    root = Fraction(*roots) if roots[1] else Fraction(0)
     if root**degree != value:
         raise InexactError("root")
     return root
@@ -256,11 +253,11 @@ EXACT: Final[Operations] = {
     "floor": lambda a: Fraction(math.floor(a)),
     "ceil": lambda a: Fraction(math.ceil(a)),
 }
-"""On fractions; InexactError where the result may be irrational."""
+"""Operations on fractions; InexactError where the result may be irrational."""
 
 
 def numeric(library: Any) -> Operations:
-    """On the numbers of `cmath` or of an mpmath context."""
+    """Operations on the numbers of `cmath` or of an mpmath context."""
     sin, cos, exp = (_guarded(library, name) for name in ("sin", "cos", "exp"))
     tan, log, sinh, cosh, tanh = (_guarded(library, name) for name in ("tan", "log", "sinh", "cosh", "tanh"))
     inverses = {f"arc{name}": _guarded(library, f"a{name}") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
@@ -293,7 +290,7 @@ def numeric(library: Any) -> Operations:
 
 
 def mpmath() -> Any:
-    """The library, loaded when it is first needed."""
+    """The mpmath library, imported at the first call."""
     import mpmath as library  # type: ignore[import-untyped]
 
     return library
@@ -301,7 +298,7 @@ def mpmath() -> Any:
 
 @cache
 def precise() -> Operations:
-    """On mpmath's numbers, at its present precision; OverLimitError for what is beyond 2 to plus or minus MAX_BITS."""
+    """Operations on mpmath's numbers at its current precision; OverLimitError outside 2 to plus or minus MAX_BITS."""
     mp = mpmath().mp
 
     def factorial(value: Any) -> Any:
@@ -316,7 +313,7 @@ def precise() -> Operations:
         def bounded(*values: Any) -> Any:
             result = apply(*values)
             # Where the parts of a complex number are a billion digits apart, mpmath writes all of them out.
-            if any(part and abs(mp.mag(part)) > MAX_BITS for part in (result.real, result.imag)):
+            if any(x and abs(mp.mag(x)) > MAX_BITS for x in (result.real, result.imag)):
                 raise OverLimitError("a number of too many digits")
             return result
 
@@ -330,7 +327,7 @@ def _guarded(library: Any, name: str) -> Callable[[Any], Any]:
     function = getattr(library, name)
 
     def apply(value: Any) -> Any:
-        # A sine of 10^10000 has to know as many digits of pi.
+        # The sine of 10^10000 takes as many digits of pi.
         if library is not cmath and value and library.mag(value) > MAX_MAGNITUDE:
             raise OverLimitError(f"{name} of a number of too many digits")
         if name in _EXPONENTIAL and library is not cmath and abs(value) > MAX_EXPONENT:
@@ -356,4 +353,4 @@ def _root(value: Any, degree: Any) -> Any:
 
 
 ROUGH: Final = numeric(cmath)
-"""On complex floats. Factorials, binomials and rounding are missing."""
+"""Operations on complex floats, without factorials, binomials and rounding."""

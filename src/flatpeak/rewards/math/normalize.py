@@ -1,4 +1,4 @@
-"""One spelling for what is written in many: Unicode, LaTeX commands for layout, thousands separators, brackets."""
+"""Normalization of answers to one spelling: Unicode, LaTeX layout, environments, thousands separators, brackets."""
 
 from __future__ import annotations
 
@@ -11,55 +11,25 @@ from flatpeak.rewards.math.nodes import MAX_CHARACTERS, MAX_DEPTH, MAX_RAW_CHARA
 from flatpeak.rewards.math.units import ABBREVIATIONS
 
 ROW_END: Final = "\ue000"
-"""Stands for the end of a row. From the private use area, which no answer has anything to say in."""
+"""The end of a row, in a private-use character that no answer contains."""
 
 _ENVIRONMENT: Final = re.compile(
     r"^(?:\\\{\s*)?\\begin\s*\{\s*(?P<name>aligned|align|gathered|gather|split|equation|d?cases|rcases|array)(?P<star>\*?)\s*\}"
     r"(?P<body>(?:(?!\\(?:begin|end)\s*\{\s*(?P=name)).)*)\\end\s*\{\s*(?P=name)(?P=star)\s*\}\s*(?:\\\})?$",
     re.DOTALL,
 )
-_WITHIN: Final = re.compile(
+_INNER_ENVIRONMENT: Final = re.compile(
     r"\\begin\s*\{\s*(?P<name>[A-Za-z]+\*?)\s*\}(?:(?!\\begin|\\end).)*\\end\s*\{\s*(?P=name)\s*\}", re.DOTALL
 )
 _SIGN: Final = r"(?:[=<>]|\\(?:le|ge|ne|approx|in|Rightarrow)(?![A-Za-z]))"
 _RELATION: Final = re.compile(_SIGN)
 _GOES_ON: Final = re.compile(rf"^\s*{_SIGN}")
-_MARKS: Final = ((re.compile(rf"\s*&\s*(?={_SIGN})"), " "), (re.compile(rf"(?P<sign>{_SIGN})\s*&"), r"\g<sign>"))
-
-
-def without_environment(text: str) -> str:
-    r"""The lines of an environment that is the whole text, in one line: `x = 1, y = 2`, `x = 2+3 = 5`.
-
-    Alignment marks count only beside a relation: `5 & x>0` in `cases` is a value with a condition, and in `array` a
-    row of two cells. Such texts, and columns of an `array` without relations, stay as they are.
-    """
-    match = _ENVIRONMENT.match(text)
-    if match is None:
-        return text
-    if r"\begin" in match["body"]:  # a matrix, whose rows are not this one's
-        around = _WITHIN.sub("", match["body"])
-        return text if re.search(rf"[&{ROW_END}]|\\begin|\\end", around) else match["body"].strip()
-    rows = []
-    for row in match["body"].split(ROW_END):
-        for mark, replacement in _MARKS:
-            row = mark.sub(replacement, row)
-        row = row.strip().removeprefix("&").strip(" ,;")
-        if row:
-            rows.append(row)
-    if not rows or any("&" in row for row in rows):
-        return text
-    if match["name"] == "array" and len(rows) > 1 and not all(map(_RELATION.search, rows)):
-        return text
-    joined = rows[0]
-    for row in rows[1:]:
-        joined += f" {row}" if _GOES_ON.match(row) else f", {row}"
-    return joined
-
+_ALIGNMENT: Final = ((re.compile(rf"\s*&\s*(?={_SIGN})"), " "), (re.compile(rf"(?P<sign>{_SIGN})\s*&"), r"\g<sign>"))
 
 FUNCTIONS: Final = (
     "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sech|csch|sin|cos|tan|cot|sec|csc|log|ln|lg|exp"
 )
-"""Names that mean the same with and without a backslash."""
+"""Function names that are read with and without a backslash."""
 
 _CHARACTERS: Final = {
     ord(character): spelled
@@ -121,7 +91,7 @@ def _operator_name(match: re.Match[str]) -> str:
 
 
 def _colored(match: re.Match[str]) -> str:
-    """Nothing where the color begins a term; after a digit or a letter its braces would multiply."""
+    """A color command removed at the begin of a term, kept after a factor, which its braces would multiply."""
     before = match.string[: match.start()].rstrip()
     return match[0] if before[-1:].isalnum() or before[-1:] in ("}", ")") else ""
 
@@ -138,12 +108,12 @@ def _repeating(match: re.Match[str]) -> str:
     return match[0]
 
 
-_LAYOUT: Final = _rules(
-    # Two backslashes end a row of a matrix; elsewhere they are one that was escaped twice.
+_LATEX_RULES: Final = _rules(
+    # Two backslashes end a row of a matrix; elsewhere they are one, escaped twice.
     (r"(?s)^(?!.*\\begin).*$", lambda match: match[0].replace("\\\\", "\\")),
     (r"\\\\(?:\[[^\[\]]*\])?|\\cr(?![A-Za-z])", ROW_END),
     (r"\\[()]|(?<!\\)\\$", " "),
-    # A comma that LaTeX was told to set close separates thousands, not items.
+    # A comma without space after it, as `\\!` and braces set it, separates thousands and not items.
     (r"(?<=\d)\s*(?:,\s*\\!|\\!\s*,(?:\s*\\!)?|\{\s*,\s*\}(?:\\!)?)\s*(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)\s*\{:\}\s*(?=\d)", ":"),
     (r"\\!|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|hfill|noindent)(?![A-Za-z])", ""),
@@ -186,7 +156,7 @@ _LAYOUT: Final = _rules(
     (r"\\begin\s*\{\s*array\s*\}\s*\{[^{}]*\}", r"\\begin{array}"),
     (r"[(\[]\s*\\begin\{array\}([^()\[\]]*)\\end\s*\{\s*array\s*\}\s*[)\]]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
     (r"(?<!\\)\$(\^[^$]*)\$", r"\1"),
-    # Around a part of the text, $5$ cm; unlike $5 and $10, where nothing ends at the second.
+    # Around a part of the text, as in $5$ cm, and not $5 and $10, where the second closes nothing.
     (r"(?<![\\\w$])\$([^\s$](?:[^$]*[^\s$\\])?)\$(?![\d$])", r"\1"),
     (r"(?<=[\d,}+])\s*\.{3,}", r"\\ldots "),
     (r"(?<![\d.])(\d+)\.(\d{3,60})\s*\\[lc]?dots(?![A-Za-z])", _repeating),
@@ -198,17 +168,17 @@ _LAYOUT: Final = _rules(
     ),
     (rf"(?<![\\A-Za-z])({FUNCTIONS}|sqrt|pi|infty)(?![A-Za-z])", r"\\\1 "),
     (r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
-    # Only now: the spaces around what has gone.
+    # Last, because the rules before leave spaces.
     (r"\s+", " "),
     (r"(?<=\()\s+|\s+(?=\))|(?<=\{)\s+(?!\w*\})|\s+(?=\})", ""),
 )
-_ENDS: Final = r"[^\[\](),;]+[,;]\s*[^\s\[\](),;][^\[\](),;]*"
-_OPEN_ENDS: Final = _rules(
-    (rf"\]({_ENDS})\[", r"(\1)"),
-    (rf"\]({_ENDS})(?=[\])])", r"(\1"),
-    (rf"(?<=[\[(])({_ENDS})\[", r"\1)"),
+_INTERVAL_ENDS: Final = r"[^\[\](),;]+[,;]\s*[^\s\[\](),;][^\[\](),;]*"
+_OUTWARD_BRACKETS: Final = _rules(
+    (rf"\]({_INTERVAL_ENDS})\[", r"(\1)"),
+    (rf"\]({_INTERVAL_ENDS})(?=[\])])", r"(\1"),
+    (rf"(?<=[\[(])({_INTERVAL_ENDS})\[", r"\1)"),
 )
-"""Intervals that turn a bracket away from what is not in them, `]1,2]`, as those that have a parenthesis there."""
+"""Intervals with outward brackets for open ends, `]1,2]`, rewritten with parentheses."""
 _BEFORE_SPACES: Final = re.compile(r"(?<![\w.,}])\d{1,3}(?: \d{3})+(?![\d/]| \d| ?/)")
 _THOUSANDS: Final = re.compile(r"(?<![\d.,])(?!0)\d{1,3}(?:,\d{3})+(?![\d,])")
 _MIXED: Final = re.compile(r"(?<![\d./)}^_])(\d+) (\d+) ?/ ?(\d+)(?![\d.])")
@@ -216,14 +186,14 @@ _DELIMITERS: Final = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), 
 
 
 def clean(text: str, *, join_thousands: bool = True) -> str:
-    """The text in one spelling, at most `MAX_CHARACTERS` long and `MAX_DEPTH` deep; OverLimitError beyond.
+    """The text in one spelling; OverLimitError beyond `MAX_CHARACTERS` characters or a nesting of `MAX_DEPTH`.
 
-    With `join_thousands`, `81,256` is one number; without, it is two, but `81,056` is one all the same.
+    With `join_thousands`, `81,256` is one number; without, it is two, but `81,056` is still one.
     """
     if len(text) > MAX_RAW_CHARACTERS:
         raise OverLimitError(f"{len(text)} characters")
     text = _undelimited(_plain_characters(text))
-    for pattern, replacement in _LAYOUT:
+    for pattern, replacement in _LATEX_RULES:
         text = pattern.sub(replacement, text)
     text = _undelimited(without_environment(text.strip()))
     text = without_redundant_brackets(_with_parentheses(text))
@@ -237,19 +207,19 @@ def clean(text: str, *, join_thousands: bool = True) -> str:
 def without_redundant_brackets(text: str) -> str:
     """`((x))` as `(x)`, `{{x}}` as `{x}`; linear in the text."""
     closing, opened = {}, []
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         if character in "({":
-            opened.append(place)
+            opened.append(position)
         elif character in ")}" and opened and text[opened[-1]] + character in ("()", "{}"):
-            closing[opened.pop()] = place
+            closing[opened.pop()] = position
     redundant = {
-        place
+        position
         for start, end in closing.items()
         if text[start] == text[start - 1 : start] and closing.get(start - 1) == end + 1
-        for place in (start, end)
+        for position in (start, end)
         if start < 2 or text[start - 2] != "\\"
     }
-    return "".join(character for place, character in enumerate(text) if place not in redundant)
+    return "".join(character for position, character in enumerate(text) if position not in redundant)
 
 
 def _with_parentheses(text: str) -> str:
@@ -259,7 +229,7 @@ def _with_parentheses(text: str) -> str:
         if depth < 0:
             break
     if depth:  # brackets that close before they open, or never
-        for pattern, replacement in _OPEN_ENDS:
+        for pattern, replacement in _OUTWARD_BRACKETS:
             text = pattern.sub(replacement, text)
     return text
 
@@ -267,7 +237,7 @@ def _with_parentheses(text: str) -> str:
 def _plain_characters(text: str) -> str:
     text = _RAISED.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
     text = _LOWERED.sub(lambda match: "_{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
-    text = _VULGAR.sub(_fraction, text)
+    text = _VULGAR.sub(_vulgar_fraction, text)
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
     return "".join(
         str(unicodedata.decimal(character)) if character.isdecimal() else character
@@ -276,7 +246,7 @@ def _plain_characters(text: str) -> str:
     )
 
 
-def _fraction(match: re.Match[str]) -> str:
+def _vulgar_fraction(match: re.Match[str]) -> str:
     numerator, _, denominator = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
     return rf"\frac{{{numerator}}}{{{denominator}}}"
 
@@ -314,3 +284,32 @@ def _joined_thousands(text: str, *, everywhere: bool) -> str:
         return match[0].replace(",", "") if one else match[0]
 
     return _THOUSANDS.sub(joined, text)
+
+
+def without_environment(text: str) -> str:
+    r"""The lines of an environment that is the whole text, in one line: `x = 1, y = 2`, `x = 2+3 = 5`.
+
+    Alignment marks count only beside a relation: `5 & x>0` in `cases` is a value with a condition, and in `array` a
+    row of two cells. Such texts, and columns of an `array` without relations, stay as they are.
+    """
+    match = _ENVIRONMENT.match(text)
+    if match is None:
+        return text
+    if r"\begin" in match["body"]:  # a matrix, whose rows are not this one's
+        around = _INNER_ENVIRONMENT.sub("", match["body"])
+        return text if re.search(rf"[&{ROW_END}]|\\begin|\\end", around) else match["body"].strip()
+    rows = []
+    for row in match["body"].split(ROW_END):
+        for alignment, replacement in _ALIGNMENT:
+            row = alignment.sub(replacement, row)
+        row = row.strip().removeprefix("&").strip(" ,;")
+        if row:
+            rows.append(row)
+    if not rows or any("&" in row for row in rows):
+        return text
+    if match["name"] == "array" and len(rows) > 1 and not all(map(_RELATION.search, rows)):
+        return text
+    joined = rows[0]
+    for row in rows[1:]:
+        joined += f" {row}" if _GOES_ON.match(row) else f", {row}"
+    return joined

@@ -1,7 +1,7 @@
-"""A reader for mathematical expressions in LaTeX and in plain text: text in, tree out, nothing is evaluated.
+"""A reader for mathematical expressions in LaTeX and in plain text: text in, tree out, without evaluation.
 
-It reads what answers are made of (numbers, letters, + - * / ^, fractions, roots, functions, factorials, binomials) and
-refuses everything else, so that a tree stands for the whole of a text and never for a fragment of it.
+It reads numbers, letters, + - * / ^, fractions, roots, functions, factorials and binomials, and refuses everything
+else, so that a tree stands for a whole text and never for a fragment of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INVERSES: Final = frozenset({"sin", "cos", "tan", "sinh", "cosh", "tanh"})
 
 
 def parse_expression(text: str) -> Node:
-    """The tree of a text from `clean`. UnreadableError: not all of it is understood; OverLimitError: it is too deep."""
+    """The tree of a text from `clean`; UnreadableError unless all of it is read, OverLimitError if it is too deep."""
     if _DERIVATIVE.search(text):
         raise UnreadableError("a derivative, not a fraction")
     reader = _Reader(text)
@@ -61,7 +61,7 @@ _Read = Callable[[], Node]
 
 
 class _Reader:
-    """Recursive descent over the text; `self._at` is where it has come to."""
+    """A recursive-descent parser; `self._at` is its position in the text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -142,12 +142,12 @@ class _Reader:
             elif self.rest().startswith("!"):
                 self._at += 1
                 node = operation("factorial", node)
-                self._deeper()  # and stays so: factorials of factorials
+                self._deeper()  # not undone: factorials of factorials
             else:
                 return node
 
     def _argument(self, *, whole_number: bool) -> Node:
-        """What a command is applied to: a group, or the next thing; of digits only the first, unless asked for all."""
+        """The argument of a command: a group, or the next atom; of digits only the first, unless `whole_number`."""
         rest = self.rest()
         if rest[:1] in ("{", "("):
             return self._nested(self._group)

@@ -1,4 +1,4 @@
-"""Reading one number or expression, with what stands beside it: currency, percent, degrees, units, a base."""
+"""Reading of one number or expression with its currency, percent sign, degrees, unit or base."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatpeak.rewards.math.units import (
     ABBREVIATIONS,
     CANONICAL,
     NUMBER_WORDS,
-    SINGLE,
+    SINGLE_LETTERS,
     Unit,
     read_unit,
     spelled_number,
@@ -47,77 +47,8 @@ _AREAS: Final = {"平方": 2, "立方": 3}
 _COUNTERS: Final = frozenset(
     "个人只本条张块名位辆棵朵支枝枚件种页台间座头匹袋箱瓶盒杯天日年月周岁分角吨层步组班艘架颗粒根"
 )
-"""Chinese words that count things, `5个苹果`. Not those that multiply: pairs, dozens, times as many."""
-_NO_NOUN: Final = frozenset("或和与及不非无多余半倍约少左右以之的是")
-
-
-def latex_unit(text: str) -> tuple[str, Unit] | None:
-    r"""(number, unit) where the unit is a product, quotient or symbol: `5\,\frac{\text{m}}{\text{s}}`, `5\ \Omega`."""
-    match = _TAIL.match(text)
-    if match is None or _PLAIN.match(match["product"] or ""):
-        return None
-    parts = [(match["product"], 1)] if match["product"] else [(match["over"], 1), (match["under"], -1)]
-    factors: list[tuple[str, int]] = []
-    for part, sign in parts:
-        read = _read_product(part, sign)
-        if read is None:
-            return None
-        factors += read
-    return match["body"], Unit(name=unit_name(factors))
-
-
-def _read_product(text: str, sign: int) -> list[tuple[str, int]] | None:
-    """The factors; what follows a slash divides. None where a word is no known unit."""
-    factors = []
-    for match in _FACTORS.finditer(text):
-        if match["slash"]:
-            sign = -sign
-        *others, last = (match["words"] or "").split() or [""]
-        names = [_symbol(word, ohm=False, micro=False) for word in others]
-        names.append(_symbol(last, ohm=match["ohm"] is not None, micro=match["micro"] is not None))
-        if None in names:
-            return None
-        powers = [sign] * len(others) + [sign * int(match["power"] or 1)]
-        factors += [(name, power) for name, power in zip(names, powers, strict=True) if name]
-    return factors
-
-
-def _symbol(word: str, *, ohm: bool, micro: bool) -> str | None:
-    """The canonical name; empty for no word, None for an unknown one."""
-    if ohm:
-        prefix = {"": "", "k": "kilo", "K": "kilo", "M": "mega", "m": "milli"}.get(word)
-        return None if prefix is None else ("micro" if micro else prefix) + "ohm"
-    if not word:
-        return ""
-    name = word_unit(word)
-    if name not in CANONICAL and len(word) > 2:
-        return None
-    return f"micro{name}" if micro else name
-
-
-def chinese_unit(text: str) -> tuple[str, Unit] | None:
-    """(number, unit) of `5厘米`, `5 元/千克`, `5万`, `5个`."""
-    match = _CHINESE_UNIT.match(text)
-    if match is None:
-        return None
-    words, factor = match["words"], Fraction(1)
-    while words and words[0] in _MAGNITUDES and words not in CANONICAL and words[:2] not in ("千米", "千克"):
-        factor *= _MAGNITUDES[words[0]]
-        words = words[1:]
-    names = []
-    for place, word in enumerate(re.split(r"/|每", words) if words else []):
-        name, power = word, 1
-        for area, exponent in _AREAS.items():
-            if word.startswith(area):
-                name, power = word.removeprefix(area), exponent
-        if name not in CANONICAL and not (name[:1] in _COUNTERS and len(name) < 6 and _NO_NOUN.isdisjoint(name)):
-            return None
-        names.append((CANONICAL.get(name, name), -power if place else power))
-    if match["power"] and names:
-        names[-1] = (names[-1][0], names[-1][1] * int(match["power"].strip("^{}")))
-    return match["body"], Unit(name=unit_name(names), factor=factor)
-
-
+"""Chinese counters, `5个苹果`, without those that multiply: pairs, dozens, times as many."""
+_NO_COUNTER: Final = frozenset("或和与及不非无多余半倍约少左右以之的是")
 _CURRENCY: Final = re.compile(
     r"^([+-]?)\s*(?:\\text\s*\{\s*)?(?:US)?([$€£¥₹]|USD|EUR|INR|RMB|Rs\.?)(?:\s*\})?\s*([+-]?)\s*(?=[\d.\\({])"
 )
@@ -185,15 +116,15 @@ def _clock(text: str) -> Reading | None:
 
 
 def _ratio(text: str) -> Reading | None:
-    parts = [part for _, part in split(text, _TO)]
-    if len(parts) < 2 or any(map(has_words, parts)):
+    terms = [term for _, term in split(text, _TO)]
+    if len(terms) < 2 or any(map(has_words, terms)):
         return None
     try:
-        items = tuple(scalar(part, parse_expression(part)) for part in parts)
+        items = tuple(scalar(term, parse_expression(term)) for term in terms)
     except UnreadableError:
         return None
-    clock = len(parts) > 2 or any(part.startswith("0") for part in parts)
-    either = _MINUTES.fullmatch(parts[1]) is not None and _HOUR.fullmatch(parts[0]) is not None
+    clock = len(terms) > 2 or any(term.startswith("0") for term in terms)
+    either = _MINUTES.fullmatch(terms[1]) is not None and _HOUR.fullmatch(terms[0]) is not None
     return Reading(kind="ratio", text=text, items=items, label="clock" if clock else "either" if either else "")
 
 
@@ -235,11 +166,11 @@ def _measured(text: str) -> Reading | None:
 
 
 def _without_words(text: str) -> tuple[str, Unit | None]:
-    if product := latex_unit(text):
-        return product
+    if with_unit := latex_unit(text):
+        return with_unit
     if (match := _TEXT_TAIL.match(text)) and _CHINESE.search(match[2]):
         return chinese_unit(f"{match[1]}{match[2].strip()}{match[3] or ''}") or (text, None)
-    for body, words, exponent in _tails(text):
+    for body, words, exponent in _word_splits(text):
         inner = _INNER_EXPONENT.match(words)
         unit = read_unit(inner[1], inner[2]) if inner else read_unit(words, exponent)
         if body and unit is not None:
@@ -247,31 +178,31 @@ def _without_words(text: str) -> tuple[str, Unit | None]:
     return chinese_unit(text) or (text, None)
 
 
-def _tails(text: str) -> list[tuple[str, str, str]]:
-    """(number, words, exponent) for each way in which words stand behind a number."""
-    found = []
+def _word_splits(text: str) -> list[tuple[str, str, str]]:
+    """(number, words, exponent) for each way to split words from the number before them."""
+    splits = []
     if match := _TEXT_TAIL.match(text):
         body, words, exponent = match[1], match[2].strip(" .,()"), match[3] or ""
         degrees = _DEGREE.match(body) if words in ("C", "F") else None
-        found += [] if degrees else [(body, words, exponent)]
+        splits += [] if degrees else [(body, words, exponent)]
     if match := _NOTE.match(text):
         words = re.split(r"[ ./-]+", match[2])
-        found += [(match[1], match[2], "")] if _are_nouns(words, gap=True) and max(map(len, words)) > 2 else []
+        splits += [(match[1], match[2], "")] if _are_unit_words(words, gap=True) and max(map(len, words)) > 2 else []
     if match := _WORDS_TAIL.match(text):
         words = match["words"].strip()
-        if _are_nouns(re.split(r"[ /]+", words), gap=bool(match["gap"])):
-            found.append((match["body"], words, match["exponent"] or ""))
-    return found
+        if _are_unit_words(re.split(r"[ /]+", words), gap=bool(match["gap"])):
+            splits.append((match["body"], words, match["exponent"] or ""))
+    return splits
 
 
-def _are_nouns(words: list[str], *, gap: bool) -> bool:
-    """Whether bare letters are a unit's words, and not a product of variables."""
-    if len(words) == 1 and words[0] in SINGLE:
+def _are_unit_words(words: list[str], *, gap: bool) -> bool:
+    """Whether bare letters are the words of a unit, and not a product of variables."""
+    if len(words) == 1 and words[0] in SINGLE_LETTERS:
         return gap
-    return all(_is_noun(word.strip("."), gap=gap) for word in words if word)
+    return all(_is_unit_word(word.strip("."), gap=gap) for word in words if word)
 
 
-def _is_noun(word: str, *, gap: bool) -> bool:
+def _is_unit_word(word: str, *, gap: bool) -> bool:
     if (
         word in ABBREVIATIONS
         or (gap and len(word) == 3 and word.lower() in CANONICAL)
@@ -281,3 +212,70 @@ def _is_noun(word: str, *, gap: bool) -> bool:
         return True
     looks = not _VOWELS.isdisjoint(word.lower()) and not _COUNTING_LETTERS.issuperset(word.lower())
     return looks and (len(word) > 3 or (gap and len(word) == 3))
+
+
+def latex_unit(text: str) -> tuple[str, Unit] | None:
+    r"""(number, unit) where the unit is a product, quotient or symbol: `5\,\frac{\text{m}}{\text{s}}`, `5\ \Omega`."""
+    match = _TAIL.match(text)
+    if match is None or _PLAIN.match(match["product"] or ""):
+        return None
+    signed = [(match["product"], 1)] if match["product"] else [(match["over"], 1), (match["under"], -1)]
+    factors: list[tuple[str, int]] = []
+    for product, sign in signed:
+        product_factors = _read_product(product, sign)
+        if product_factors is None:
+            return None
+        factors += product_factors
+    return match["body"], Unit(name=unit_name(factors))
+
+
+def _read_product(text: str, sign: int) -> list[tuple[str, int]] | None:
+    """The factors of a product of units; those after a slash divide. None where a word is no known unit."""
+    factors = []
+    for match in _FACTORS.finditer(text):
+        if match["slash"]:
+            sign = -sign
+        *others, last = (match["words"] or "").split() or [""]
+        names = [_symbol(word, ohm=False, micro=False) for word in others]
+        names.append(_symbol(last, ohm=match["ohm"] is not None, micro=match["micro"] is not None))
+        if None in names:
+            return None
+        powers = [sign] * len(others) + [sign * int(match["power"] or 1)]
+        factors += [(name, power) for name, power in zip(names, powers, strict=True) if name]
+    return factors
+
+
+def _symbol(word: str, *, ohm: bool, micro: bool) -> str | None:
+    """The canonical name of a unit; empty for no word, None for an unknown one."""
+    if ohm:
+        prefix = {"": "", "k": "kilo", "K": "kilo", "M": "mega", "m": "milli"}.get(word)
+        return None if prefix is None else ("micro" if micro else prefix) + "ohm"
+    if not word:
+        return ""
+    name = word_unit(word)
+    if name not in CANONICAL and len(word) > 2:
+        return None
+    return f"micro{name}" if micro else name
+
+
+def chinese_unit(text: str) -> tuple[str, Unit] | None:
+    """(number, unit) of `5厘米`, `5 元/千克`, `5万`, `5个`."""
+    match = _CHINESE_UNIT.match(text)
+    if match is None:
+        return None
+    words, factor = match["words"], Fraction(1)
+    while words and words[0] in _MAGNITUDES and words not in CANONICAL and words[:2] not in ("千米", "千克"):
+        factor *= _MAGNITUDES[words[0]]
+        words = words[1:]
+    names = []
+    for index, word in enumerate(re.split(r"/|每", words) if words else []):
+        name, power = word, 1
+        for area, exponent in _AREAS.items():
+            if word.startswith(area):
+                name, power = word.removeprefix(area), exponent
+        if name not in CANONICAL and not (name[:1] in _COUNTERS and len(name) < 6 and _NO_COUNTER.isdisjoint(name)):
+            return None
+        names.append((CANONICAL.get(name, name), -power if index else power))
+    if match["power"] and names:
+        names[-1] = (names[-1][0], names[-1][1] * int(match["power"].strip("^{}")))
+    return match["body"], Unit(name=unit_name(names), factor=factor)

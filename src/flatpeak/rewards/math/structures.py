@@ -1,4 +1,4 @@
-"""Reading a whole answer: lists, tuples, intervals, sets, unions, matrices, equations, inequalities, plus or minus."""
+"""Reading of a whole answer: lists, tuples, sets, matrices, equations, inequalities, and contradictions in them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,288 @@ from flatpeak.rewards.math.scalars import read_number_words, read_scalar, scalar
 from flatpeak.rewards.math.values import Expression
 
 _APPROXIMATE: Final = 0.05
-"""Relative distance up to which one number may be called about another."""
+"""Largest relative difference of two numbers joined by an approximation sign."""
 _ROUNDING_ERROR: Final = 1e-9
-_DECIMAL: Final = re.compile(r"[^\d.]*\d+(?:\.(?P<places>\d+))?[^\d.]*")
+_DECIMAL: Final = re.compile(r"[^\d.]*\d+(?:\.(?P<decimals>\d+))?[^\d.]*")
+_SEPARATOR: Final = re.compile(
+    r"\s*(?:[,;]\s*)?\\text\s*\{\s*(?:[,;]|,?\s*(?:and|or))\s*\}\s*|\s*[,;]\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+|\\land\b|\\lor\b"
+)
+_BUILDER: Final = re.compile(r"^\\\{\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(.+)\\\}$")
+_COMMA: Final = re.compile(r"\s*[,;]\s*")
+_UNION: Final = re.compile(r"\s*\\cup(?![A-Za-z])\s*")
+_RELATION: Final = re.compile(r"\s*(?:\\(?:le|ge|ne|in|approx)(?![A-Za-z])|[=<>])\s*")
+_IMPLIES: Final = re.compile(r"\s*\\Rightarrow(?![A-Za-z])\s*")
+_AND: Final = re.compile(r"^(?:,?\s*(?:and|\\text\s*\{\s*,?\s*and\s*\})|\\land|,)$")
+_INEQUALITY: Final = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+_WHOLE_TEXT: Final = re.compile(rf"^{TEXT_GROUP}$")
+_MATRIX: Final = re.compile(
+    r"^(.*?)(?:\\cdot|\\times)?\s*\\begin\s*\{pmatrix\}((?:(?!\\begin).)*)\\end\s*\{pmatrix\}$", re.DOTALL
+)
+_CHOICE: Final = re.compile(r"^[A-J]$")
+_CELL: Final = re.compile(r"\s*&\s*")
+_ROW: Final = re.compile(rf"\s*{ROW_END}\s*")
+_PLUS_MINUS: Final = re.compile(r"\\(pm|mp)(?![A-Za-z])\s*")
+_DENIAL: Final = r"\\(?:not|lnot|neg)\b|\\text\s*\{[^{}]*\b(?:not|never|but|except|unless|wrong|incorrect|false)\b"
+_NAME: Final = re.compile(
+    rf"^(?!{_DENIAL})"
+    r"(?:\\[a-z]+(?<!\\pi)|\{?[A-Za-z]+\}?|\\text\s*\{[A-Za-z ]+\}|\\(?:overline|vec)\s*\{?[A-Za-z]{1,3}\}?"
+    r"|m?\s*\\angle\s*[A-Za-z]{1,3}|\|\s*(?:\\(?:overline|vec|overrightarrow)\s*)?\{?[A-Z]{2,3}\}?\s*\|"
+    r"|\|\s*\\(?:vec|overrightarrow)\s*\{?[A-Za-z]\}?\s*\||\\\|[^|]{1,24}\\\|)'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
+)
+_NAMES: Final = re.compile(r"^\(\s*[A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)+\s*\)$")
+_TRAILING: Final = " .,;:!"
+_FLIPPED: Final = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_INFINITE: Final = ("-\\infty", "\\infty")
+_ALL_REAL: Final = frozenset(
+    {"allrealnumbers", "allreals", "allrealnumber", "thesetofallrealnumbers", "thesetofrealnumbers"}
+)
+_TWO_POINTS: Final = re.compile(r"\.\s*\.$")
+
+
+def read(text: str) -> Reading:
+    """The reading of a text from `clean`, `unread` where the rules fail; OverLimitError where it is too deep."""
+    text = _trimmed(text)
+    for reader in _READERS:
+        reading = reader(text)
+        if reading is not None:
+            return reading
+    if has_words(text):
+        return Reading(kind="text", text=plain(text))
+    return Reading(kind="unread", text=text)
+
+
+def _trimmed(text: str) -> str:
+    text = text.strip()
+    if text.endswith("!"):
+        return text.lstrip(" ,;:")
+    if _TWO_POINTS.search(text):  # a sentence ends with one
+        return text
+    return text.strip(" ,;:").rstrip(_TRAILING) if not text.startswith(".") else text.rstrip(_TRAILING)
+
+
+def _all_real(text: str) -> Reading | None:
+    if text == r"\mathbb{R}" or (text[-1:].lower() in "srn}" and plain(text) in _ALL_REAL):
+        return _interval(text, "()", *_INFINITE)
+    return None
+
+
+def _wrapped(text: str) -> Reading | None:
+    match = _WHOLE_TEXT.match(text)
+    if match is None:
+        return None
+    reading = _as_choice(match[1].strip()) or read(match[1])
+    letters = re.findall(r"[^\W\d_]+", match[1])
+    # Words in \text are no products: VW is not W times V.
+    if reading.kind in ("scalar", "unread") and letters and max(map(len, letters)) > 1 and reading.unit is None:
+        exact = reading.expression is not None and not reading.expression.letters
+        return reading if exact else Reading(kind="text", text=plain(match[1]))
+    return reading
+
+
+def _implied(text: str) -> Reading | None:
+    """The reading behind the last arrow, if relations or numbers before it do not contradict it."""
+    steps = [step for _, step in split(text, _IMPLIES)]
+    if len(steps) < 2 or not all(steps):
+        return None
+    *premises, answer = map(read, steps)
+    for step, premise in zip(steps, premises, strict=False):
+        comparable = premise.kind != "named" or answer.kind != "named" or premise.label == answer.label
+        number = premise.kind == "scalar" and premise.expression is not None and not premise.expression.letters
+        if (comparable and contradict(premise, answer)) or not (number or _RELATION.search(step)):
+            return Reading(kind="unread", text=text)
+    return answer
+
+
+def _separated(text: str) -> Reading | None:
+    separated = split(text, _SEPARATOR)
+    texts = [item for _, item in separated]
+    if len(texts) < 2 or not any(texts):
+        return None
+    items = _flat((read(item) if item else Reading(kind="unread", text="") for item in texts), "list")
+    names = {item.label if item.kind == "named" else "" for item in items}
+    named = items[0].label if items[0].kind == "named" else ""
+    if named and names <= {named, ""}:
+        flat = _flat(_flat(items, "named"), "list")
+        if not all(map(_INEQUALITY.search, texts)) or any(item.kind != "ordered" for item in flat):
+            return _named_reading(text, named, Reading(kind="list", text=text, items=flat))
+        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` their intersection.
+        both = all(_AND.match(separator) for separator, _ in separated[1:])
+        shared = intersection(flat) if both else None
+        return _named_reading(text, named, shared or Reading(kind="union", text=text, items=flat))
+    return Reading(kind="list", text=text, items=items)
+
+
+def _union(text: str) -> Reading | None:
+    members = split(text, _UNION)
+    if len(members) < 2:
+        return None
+    return Reading(kind="union", text=text, items=_flat((read(member) for _, member in members), "union"))
+
+
+def _matrix(text: str) -> Reading | None:
+    match = _MATRIX.match(text)
+    if match is None:
+        return None
+    rows = [[read(cell) for _, cell in split(row, _CELL)] for _, row in split(match[2].strip(f" {ROW_END}"), _ROW)]
+    cells = [cell for row in rows for cell in row]
+    if match[1]:
+        factor = _expressions([f"{match[1]} 1" if match[1] == "-" else match[1]])
+        if factor is None or any(cell.kind != "scalar" for cell in cells):
+            return None
+        cells = [_multiplied(match[1], factor[0], cell) for cell in cells]
+    if len({len(row) for row in rows}) != 1:
+        return Reading(kind="unread", text=text)
+    return Reading(kind="matrix", text=text, items=tuple(cells), label=str(len(rows[0])))
+
+
+def _multiplied(text: str, factor: Node, cell: Reading) -> Reading:
+    node = cell.expression.node if cell.expression is not None else factor
+    return replace(cell, text=f"{text}({cell.text})", expression=Expression(node=operation("mul", factor, node)))
+
+
+def _bracketed(text: str) -> Reading | None:
+    if text in (r"\emptyset", r"\{\}"):
+        return Reading(kind="set", text=text)
+    brackets_and_inside = enclosed(text)
+    builder = _BUILDER.match(text)
+    condition = read(builder[2]) if builder is not None else None
+    if brackets_and_inside is None or (builder is not None and condition is not None and condition.label == builder[1]):
+        return condition
+    return _enclosed(text, *brackets_and_inside)
+
+
+def _enclosed(text: str, brackets: str, inside: str) -> Reading | None:
+    texts = [item for _, item in split(inside, _COMMA)]
+    # TeX prints no bare braces, but {1, 2} is meant to be a set.
+    if brackets == r"\{\}" or (brackets == "{}" and len(texts) > 1):
+        return Reading(kind="set", text=text, items=_flat(map(read, texts), "list"))
+    if len(texts) > 1 and brackets in ("()", "[]", "(]", "[)"):
+        return Reading(kind="ordered", text=text, items=tuple(map(read, texts)), label=brackets)
+    if brackets == "[]" and _MATRIX.match(inside):
+        return read(inside)
+    if brackets not in ("()", "{}") or len(texts) != 1 or not inside:
+        return None
+    return _as_choice(inside) or read(inside)
+
+
+def _flat(readings: Iterable[Reading], kind: Kind) -> tuple[Reading, ...]:
+    """The readings, with each of that kind replaced by its items."""
+    return tuple(item for reading in readings for item in (reading.items if reading.kind == kind else (reading,)))
+
+
+def _as_choice(text: str) -> Reading | None:
+    """A letter in parentheses or set as text: the answer to a question of multiple choice."""
+    return replace(read(text), label="choice") if _CHOICE.match(text) else None
+
+
+def _plus_minus(text: str) -> Reading | None:
+    if _PLUS_MINUS.search(text) is None:
+        return None
+    signs = ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})
+    either = ["".join(sign.get(piece, piece) for piece in _PLUS_MINUS.split(text)) for sign in signs]
+    return Reading(kind="list", text=text, items=tuple(read(each) for each in either))
+
+
+def _related(text: str) -> Reading | None:
+    related = split(text, _RELATION)
+    if len(related) < 2:
+        return None
+    signs, sides = [sign for sign, _ in related[1:]], [side for _, side in related]
+    if r"\approx" in signs:
+        return _approximation(text, signs, sides)
+    if not all(sides):
+        return None
+    if signs == [r"\in"]:
+        return _named_reading(text, sides[0], read(sides[1])) if _is_variable(sides[0]) else None
+    if set(signs) == {"="}:
+        return _equation(text, sides)
+    return None if {"=", r"\in"} & set(signs) else _inequality(text, signs, sides)
+
+
+def _is_variable(side: str) -> bool:
+    """Whether the side before an `\\in` is a name, with or without words; `x-1` would move the interval."""
+    if _NAME.match(side) or _NAMES.match(side):
+        return True
+    return re.match(_DENIAL, side) is None and _expressions([side]) is None
+
+
+def _approximation(text: str, signs: list[str], sides: list[str]) -> Reading | None:
+    """The first side that is no name, as the approximation of a value is not the value."""
+    values = [read(side) for side in sides]
+    if not set(signs) <= {"=", r"\approx"} or contradicting(values, signs):
+        return Reading(kind="unread", text=text)
+    return next((value for value, side in zip(values, sides, strict=True) if side and not _NAME.match(side)), None)
+
+
+def _equation(text: str, sides: list[str]) -> Reading | None:
+    if _NAME.match(sides[0]) or _NAMES.match(sides[0]):
+        values = [read(side) for side in sides[1:]]
+        false = contradicting(values, ["="] * (len(values) - 1))
+        return Reading(kind="unread", text=text) if false else _named_reading(text, sides[0], values[-1])
+    nodes = _expressions(sides)
+    if nodes is not None and len(sides) == 2 and any(Expression(node=node).letters for node in nodes):
+        if _NAME.match(sides[1]) and not Expression(node=nodes[0]).letters:
+            return _named_reading(text, sides[1], read(sides[0]))
+        return Reading(kind="equation", text=text, expression=_difference(*nodes))
+    values = [read(side) for side in sides]
+    if contradicting(values, ["="] * (len(values) - 1)):
+        return Reading(kind="unread", text=text)
+    first = values[0]
+    numeric = first.kind == "scalar" and first.expression is not None and not first.expression.letters
+    return values[-1] if numeric else None
+
+
+def _named_reading(text: str, name: str, value: Reading) -> Reading:
+    difference = None
+    if value.kind == "scalar" and value.expression is not None and (left := _expressions([name])):
+        difference = _difference(left[0], value.expression.node)
+    return Reading(kind="named", text=text, items=(value,), label=re.sub(r"\s", "", name), expression=difference)
+
+
+def _inequality(text: str, signs: list[str], sides: list[str]) -> Reading | None:
+    nodes = _expressions(sides)
+    if nodes is None:
+        return None
+    if signs[0] in (">", r"\ge"):
+        signs, sides, nodes = [_FLIPPED.get(sign, sign) for sign in signs[::-1]], sides[::-1], nodes[::-1]
+    if len(sides) > 1 and not {">", r"\ge", r"\ne"} & set(signs):
+        interval = _as_interval(text, signs, sides)
+        if interval is not None:
+            return interval
+    items = tuple(scalar(side, node) for side, node in zip(sides, nodes, strict=True))
+    return Reading(kind="inequality", text=text, items=items, label=" ".join(signs))
+
+
+def _as_interval(text: str, signs: list[str], sides: list[str]) -> Reading | None:
+    """The interval of `1 < x \\le 2` or `x < 2`: one name, and bounds without letters."""
+    names = [index for index, side in enumerate(sides) if _NAME.match(side)]
+    bounds = [parse_expression(side) for index, side in enumerate(sides) if index not in names]
+    if len(names) != 1 or any(Expression(node=bound).letters - {"infty"} for bound in bounds):
+        return None
+    if len(sides) == 3 and names != [1]:
+        return None
+    index = names[0]
+    low = (sides[index - 1], signs[index - 1]) if index else (_INFINITE[0], "<")
+    high = (sides[index + 1], signs[index]) if index + 1 < len(sides) else (_INFINITE[1], "<")
+    brackets = ("(" if low[1] == "<" else "[") + (")" if high[1] == "<" else "]")
+    return _named_reading(text, sides[index], _interval(text, brackets, low[0], high[0])) if len(sides) <= 3 else None
+
+
+def _interval(text: str, brackets: str, low: str, high: str) -> Reading:
+    return Reading(kind="ordered", text=text, items=(read(low), read(high)), label=brackets)
+
+
+def _expressions(sides: list[str]) -> list[Node] | None:
+    if any(map(has_words, sides)):
+        return None
+    try:
+        return [parse_expression(side) for side in sides]
+    except UnreadableError:
+        return None
+
+
+def _difference(left: Node, right: Node) -> Expression:
+    return Expression(node=operation("add", left, operation("neg", right)))
 
 
 def contradicting(readings: Sequence[Reading], signs: Sequence[str]) -> bool:
@@ -56,7 +335,7 @@ def _bare(reading: Reading) -> Reading:
 
 
 def _number(reading: Reading) -> complex | None:
-    """The value in double precision; None for what is no number or has too many digits for that."""
+    """The value in double precision; None for no number, or one with too many digits."""
     expression = reading.expression if reading.kind == "scalar" else None
     if expression is None or expression.letters:
         return None
@@ -64,293 +343,12 @@ def _number(reading: Reading) -> complex | None:
 
 
 def _rounding(reading: Reading, approximately: bool) -> float:
-    """Half a unit of a decimal's last place: `5/7 = 0.71` is rounded, not false. A whole number only rounds loosely."""
+    """Half a unit of a decimal's last digit, as in `5/7 = 0.71`; of a whole number only where `approximately`."""
     match = _DECIMAL.fullmatch(reading.text)
-    places = len(match["places"] or "") if match is not None else 0
-    if match is None or (places == 0 and not approximately):
+    decimals = len(match["decimals"] or "") if match is not None else 0
+    if match is None or (decimals == 0 and not approximately):
         return 0.0
-    return 0.5 * 10.0**-places * (1 + _ROUNDING_ERROR)
-
-
-_SEPARATOR: Final = re.compile(
-    r"\s*(?:[,;]\s*)?\\text\s*\{\s*(?:[,;]|,?\s*(?:and|or))\s*\}\s*|\s*[,;]\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+|\\land\b|\\lor\b"
-)
-_BUILDER: Final = re.compile(r"^\\\{\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(.+)\\\}$")
-_COMMA: Final = re.compile(r"\s*[,;]\s*")
-_UNION: Final = re.compile(r"\s*\\cup(?![A-Za-z])\s*")
-_RELATION: Final = re.compile(r"\s*(?:\\(?:le|ge|ne|in|approx)(?![A-Za-z])|[=<>])\s*")
-_IMPLIES: Final = re.compile(r"\s*\\Rightarrow(?![A-Za-z])\s*")
-_AND: Final = re.compile(r"^(?:,?\s*(?:and|\\text\s*\{\s*,?\s*and\s*\})|\\land|,)$")
-_INEQUALITY: Final = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
-_WHOLE_TEXT: Final = re.compile(rf"^{TEXT_GROUP}$")
-_MATRIX: Final = re.compile(
-    r"^(.*?)(?:\\cdot|\\times)?\s*\\begin\s*\{pmatrix\}((?:(?!\\begin).)*)\\end\s*\{pmatrix\}$", re.DOTALL
-)
-_CHOICE: Final = re.compile(r"^[A-J]$")
-_CELL: Final = re.compile(r"\s*&\s*")
-_ROW: Final = re.compile(rf"\s*{ROW_END}\s*")
-_PLUS_MINUS: Final = re.compile(r"\\(pm|mp)(?![A-Za-z])\s*")
-_DENIAL: Final = r"\\(?:not|lnot|neg)\b|\\text\s*\{[^{}]*\b(?:not|never|but|except|unless|wrong|incorrect|false)\b"
-_NAME: Final = re.compile(
-    rf"^(?!{_DENIAL})"
-    r"(?:\\[a-z]+(?<!\\pi)|\{?[A-Za-z]+\}?|\\text\s*\{[A-Za-z ]+\}|\\(?:overline|vec)\s*\{?[A-Za-z]{1,3}\}?"
-    r"|m?\s*\\angle\s*[A-Za-z]{1,3}|\|\s*(?:\\(?:overline|vec|overrightarrow)\s*)?\{?[A-Z]{2,3}\}?\s*\|"
-    r"|\|\s*\\(?:vec|overrightarrow)\s*\{?[A-Za-z]\}?\s*\||\\\|[^|]{1,24}\\\|)'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
-)
-_NAMES: Final = re.compile(r"^\(\s*[A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)+\s*\)$")
-_TRAILING: Final = " .,;:!"
-_FLIPPED: Final = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-_INFINITE: Final = ("-\\infty", "\\infty")
-_ALL_REAL: Final = frozenset(
-    {"allrealnumbers", "allreals", "allrealnumber", "thesetofallrealnumbers", "thesetofrealnumbers"}
-)
-_TWO_POINTS: Final = re.compile(r"\.\s*\.$")
-
-
-def read(text: str) -> Reading:
-    """What a text from `clean` says; `unread` where the rules do not know. OverLimitError where it is too deep."""
-    text = _trimmed(text)
-    for reader in _READERS:
-        reading = reader(text)
-        if reading is not None:
-            return reading
-    if has_words(text):
-        return Reading(kind="text", text=plain(text))
-    return Reading(kind="unread", text=text)
-
-
-def _trimmed(text: str) -> str:
-    text = text.strip()
-    if text.endswith("!"):
-        return text.lstrip(" ,;:")
-    if _TWO_POINTS.search(text):  # a sentence ends with one
-        return text
-    return text.strip(" ,;:").rstrip(_TRAILING) if not text.startswith(".") else text.rstrip(_TRAILING)
-
-
-def _all_real(text: str) -> Reading | None:
-    if text == r"\mathbb{R}" or (text[-1:].lower() in "srn}" and plain(text) in _ALL_REAL):
-        return _interval(text, "()", *_INFINITE)
-    return None
-
-
-def _wrapped(text: str) -> Reading | None:
-    match = _WHOLE_TEXT.match(text)
-    if match is None:
-        return None
-    reading = _as_choice(match[1].strip()) or read(match[1])
-    letters = re.findall(r"[^\W\d_]+", match[1])
-    # Words in \text are words: VW is not W times V.
-    if reading.kind in ("scalar", "unread") and letters and max(map(len, letters)) > 1 and reading.unit is None:
-        exact = reading.expression is not None and not reading.expression.letters
-        return reading if exact else Reading(kind="text", text=plain(match[1]))
-    return reading
-
-
-def _implied(text: str) -> Reading | None:
-    """What follows the last arrow, if what stands before it are relations or numbers that do not contradict it."""
-    parts = [part for _, part in split(text, _IMPLIES)]
-    if len(parts) < 2 or not all(parts):
-        return None
-    *premises, answer = map(read, parts)
-    for part, premise in zip(parts, premises, strict=False):
-        comparable = premise.kind != "named" or answer.kind != "named" or premise.label == answer.label
-        number = premise.kind == "scalar" and premise.expression is not None and not premise.expression.letters
-        if (comparable and contradict(premise, answer)) or not (number or _RELATION.search(part)):
-            return Reading(kind="unread", text=text)
-    return answer
-
-
-def _separated(text: str) -> Reading | None:
-    separated = split(text, _SEPARATOR)
-    parts = [part for _, part in separated]
-    if len(parts) < 2 or not any(parts):
-        return None
-    items = _flat((read(part) if part else Reading(kind="unread", text="") for part in parts), "list")
-    names = {item.label if item.kind == "named" else "" for item in items}
-    named = items[0].label if items[0].kind == "named" else ""
-    if named and names <= {named, ""}:
-        flat = _flat(_flat(items, "named"), "list")
-        if not all(_INEQUALITY.search(part) for part in parts) or any(item.kind != "ordered" for item in flat):
-            return _named(text, named, Reading(kind="list", text=text, items=flat))
-        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` what they share.
-        both = all(_AND.match(separator) for separator, _ in separated[1:])
-        shared = intersection(flat) if both else None
-        return _named(text, named, shared or Reading(kind="union", text=text, items=flat))
-    return Reading(kind="list", text=text, items=items)
-
-
-def _union(text: str) -> Reading | None:
-    parts = split(text, _UNION)
-    if len(parts) < 2:
-        return None
-    return Reading(kind="union", text=text, items=_flat((read(part) for _, part in parts), "union"))
-
-
-def _matrix(text: str) -> Reading | None:
-    match = _MATRIX.match(text)
-    if match is None:
-        return None
-    rows = [[read(cell) for _, cell in split(row, _CELL)] for _, row in split(match[2].strip(f" {ROW_END}"), _ROW)]
-    cells = [cell for row in rows for cell in row]
-    if match[1]:
-        factor = _expressions([f"{match[1]} 1" if match[1] == "-" else match[1]])
-        if factor is None or any(cell.kind != "scalar" for cell in cells):
-            return None
-        cells = [_multiplied(match[1], factor[0], cell) for cell in cells]
-    if len({len(row) for row in rows}) != 1:
-        return Reading(kind="unread", text=text)
-    return Reading(kind="matrix", text=text, items=tuple(cells), label=str(len(rows[0])))
-
-
-def _multiplied(text: str, factor: Node, cell: Reading) -> Reading:
-    node = cell.expression.node if cell.expression is not None else factor
-    return replace(cell, text=f"{text}({cell.text})", expression=Expression(node=operation("mul", factor, node)))
-
-
-def _bracketed(text: str) -> Reading | None:
-    if text in (r"\emptyset", r"\{\}"):
-        return Reading(kind="set", text=text)
-    found = enclosed(text)
-    builder = _BUILDER.match(text)
-    condition = read(builder[2]) if builder is not None else None
-    if found is None or (builder is not None and condition is not None and condition.label == builder[1]):
-        return condition
-    return _enclosed(text, *found)
-
-
-def _enclosed(text: str, brackets: str, inside: str) -> Reading | None:
-    parts = [part for _, part in split(inside, _COMMA)]
-    # TeX prints no bare braces, but {1, 2} is meant to be a set.
-    if brackets == r"\{\}" or (brackets == "{}" and len(parts) > 1):
-        return Reading(kind="set", text=text, items=_flat((read(part) for part in parts), "list"))
-    if len(parts) > 1 and brackets in ("()", "[]", "(]", "[)"):
-        return Reading(kind="ordered", text=text, items=tuple(read(part) for part in parts), label=brackets)
-    if brackets == "[]" and _MATRIX.match(inside):
-        return read(inside)
-    if brackets not in ("()", "{}") or len(parts) != 1 or not inside:
-        return None
-    return _as_choice(inside) or read(inside)
-
-
-def _flat(readings: Iterable[Reading], kind: Kind) -> tuple[Reading, ...]:
-    """The readings, and in place of each of that kind its items."""
-    return tuple(item for reading in readings for item in (reading.items if reading.kind == kind else (reading,)))
-
-
-def _as_choice(text: str) -> Reading | None:
-    """A letter in parentheses or set as text: the answer to a question of multiple choice."""
-    return replace(read(text), label="choice") if _CHOICE.match(text) else None
-
-
-def _plus_minus(text: str) -> Reading | None:
-    if _PLUS_MINUS.search(text) is None:
-        return None
-    signs = ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})
-    either = ["".join(sign.get(part, part) for part in _PLUS_MINUS.split(text)) for sign in signs]
-    return Reading(kind="list", text=text, items=tuple(read(each) for each in either))
-
-
-def _related(text: str) -> Reading | None:
-    parts = split(text, _RELATION)
-    if len(parts) < 2:
-        return None
-    signs, sides = [sign for sign, _ in parts[1:]], [side for _, side in parts]
-    if r"\approx" in signs:
-        return _approximation(text, signs, sides)
-    if not all(sides):
-        return None
-    if signs == [r"\in"]:
-        return _named(text, sides[0], read(sides[1])) if _is_variable(sides[0]) else None
-    if set(signs) == {"="}:
-        return _equation(text, sides)
-    return None if {"=", r"\in"} & set(signs) else _inequality(text, signs, sides)
-
-
-def _is_variable(side: str) -> bool:
-    """Whether what is in a set is a name, with words or without; of `x-1` in an interval x is in another."""
-    if _NAME.match(side) or _NAMES.match(side):
-        return True
-    return re.match(_DENIAL, side) is None and _expressions([side]) is None
-
-
-def _approximation(text: str, signs: list[str], sides: list[str]) -> Reading | None:
-    """The first side that is no name: the approximation of a value is not the value."""
-    values = [read(side) for side in sides]
-    if not set(signs) <= {"=", r"\approx"} or contradicting(values, signs):
-        return Reading(kind="unread", text=text)
-    return next((value for value, side in zip(values, sides, strict=True) if side and not _NAME.match(side)), None)
-
-
-def _equation(text: str, sides: list[str]) -> Reading | None:
-    if _NAME.match(sides[0]) or _NAMES.match(sides[0]):
-        values = [read(side) for side in sides[1:]]
-        false = contradicting(values, ["="] * (len(values) - 1))
-        return Reading(kind="unread", text=text) if false else _named(text, sides[0], values[-1])
-    nodes = _expressions(sides)
-    if nodes is not None and len(sides) == 2 and any(Expression(node=node).letters for node in nodes):
-        if _NAME.match(sides[1]) and not Expression(node=nodes[0]).letters:
-            return _named(text, sides[1], read(sides[0]))
-        return Reading(kind="equation", text=text, expression=_difference(*nodes))
-    values = [read(side) for side in sides]
-    if contradicting(values, ["="] * (len(values) - 1)):
-        return Reading(kind="unread", text=text)
-    first = values[0]
-    numeric = first.kind == "scalar" and first.expression is not None and not first.expression.letters
-    return values[-1] if numeric else None
-
-
-def _named(text: str, name: str, value: Reading) -> Reading:
-    difference = None
-    if value.kind == "scalar" and value.expression is not None and (left := _expressions([name])):
-        difference = _difference(left[0], value.expression.node)
-    return Reading(kind="named", text=text, items=(value,), label=re.sub(r"\s", "", name), expression=difference)
-
-
-def _inequality(text: str, signs: list[str], sides: list[str]) -> Reading | None:
-    nodes = _expressions(sides)
-    if nodes is None:
-        return None
-    if signs[0] in (">", r"\ge"):
-        signs, sides, nodes = [_FLIPPED.get(sign, sign) for sign in signs[::-1]], sides[::-1], nodes[::-1]
-    if len(sides) > 1 and not {">", r"\ge", r"\ne"} & set(signs):
-        interval = _as_interval(text, signs, sides)
-        if interval is not None:
-            return interval
-    items = tuple(scalar(side, node) for side, node in zip(sides, nodes, strict=True))
-    return Reading(kind="inequality", text=text, items=items, label=" ".join(signs))
-
-
-def _as_interval(text: str, signs: list[str], sides: list[str]) -> Reading | None:
-    """`1 < x \\le 2` as `(1, 2]`, `x < 2` as `(-\\infty, 2)`: one name, and bounds without letters."""
-    names = [place for place, side in enumerate(sides) if _NAME.match(side)]
-    bounds = [parse_expression(side) for place, side in enumerate(sides) if place not in names]
-    if len(names) != 1 or any(Expression(node=bound).letters - {"infty"} for bound in bounds):
-        return None
-    if len(sides) == 3 and names != [1]:
-        return None
-    place = names[0]
-    low = (sides[place - 1], signs[place - 1]) if place else (_INFINITE[0], "<")
-    high = (sides[place + 1], signs[place]) if place + 1 < len(sides) else (_INFINITE[1], "<")
-    brackets = ("(" if low[1] == "<" else "[") + (")" if high[1] == "<" else "]")
-    return _named(text, sides[place], _interval(text, brackets, low[0], high[0])) if len(sides) <= 3 else None
-
-
-def _interval(text: str, brackets: str, low: str, high: str) -> Reading:
-    return Reading(kind="ordered", text=text, items=(read(low), read(high)), label=brackets)
-
-
-def _expressions(sides: list[str]) -> list[Node] | None:
-    if any(map(has_words, sides)):
-        return None
-    try:
-        return [parse_expression(side) for side in sides]
-    except UnreadableError:
-        return None
-
-
-def _difference(left: Node, right: Node) -> Expression:
-    return Expression(node=operation("add", left, operation("neg", right)))
+    return 0.5 * 10.0**-decimals * (1 + _ROUNDING_ERROR)
 
 
 _READERS: Final = (

@@ -1,4 +1,4 @@
-"""Units of numbers: `cm`, `centimeters`, `square feet`, `ft^2`, `m/s`, `$`, degrees, `ways`."""
+"""English number words (`twenty-five`, `million`), and units of numbers (`cm`, `square feet`, `m/s`, `$`, `ways`)."""
 
 from __future__ import annotations
 
@@ -48,90 +48,8 @@ DENOMINATORS: Final = {
     **{f"{word}th": MAGNITUDES[word] for word in ("hundred", "thousand", "million", "billion")},
 }
 _SCALES: Final = {word: value for word, value in MAGNITUDES.items() if value >= 10**3}
-_WORDS: Final = re.compile(r"[a-z]+(?:[ -]+[a-z]+){0,15}", re.IGNORECASE)
-_SIGNS: Final = ("minus", "negative")
-
-
-def spelled_number(text: str) -> Fraction | None:
-    """The value of a text that is a number in words as a whole, or None."""
-    if _WORDS.fullmatch(text) is None:
-        return None
-    words = re.split(r"[ -]+", text.lower())
-    negative = words[0] in _SIGNS
-    value = _value(words[negative:])
-    return -value if negative and value is not None else value
-
-
-def _value(words: list[str]) -> Fraction | None:
-    if not words:
-        return None
-    whole = _cardinal(words)
-    if whole is not None:
-        return Fraction(whole)
-    for place in range(1, len(words) - 1):  # `one and a half`
-        if words[place] == "and":
-            first, rest = _cardinal(words[:place]), _fraction(words[place + 1 :])
-            return None if first is None or rest is None or rest >= 1 else first + rest
-    return _fraction(words)
-
-
-def _fraction(words: list[str]) -> Fraction | None:
-    """`half`, `a third`, `two thirds`, `three hundredths`; a `third` alone is a place in a row."""
-    name, numerator = words[-1], words[:-1]
-    if not numerator:
-        return Fraction(1, 2) if name == "half" else None
-    count = 1 if numerator == ["a"] else _cardinal(numerator)
-    denominator = DENOMINATORS.get(name.removesuffix("s"))
-    if count is None or denominator is None or name.endswith("s") != (count != 1):
-        return None
-    if numerator[-1] in _TENS and denominator < 10:  # `twenty-fifths` are parts of another whole
-        return None
-    return Fraction(count, denominator)
-
-
-def _cardinal(words: list[str]) -> int | None:
-    """`two thousand one hundred and five`: scales from large to small, below each a number up to 999."""
-    total, last = 0, None
-    group: list[str] = []
-    for word in words:
-        if word not in _SCALES:
-            group.append(word)
-            continue
-        scale, count = _SCALES[word], _below_a_thousand(group)
-        if count is None or count == 0 or (last is not None and scale >= last):
-            return None
-        total, last, group = total + count * scale, scale, []
-    if not group:
-        return total if last is not None else None
-    count = _below_a_thousand(group[1:] if last is not None and group[0] == "and" else group)
-    return None if count is None else total + count
-
-
-def _below_a_thousand(words: list[str]) -> int | None:
-    words = ["one" if word == "a" and len(words) > 1 else word for word in words]
-    if words[-1:] == ["dozen"]:
-        dozens = _below_a_hundred(words[:-1])
-        return None if dozens is None else 12 * dozens
-    if "hundred" not in words:
-        return _below_a_hundred(words)
-    place = words.index("hundred")
-    hundreds, rest = _below_a_hundred(words[:place]), words[place + 1 :]
-    below = _below_a_hundred(rest[1:] if rest[:1] == ["and"] else rest) if rest else 0
-    return None if not hundreds or hundreds > 99 or below is None else 100 * hundreds + below
-
-
-def _below_a_hundred(words: list[str]) -> int | None:
-    match words:
-        case [word] if word in _SMALL:
-            return _SMALL[word]
-        case [word] if word in _TENS:
-            return _TENS[word]
-        case [ten, one] if ten in _TENS and 0 < _SMALL.get(one, 0) < 10:
-            return _TENS[ten] + _SMALL[one]
-        case _:
-            return None
-
-
+_ENGLISH_WORDS: Final = re.compile(r"[a-z]+(?:[ -]+[a-z]+){0,15}", re.IGNORECASE)
+_NEGATIVE_WORDS: Final = ("minus", "negative")
 _SPELLINGS: Final = {
     "mm": "millimeter millimetre 毫米",
     "cm": "centimeter centimetre cms 厘米 公分",
@@ -182,71 +100,72 @@ _SPELLINGS: Final = {
     "women": "woman",
 }
 CANONICAL: Final = {word: unit for unit, words in _SPELLINGS.items() for word in (unit, *words.split())}
-_WHOLE: Final = {"mph": "mi/h", "kph": "km/h", "kmph": "km/h", "kmh": "km/h", "fps": "ft/s", "c": "deg c"}
+_COMPOUND_UNITS: Final = {"mph": "mi/h", "kph": "km/h", "kmph": "km/h", "kmh": "km/h", "fps": "ft/s", "c": "deg c"}
 _MEGA: Final = frozenset({"MW", "MV", "MN", "MJ", "MHz", "MPa", "Mg", "Mm", "Ms"})
-"""Small letters would make them a thousandth."""
+"""Units that are a thousandth in small letters."""
 _LARGE: Final = frozenset("NJWVAKL")
-"""Units of one capital; another capital is no spelling of the small letter's unit."""
+"""Units of one capital letter; other capitals are no spelling of the small letter's unit."""
 _ABBREVIATIONS: Final = (
     "mm cm dm km in ft yd mi mg kg lb lbs oz ml mL gal ms min mins sec hr hrs mph kph kmph kmh fps Hz kHz MHz Pa kPa "
     "mol rad deg USD usd EUR kW kWh gm gms cms kms pts pcs ppl yrs wks Rs INR RMB"
 )
 ABBREVIATIONS: Final = frozenset(_ABBREVIATIONS.split())
-"""Bare letters that are a unit right after a number, with or without a space; single letters need one."""
-SINGLE: Final = frozenset("mgshLlNJWV")
+"""Abbreviations that are a unit right after a number, with or without a space."""
+SINGLE_LETTERS: Final = frozenset("mgshLlNJWV")
+"""Single letters that are a unit behind a number and a space."""
 _FACTORS: Final = {
     **{word: Fraction(value) for word, value in MAGNITUDES.items()},
     **{word: Fraction(1, value) for word, value in DENOMINATORS.items()},
 }
-_BEFORE: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_AFTER: Final = {"squared": 2, "cubed": 3}
-# A phrase with one of these is a sentence about the number and no unit of it; `mil` is three things.
-_NO_NOUNS_TEXT: Final = (
+_POWERS_BEFORE: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_POWERS_AFTER: Final = {"squared": 2, "cubed": 3}
+# A phrase with one of these is a sentence about the number and not its unit; `mil` is ambiguous.
+_NO_UNIT_TEXT: Final = (
     "a about almost am an and answer approximately approx around be but choose cubed doubled equal equals factorial "
     "fake false for from gross guess halved if incorrect inverse inverted is it less maybe mil minus mod modulo more "
     "nearly negated negative never no none nope nor not nothing only or other otherwise over perhaps plus pm possibly "
     "probably quadrupled reciprocal remainder roughly score so than that the then this times to tripled true unless "
     "untrue was with wrong yes you"
 )
-_NO_NOUNS: Final = frozenset(_NO_NOUNS_TEXT.split())
+_NO_UNIT_WORDS: Final = frozenset(_NO_UNIT_TEXT.split())
 _FILLER: Final = re.compile(r"(?:^|\s)(?:in (?:total|all)|total|altogether|each|left|remaining)$", re.IGNORECASE)
-"""Words after a number that name no unit."""
-_PART: Final = re.compile(r"\^\s*\{?\s*-?\d\s*\}?|\d|[^\W\d_]+|[/$€£¥₹¢]")
-_LETTERS: Final = frozenset("xyz")
-"""Of one letter each, and no unit's."""
+"""Words after a number that are no unit."""
+_UNIT_TOKEN: Final = re.compile(r"\^\s*\{?\s*-?\d\s*\}?|\d|[^\W\d_]+|[/$€£¥₹¢]")
+_VARIABLES: Final = frozenset("xyz")
+"""Letters that are variables and never units."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """What stands beside a number."""
+    """The unit and magnitude beside a number."""
 
     name: str
-    """Canonical: factors with their exponents, `m·s^-1`, `unit^2` for `square units`; empty for none."""
+    """Canonical factors with their exponents, `m·s^-1`, `unit^2` for `square units`; empty without a unit."""
     factor: Fraction = Fraction(1)
-    """Of a magnitude: a million for `5 million`."""
+    """The value of a magnitude: a million for `5 million`."""
 
 
 def read_unit(words: str, exponent: str = "") -> Unit | None:
-    """The unit that words and an exponent after a number are; None if they are none."""
-    filled, words = words, _FILLER.sub("", words.strip(" ."))
-    if filled and not words:
+    """The unit in the words and the exponent after a number; None where they are no unit."""
+    written, words = words, _FILLER.sub("", words.strip(" ."))
+    if written and not words:
         return Unit(name="")
-    parts = _PART.findall(words.replace(".", "").replace("$", " usd ").replace(r"\cdot", " "))
-    if not parts or parts == ["k"] or _LETTERS.issuperset(parts) or any(map(str.isdigit, parts)):
+    tokens = _UNIT_TOKEN.findall(words.replace(".", "").replace("$", " usd ").replace(r"\cdot", " "))
+    if not tokens or tokens == ["k"] or _VARIABLES.issuperset(tokens) or any(map(str.isdigit, tokens)):
         return None
-    if parts[0].lower() in _AFTER or _NO_NOUNS.intersection(map(str.lower, parts)):
+    if tokens[0].lower() in _POWERS_AFTER or _NO_UNIT_WORDS.intersection(map(str.lower, tokens)):
         return None
     factor = Fraction(1)
-    while parts and parts[0].lower().removesuffix("s") in _FACTORS:
-        factor *= _FACTORS[parts.pop(0).lower().removesuffix("s")]
-    if parts and parts[0].lower() in ("of", "per", "/") and len(parts) == 1:
+    while tokens and tokens[0].lower().removesuffix("s") in _FACTORS:
+        factor *= _FACTORS[tokens.pop(0).lower().removesuffix("s")]
+    if tokens and tokens[0].lower() in ("of", "per", "/") and len(tokens) == 1:
         return None
-    if parts[:1] == ["of"]:  # `5 million of them`, `two thirds of a cup`
-        parts = parts[1:]
-    whole = _WHOLE.get(" ".join(parts).lower())
+    if tokens[:1] == ["of"]:  # `5 million of them`, `two thirds of a cup`
+        tokens = tokens[1:]
+    whole = _COMPOUND_UNITS.get(" ".join(tokens).lower())
     if whole is not None:
-        parts = whole.split() if " " in whole else _PART.findall(whole)
-    factors = _factors(parts)
+        tokens = whole.split() if " " in whole else _UNIT_TOKEN.findall(whole)
+    factors = _factors(tokens)
     if factors is None:
         return None
     if exponent and factors:
@@ -263,8 +182,8 @@ def unit_name(factors: Iterable[tuple[str, int]]) -> str:
     return "·".join(name if power == 1 else f"{name}^{power}" for name, power in ordered)
 
 
-def _factors(parts: list[str]) -> list[tuple[str, int]] | None:
-    """(canonical name, exponent) of each unit; what follows `per` divides, and a phrase of nouns is one unit."""
+def _factors(tokens: list[str]) -> list[tuple[str, int]] | None:
+    """Units as (canonical name, exponent); those after `per` divide, and a phrase of nouns is one unit."""
     factors: list[tuple[str, int]] = []
     sign, power, phrase = 1, 1, list[str]()
 
@@ -279,24 +198,24 @@ def _factors(parts: list[str]) -> list[tuple[str, int]] | None:
         phrase.clear()
         power = 1
 
-    for part in parts:
-        word = part.lower()
+    for token in tokens:
+        word = token.lower()
         if word in ("per", "/"):
             close()
             sign = -1
-        elif word in _BEFORE:
+        elif word in _POWERS_BEFORE:
             close()
-            power = _BEFORE[word]
+            power = _POWERS_BEFORE[word]
         elif word.startswith("^"):
             close()
             if not factors:
                 return None
             factors[-1] = (factors[-1][0], sign * int(word.strip("^{} ")))
-        elif word in _AFTER:
-            power = _AFTER[word]
+        elif word in _POWERS_AFTER:
+            power = _POWERS_AFTER[word]
             close()
         else:
-            phrase.append(part)
+            phrase.append(token)
     if power != 1 and not phrase:
         return None
     close()
@@ -304,7 +223,7 @@ def _factors(parts: list[str]) -> list[tuple[str, int]] | None:
 
 
 def word_unit(word: str) -> str:
-    """The canonical name of one word."""
+    """The canonical unit of one word."""
     if word in _MEGA:
         return f"mega{word[1:].lower()}"
     if len(word) == 1 and word.isupper() and word not in _LARGE:
@@ -321,3 +240,83 @@ def _singular(word: str) -> str:
         if spelled in CANONICAL:
             return spelled
     return word.removesuffix("s") if len(word) > 3 else word
+
+
+def spelled_number(text: str) -> Fraction | None:
+    """The value of a text that is a number in English words as a whole, or None."""
+    if _ENGLISH_WORDS.fullmatch(text) is None:
+        return None
+    words = re.split(r"[ -]+", text.lower())
+    negative = words[0] in _NEGATIVE_WORDS
+    value = _value(words[negative:])
+    return -value if negative and value is not None else value
+
+
+def _value(words: list[str]) -> Fraction | None:
+    if not words:
+        return None
+    whole = _cardinal(words)
+    if whole is not None:
+        return Fraction(whole)
+    for index in range(1, len(words) - 1):  # `one and a half`
+        if words[index] == "and":
+            first, rest = _cardinal(words[:index]), _fraction(words[index + 1 :])
+            return None if first is None or rest is None or rest >= 1 else first + rest
+    return _fraction(words)
+
+
+def _fraction(words: list[str]) -> Fraction | None:
+    """The value of `half`, `a third`, `two thirds`, `three hundredths`; a `third` alone is an ordinal."""
+    name, numerator = words[-1], words[:-1]
+    if not numerator:
+        return Fraction(1, 2) if name == "half" else None
+    count = 1 if numerator == ["a"] else _cardinal(numerator)
+    denominator = DENOMINATORS.get(name.removesuffix("s"))
+    if count is None or denominator is None or name.endswith("s") != (count != 1):
+        return None
+    if numerator[-1] in _TENS and denominator < 10:  # `twenty-fifths` is another denominator
+        return None
+    return Fraction(count, denominator)
+
+
+def _cardinal(words: list[str]) -> int | None:
+    """The value of `two thousand one hundred and five`: scales in descending order, each with a count up to 999."""
+    total, last = 0, None
+    group: list[str] = []
+    for word in words:
+        if word not in _SCALES:
+            group.append(word)
+            continue
+        scale, count = _SCALES[word], _below_a_thousand(group)
+        if count is None or count == 0 or (last is not None and scale >= last):
+            return None
+        total, last, group = total + count * scale, scale, []
+    if not group:
+        return total if last is not None else None
+    count = _below_a_thousand(group[1:] if last is not None and group[0] == "and" else group)
+    return None if count is None else total + count
+
+
+def _below_a_thousand(words: list[str]) -> int | None:
+    words = ["one" if word == "a" and len(words) > 1 else word for word in words]
+    if words[-1:] == ["dozen"]:
+        dozens = _below_a_hundred(words[:-1])
+        return None if dozens is None else 12 * dozens
+    if "hundred" not in words:
+        return _below_a_hundred(words)
+    index = words.index("hundred")
+    hundreds, rest = _below_a_hundred(words[:index]), words[index + 1 :]
+    below = _below_a_hundred(rest[1:] if rest[:1] == ["and"] else rest) if rest else 0
+    return None if not hundreds or hundreds > 99 or below is None else 100 * hundreds + below
+
+
+def _below_a_hundred(words: list[str]) -> int | None:
+    match words:
+        case [word] if word in _SMALL:
+            return _SMALL[word]
+        case [word] if word in _TENS:
+            return _TENS[word]
+        case [ten, one] if ten in _TENS and 0 < _SMALL.get(one, 0) < 10:
+            return _TENS[ten] + _SMALL[one]
+        case _:
+            return None

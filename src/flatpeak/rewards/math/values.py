@@ -1,9 +1,9 @@
-r"""What expressions are worth: exactly where all is rational, else to so many digits that only equal values agree.
+r"""Values of expressions, exact where all steps are rational, else to 120 digits, and their comparison.
 
-Two expressions are compared as functions of their letters, at fixed points. What is unequal at one is unequal; what is
-equal at every point, negative and complex ones too, to 120 digits, is equal. So is what differs only where one of the
-two is not real: `\sqrt{ab}` and `\sqrt{a}\sqrt{b}`. On the rest (`\sqrt{x^2}` and `x` are equal for positive x
-only) the rules have no verdict.
+Two expressions are compared as functions of their letters, at fixed points. They are unequal if they differ at one, and
+equal if they agree to 120 digits at all of them, negative and complex ones included, or differ only where one of the
+two is not real: `\sqrt{ab}` and `\sqrt{a}\sqrt{b}`. On all others (`\sqrt{x^2}` and `x` are equal for positive x only)
+the rules have no verdict.
 """
 
 from __future__ import annotations
@@ -30,117 +30,35 @@ from flatpeak.rewards.math.nodes import (
     precise,
 )
 
-_UNIT_DIGITS: Final = (60, 120)
-_MAGNITUDE: Final = 30
-"""In powers of ten: what is smaller than its neighbour by more is lost among the digits of a comparison."""
-_SATURATED: Final = 30
-"""Beyond it the hyperbolic tangent differs from 1 by less than a comparison may see."""
-_ABSORBED_CONSTANTS: Final = ("e", "i", "pi")
-_KEEPS_DIGITS: Final = frozenset({"number", "symbol", "mul", "div", "neg", "root", "abs", "degree"})
-"""Operations that keep a small argument's digits."""
-_SATURATES: Final = frozenset({"tanh", "coth"})
-
-_Values = tuple[Any, Any]
-
-
-def absorbs(node: Node) -> bool:
-    """Whether a number without letters is added to one far larger, or far from 1 where a function turns it into one.
-
-    Only numbers that are really so small count, not what rounding leaves of 0: that shrinks with the precision.
-    """
-    return _Absorption(lettered=_has_letters(node)).found(node, inside=False)
-
-
-class _Absorption:
-    def __init__(self, *, lettered: bool) -> None:
-        self._lettered = lettered
-
-    def found(self, node: Node, *, inside: bool) -> bool:
-        """`inside` an addition or a function, where a factor that is far from 1 matters."""
-        if inside and self._lettered and _far_from_one(_values(node)):
-            return True
-        if node.kind == "add" and _far_apart(*map(_values, node.args)):
-            return True
-        if node.kind not in _KEEPS_DIGITS and node.kind != "add":
-            arguments = node.args[1:] if node.kind == "pow" else node.args
-            if any(_tiny(values) for values in map(_values, arguments)):
-                return True
-            if node.kind in _SATURATES and any(_beyond(values, _SATURATED) for values in map(_values, arguments)):
-                return True
-            if node.kind.startswith("arc") and any(_far_from_one(values) for values in map(_values, arguments)):
-                return True
-        below = inside or node.kind not in _KEEPS_DIGITS
-        return any(self.found(each, inside=below) for each in node.args)
-
-
-def _has_letters(node: Node) -> bool:
-    return node.name not in _ABSORBED_CONSTANTS if node.kind == "symbol" else any(map(_has_letters, node.args))
-
-
-def _values(node: Node) -> _Values | None:
-    """The value at both precisions; None where there is a letter or no value."""
-    if _has_letters(node):
-        return None
-    library, found = mpmath(), []
-    for digits in _UNIT_DIGITS:
-        with library.workdps(digits):
-            try:
-                found.append(_evaluate_absorbed(node))
-            except (UndefinedError, OverLimitError, ArithmeticError, ValueError, KeyError):
-                return None
-    coarse, fine = found
-    # What is not the same at both precisions is what rounding left of 0.
-    return (coarse, fine) if fine and abs(coarse - fine) <= abs(fine) / 2 else None
-
-
-def _evaluate_absorbed(node: Node) -> Any:
-    library = mpmath()
-    if node.kind == "number":
-        return library.mpf(node.number.numerator) / node.number.denominator
-    if node.kind == "symbol":
-        return {"i": library.mpc(0, 1), "e": +library.mp.e, "pi": +library.mp.pi}[node.name]
-    return precise()[node.kind](*map(_evaluate_absorbed, node.args))
-
-
-def _tiny(values: _Values | None) -> bool:
-    return values is not None and bool(abs(values[1]) < mpmath().mpf(10) ** -_MAGNITUDE)
-
-
-def _beyond(values: _Values | None, bound: int) -> bool:
-    return values is not None and bool(abs(values[1]) > bound)
-
-
-def _far_from_one(values: _Values | None) -> bool:
-    return _tiny(values) or _beyond(values, 10**_MAGNITUDE)
-
-
-def _far_apart(first: _Values | None, second: _Values | None) -> bool:
-    if first is None or second is None:
-        return False
-    small, large = sorted((abs(first[1]), abs(second[1])))
-    return bool(small * mpmath().mpf(10) ** _MAGNITUDE < large)
-
-
 Symbols = Callable[[str], Any]
 
 PRECISE: Final = ContextVar("precise", default=True)
-"""Whether values may be found to many digits. That has no fixed cost, so it is for processes that can be killed."""
+"""Whether values may be computed to many digits. The cost has no bound: only for processes that can be killed."""
 POINTS: Final = 4
 _DIGITS: Final = (60, 120)
 _CONSTANTS: Final = frozenset({"e", "i", "pi"})
 _LARGE: Final = 10**6
 _MAX_SIGNED: Final = 4
+_MAGNITUDE: Final = 30
+"""Powers of ten by which a summand may be smaller than its neighbour before a comparison loses its digits."""
+_SATURATED: Final = 30
+"""Argument beyond which the hyperbolic tangent differs from 1 by less than a comparison resolves."""
+_KEEPS_DIGITS: Final = frozenset({"number", "symbol", "mul", "div", "neg", "root", "abs", "degree"})
+"""Operations that keep a small argument's digits."""
+_SATURATES: Final = frozenset({"tanh", "coth"})
+
+_ValuePair = tuple[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expression:
-    """A tree, and what is found out about it; raises OverLimitError where that would cost too much."""
+    """A tree and its values; their properties raise OverLimitError where computing them would cost too much."""
 
     node: Node
 
     @cached_property
     def letters(self) -> frozenset[str]:
-        """The symbols that are no constants."""
+        """The symbols other than constants."""
         return frozenset(_symbols(self.node) - _CONSTANTS)
 
     @cached_property
@@ -157,7 +75,7 @@ class Expression:
 
     @cached_property
     def exact(self) -> Fraction | None:
-        """The value, if it is rational by rational steps; UndefinedError if there is none."""
+        """The value, if all steps to it are rational; UndefinedError without a value."""
         try:
             value: Fraction = _evaluate(self.node, EXACT, lambda _: Fraction(0), _no_symbol)
         except InexactError:
@@ -166,7 +84,7 @@ class Expression:
 
     @cached_property
     def rough(self) -> tuple[complex | None, ...]:
-        """The value at each point in double precision; None where it has to be found with more digits."""
+        """The value at each point in double precision; None where that is not enough."""
         return tuple(self._at(point) for point in range(POINTS if self.letters else 1))
 
     def _at(self, point: int) -> complex | None:
@@ -181,11 +99,11 @@ class Expression:
         return value if cmath.isfinite(value) else None
 
     def precise(self, point: int, digits: int) -> Any:
-        """The value at a point as an mpmath number of so many digits; UndefinedError if there is none."""
+        """The value at a point as an mpmath number of so many digits; UndefinedError without a value."""
         return self._precise(precise(), _mp_symbol(point), digits)
 
     def real(self, point: int, digits: int, negative: frozenset[str]) -> Any:
-        """The same with some letters negated, and without complex numbers on the way; UndefinedError if there are."""
+        """The same with some letters negated; UndefinedError where a step is complex."""
         return self._precise(_real(), _mp_symbol(point, negative), digits)
 
     def _precise(self, operations: Operations, symbol: Symbols, digits: int) -> Any:
@@ -201,7 +119,7 @@ class Expression:
 
 
 def same_value(first: Expression, second: Expression) -> bool | None:
-    """Whether two expressions are equal; None where the rules cannot tell. An undefined one equals nothing."""
+    """Whether two expressions are equal; None without a verdict. An undefined one equals nothing."""
     try:
         if first.infinity or second.infinity:
             return first.infinity == second.infinity
@@ -221,7 +139,7 @@ def _same_by_digits(first: Expression, second: Expression, points: range) -> boo
         return False
     if len(set(agreed)) == 1:
         return agreed[0]
-    # At the positive points and the complex one beside them they are one function.
+    # They agree at the positive points and at the complex one.
     positive = agreed[0] and agreed[1] and agreed[-1]
     return True if positive and _agree_where_real(first, second) else None
 
@@ -237,7 +155,7 @@ def _agree(first: Expression, second: Expression, point: int) -> bool | None:
     values = [(each.precise(point, coarse), each.precise(point, fine)) for each in (first, second)]
     with library.workdps(fine):
         small, shrunk = library.mpf(10) ** -90, library.mpf(10) ** -30
-        # What shrinks with the precision is a rounding error of 0.
+        # A value that shrinks with the precision is a rounding error of 0.
         zeros = [abs(exact) < small and (not rough or abs(exact) <= abs(rough) * shrunk) for rough, exact in values]
         if any(zeros):
             return all(zeros)
@@ -308,7 +226,7 @@ def _no_symbol(name: str) -> Any:
 
 
 def _coordinate(name: str, point: int) -> tuple[Fraction, Fraction]:
-    """Where a letter stands at a point: two positive points, one of both signs, one complex."""
+    """(real, imaginary) value of a letter at a point: two are positive, one is negative, one complex."""
     real = Fraction(zlib.crc32(f"{name}/{point}".encode()) % 9973 + 5000, 7919)
     if point == 2:
         real = -real
@@ -355,3 +273,83 @@ def proportional(first: Expression, second: Expression) -> bool | None:
         return False if "infty" in first.letters | second.letters else None
     except ZeroDivisionError:
         return None
+
+
+def absorbs(node: Node) -> bool:
+    """Whether a number without letters is lost: added to one far larger, or mapped to 1 by a function.
+
+    Rounding errors of 0, which shrink with the precision, do not count.
+    """
+    return _Absorption(lettered=_has_letters(node)).occurs(node, inside=False)
+
+
+class _Absorption:
+    """The search for an addition or function that absorbs the digits of a number."""
+
+    def __init__(self, *, lettered: bool) -> None:
+        self._lettered = lettered
+
+    def occurs(self, node: Node, *, inside: bool) -> bool:
+        """Whether it occurs in a node; `inside` an addition or a function a factor far from 1 counts too."""
+        if inside and self._lettered and _far_from_one(_values(node)):
+            return True
+        if node.kind == "add" and _far_apart(*map(_values, node.args)):
+            return True
+        if node.kind not in _KEEPS_DIGITS and node.kind != "add":
+            arguments = node.args[1:] if node.kind == "pow" else node.args
+            if any(_tiny(values) for values in map(_values, arguments)):
+                return True
+            if node.kind in _SATURATES and any(_beyond(values, _SATURATED) for values in map(_values, arguments)):
+                return True
+            if node.kind.startswith("arc") and any(_far_from_one(values) for values in map(_values, arguments)):
+                return True
+        below = inside or node.kind not in _KEEPS_DIGITS
+        return any(self.occurs(each, inside=below) for each in node.args)
+
+
+def _has_letters(node: Node) -> bool:
+    return node.name not in _CONSTANTS if node.kind == "symbol" else any(map(_has_letters, node.args))
+
+
+def _values(node: Node) -> _ValuePair | None:
+    """The value at both precisions; None with letters or without a value."""
+    if _has_letters(node):
+        return None
+    library, values = mpmath(), []
+    for digits in _DIGITS:
+        with library.workdps(digits):
+            try:
+                values.append(_evaluate_absorbed(node))
+            except (UndefinedError, OverLimitError, ArithmeticError, ValueError, KeyError):
+                return None
+    coarse, fine = values
+    # A value that differs between the precisions is a rounding error of 0.
+    return (coarse, fine) if fine and abs(coarse - fine) <= abs(fine) / 2 else None
+
+
+def _evaluate_absorbed(node: Node) -> Any:
+    library = mpmath()
+    if node.kind == "number":
+        return library.mpf(node.number.numerator) / node.number.denominator
+    if node.kind == "symbol":
+        return {"i": library.mpc(0, 1), "e": +library.mp.e, "pi": +library.mp.pi}[node.name]
+    return precise()[node.kind](*map(_evaluate_absorbed, node.args))
+
+
+def _tiny(values: _ValuePair | None) -> bool:
+    return values is not None and bool(abs(values[1]) < mpmath().mpf(10) ** -_MAGNITUDE)
+
+
+def _beyond(values: _ValuePair | None, bound: int) -> bool:
+    return values is not None and bool(abs(values[1]) > bound)
+
+
+def _far_from_one(values: _ValuePair | None) -> bool:
+    return _tiny(values) or _beyond(values, 10**_MAGNITUDE)
+
+
+def _far_apart(first: _ValuePair | None, second: _ValuePair | None) -> bool:
+    if first is None or second is None:
+        return False
+    small, large = sorted((abs(first[1]), abs(second[1])))
+    return bool(small * mpmath().mpf(10) ** _MAGNITUDE < large)
