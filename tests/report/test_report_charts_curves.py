@@ -1,13 +1,13 @@
 import re
 from xml.etree import ElementTree
 
-from flatpeak.report.charts import Curve, curve_svg, running_mean
+from flatpeak.report.charts import Curve, curve_svg, moving_average
 
 
 def test_a_running_mean_is_over_the_values_around():
-    assert running_mean([1, 2, 3, 4, 8], 1) == [1.5, 2, 3, 5, 6]
-    assert running_mean([1, 2, 3], 0) == [1, 2, 3]
-    assert running_mean([], 3) == []
+    assert moving_average([1, 2, 3, 4, 8], 1) == [1.5, 2, 3, 5, 6]
+    assert moving_average([1, 2, 3], 0) == [1, 2, 3]
+    assert moving_average([], 3) == []
 
 
 def points_of(svg: str) -> list[list[tuple[float, float]]]:

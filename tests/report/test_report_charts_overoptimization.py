@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from flatpeak.report.charts import TITLE, Curve, charts, curve_svg, paid_and_measured, reward_weights
+from flatpeak.report.charts import OVEROPTIMIZATION, Curve, charts, curve_svg, paid_and_measured, reward_weights
 from flatpeak.runs.summary import EvaluationStage, StageEvaluation
 
 WEIGHTS = {"proxy": 1.0, "gold": 0.0}
@@ -49,7 +49,7 @@ def test_a_run_that_measures_nothing_else_has_no_such_chart() -> None:
     assert paid_and_measured([evaluation("train", 1, proxy=1.0)], WEIGHTS) == ([], [])
     assert charts([], found, weights={"proxy": 1.0}) == []
     [chart] = charts([], found, weights=WEIGHTS)
-    assert TITLE in chart["svg"]
+    assert OVEROPTIMIZATION in chart["svg"]
 
 
 def test_curves_on_the_right_have_an_axis_of_their_own() -> None:

@@ -11,13 +11,13 @@ from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.robustness import Robustness
 from flatpeak.report.evaluations import (
     MANY_VALUES,
-    Shown,
+    EvaluationColumn,
     best_evaluation,
     cell,
+    evaluation_columns,
     headline_metric,
     metric_table,
     robustness_table,
-    shown_evaluations,
     subset_tables,
 )
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, finite
@@ -49,12 +49,12 @@ def plain(stage: EvaluationStage, step: int) -> StageEvaluation:
     return evaluation(stage, step, {"accuracy": [1.0, 0.0]})
 
 
-def shown(found: StageEvaluation) -> list[Shown]:
-    return [Shown(label="last", evaluation=found, outcome=True)]
+def columns(found: StageEvaluation) -> list[EvaluationColumn]:
+    return [EvaluationColumn(label="last", evaluation=found, outcome=True)]
 
 
 def labels(*evaluations: StageEvaluation, best_step: int | None) -> list[str]:
-    return [one.label for one in shown_evaluations(evaluations, best_step=best_step)]
+    return [one.label for one in evaluation_columns(evaluations, best_step=best_step)]
 
 
 def test_the_stages_the_best_and_the_last_evaluation_are_shown_once() -> None:
@@ -107,7 +107,7 @@ def test_failures_stand_beside_accuracy_and_each_row_names_its_interval() -> Non
         "missing": [0.0, 0.0],
         "extraction_failed": [0.0, 1.0],
     }
-    table = metric_table(shown(evaluation("train", 7, values)))
+    table = metric_table(columns(evaluation("train", 7, values)))
     assert table is not None
     assert [(row["metric"], row["method"]) for row in table["rows"]] == [
         ("accuracy", "Wilson"),
@@ -139,7 +139,7 @@ VALUES: dict[str, list[float | None]] = {
 
 
 def test_a_small_subset_table_keeps_the_order_of_its_values_and_has_both_averages() -> None:
-    [table] = subset_tables(shown(evaluation("train", 3, VALUES, subsets=LEVELS)))
+    [table] = subset_tables(columns(evaluation("train", 3, VALUES, subsets=LEVELS)))
     assert (table["column"], table["metric"], table["label"], table["folded"]) == ("level", "accuracy", "last", False)
     assert [(row["name"], row["size"], row["cell"], row["failed"]) for row in table["rows"]] == [
         ("Level 1", 2, "1.000 [0.342, 1.000]", "0.000"),
@@ -154,7 +154,7 @@ def test_a_large_subset_table_is_folded_and_sorted() -> None:
     count = MANY_VALUES + 1
     marks = [{"subject": f"s{index % count:02d}"} for index in range(2 * count)]
     accuracy = [float(index % count in (3, 5) or index == 7) for index in range(2 * count)]
-    [table] = subset_tables(shown(evaluation("train", 3, {"accuracy": accuracy}, subsets=marks)))
+    [table] = subset_tables(columns(evaluation("train", 3, {"accuracy": accuracy}, subsets=marks)))
     assert table["folded"]
     assert [row["name"] for row in table["rows"]][:4] == ["s03", "s05", "s07", "s00"]
     assert [row["value"] for row in table["rows"]][:4] == [1.0, 1.0, 0.5, 0.0]
@@ -166,7 +166,7 @@ def test_a_value_whose_verdicts_are_all_missing_comes_last_and_is_unknown() -> N
     count = MANY_VALUES + 1
     marks = [{"subject": f"s{index:02d}"} for index in range(count)]
     accuracy: list[float | None] = [None, *[0.0] * (count - 1)]
-    [table] = subset_tables(shown(evaluation("train", 3, {"accuracy": accuracy}, subsets=marks)))
+    [table] = subset_tables(columns(evaluation("train", 3, {"accuracy": accuracy}, subsets=marks)))
     assert (table["rows"][-1]["name"], table["rows"][-1]["cell"]) == ("s00", "unknown")
     assert table["extremes"][1]["name"] == "s12"
 
@@ -174,9 +174,9 @@ def test_a_value_whose_verdicts_are_all_missing_comes_last_and_is_unknown() -> N
 def test_tables_by_subset_are_of_the_best_and_the_last_evaluation() -> None:
     start = evaluation("start", 0, VALUES, subsets=LEVELS)
     best, last = (evaluation("train", step, VALUES, subsets=LEVELS) for step in (2, 4))
-    tables = subset_tables(shown_evaluations([start, best, last], best_step=2))
+    tables = subset_tables(evaluation_columns([start, best, last], best_step=2))
     assert [table["label"] for table in tables] == ["at its best, step 2", "after RL, step 4"]
-    assert [table["label"] for table in subset_tables(shown_evaluations([start], best_step=None))] == [
+    assert [table["label"] for table in subset_tables(evaluation_columns([start], best_step=None))] == [
         "before training"
     ]
 
@@ -187,10 +187,10 @@ def test_the_methods_of_a_subset_tables_intervals_are_told() -> None:
     for row in content["values"].values():
         row["methods"] = {"accuracy": "wilson"}
     found.subsets["level"].update(content)
-    assert subset_tables(shown(found))[0]["methods"] == "Wilson"
+    assert subset_tables(columns(found))[0]["methods"] == "Wilson"
     for row in content["values"].values():
         del row["methods"]
-    assert "Wilson's where" in subset_tables(shown(found))[0]["methods"]
+    assert "Wilson's where" in subset_tables(columns(found))[0]["methods"]
 
 
 def robust(clean: Sequence[float | None], perturbed: Sequence[float | None], *, asked: int) -> Robustness:
@@ -207,7 +207,7 @@ def robust(clean: Sequence[float | None], perturbed: Sequence[float | None], *, 
 def test_perturbed_questions_stand_beside_the_same_ones_as_they_were() -> None:
     one = robust([1.0] * 9 + [0.0], [0.0] * 8 + [None, 0.0], asked=12)
     found = evaluation("train", 3, {"accuracy": [1.0] * 12}, robustness={"typos": one})
-    table = robustness_table(shown(found))
+    table = robustness_table(columns(found))
     assert table is not None
     [row] = table["rows"]
     assert (row["kind"], row["label"], row["covered"]) == ("typos", "last", "10 of 12")
@@ -217,14 +217,14 @@ def test_perturbed_questions_stand_beside_the_same_ones_as_they_were() -> None:
     assert row["difference"].startswith("-0.889 [-1.000, -0.")
     assert row["certain"]
     assert (row["failed"], table["methods"]) == ("0.000", "Wilson")
-    metrics = metric_table(shown(found))
+    metrics = metric_table(columns(found))
     assert metrics is not None
     assert [row["metric"] for row in metrics["rows"]] == ["accuracy"]
 
 
 def test_a_kind_that_covers_nothing_has_no_figures() -> None:
     found = evaluation("train", 3, {"accuracy": [1.0, 1.0]}, robustness={"typos": robust([], [], asked=2)})
-    table = robustness_table(shown(found))
+    table = robustness_table(columns(found))
     assert table is not None
     [row] = table["rows"]
     assert row["covered"] == "0 of 2"
@@ -234,4 +234,4 @@ def test_a_kind_that_covers_nothing_has_no_figures() -> None:
 
 @pytest.mark.parametrize("metric", ["accuracy", "sampled/accuracy"])
 def test_without_perturbed_questions_there_is_no_such_table(metric: str) -> None:
-    assert robustness_table(shown(evaluation("train", 1, {metric: [1.0]}))) is None
+    assert robustness_table(columns(evaluation("train", 1, {metric: [1.0]}))) is None

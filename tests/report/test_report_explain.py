@@ -13,7 +13,7 @@ from flatpeak.cli.main import app
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.pipeline.train import train
-from flatpeak.report.explain import Explanation, ToldCompletion, explain, render, shown_token
+from flatpeak.report.explain import ExplainedCompletion, Explanation, explain, render, visible_token
 from support.runs import tiny_recipe
 
 
@@ -108,12 +108,12 @@ def test_the_name_of_a_run_in_runs_is_suggested(
         explain(Path("x"))
 
 
-def told(rewards: dict[str, float]) -> ToldCompletion:
+def told(rewards: dict[str, float]) -> ExplainedCompletion:
     row = {
         "group": "g", "gold": "[7]", "prompt": "[/bold] 3+4=", "reward": 0.0012345, "advantage": -1.2345678,
         "finish_reason": "length", "rewards": rewards,
     }  # fmt: skip
-    return ToldCompletion(row=row, weight=0.000123456, tokens=("7",), ratios=(1.0,), kls=(0.0,))
+    return ExplainedCompletion(row=row, weight=0.000123456, tokens=("7",), ratios=(1.0,), kls=(0.0,))
 
 
 PARTS = {"correctness": 0.123456, "format": 0.25, "conciseness_of_the_answer": 1.0, "language": -2.5}
@@ -170,5 +170,5 @@ class Decoder:
 
 
 def test_no_token_is_invisible() -> None:
-    shown = [shown_token(Decoder(), token) for token in range(len(Decoder.texts))]
+    shown = [visible_token(Decoder(), token) for token in range(len(Decoder.texts))]
     assert shown == ["a", "\\n", "␣", "␣␣", " b", "\\frac", "\\u200b", "▁", "\\t", "é", "<10>"]

@@ -1,4 +1,4 @@
-"""The report page, the run-summary table and `flatpeak explain`."""
+"""The report page of a run, the run-summary table, and the explanation of a group of completions."""
 
 from typing import TYPE_CHECKING
 

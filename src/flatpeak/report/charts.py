@@ -1,4 +1,4 @@
-"""The charts of the report page, and what each reads from the metrics and evaluations."""
+"""The charts of the report page, drawn from a run's metrics and evaluations."""
 
 from __future__ import annotations
 
@@ -6,17 +6,32 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from flatpeak.runs.summary import StageEvaluation
 
-# More points than this are drawn faint, with their running mean over them.
-_MANY = 40
-_REACH_FRACTION = 0.05
-_WIDEST = 2.2
-_SIZE_INCHES = (5.4, 3.2)
+Row = dict[str, Any]
+
+OVEROPTIMIZATION: Final = "Over-optimization"
+_OVEROPTIMIZATION_NOTE: Final = (
+    "Held-out means of the reward parts, each in its own unit, of samples where evaluations draw some, else of greedy "
+    "answers: solid, by the left axis, what training pays for; "
+    "dashed, by the right one, what it only measures. A solid curve that rises while a dashed one falls is a hacked "
+    "reward."
+)
+_BESIDE_ACCURACY: Final = {
+    "extraction_failed": "no answer found",
+    "longer_wins": "always preferring the longer answer",
+}
+"""Metrics drawn in the chart of accuracy, with the labels of their curves."""
+_MANY_POINTS: Final = 40
+"""Curves with more points are drawn faint, under their moving average."""
+_REACH_FRACTION: Final = 0.05
+"""Neighbours on either side in the moving average, as a fraction of all points."""
+_MAX_LINE_WIDTH: Final = 2.2
+_SIZE_INCHES: Final = (5.4, 3.2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,172 +41,31 @@ class Curve:
     label: str
     steps: Sequence[float]
     values: Sequence[float]
-    """As long as `steps`, finite."""
+    """Finite values, one per step."""
     intervals: Sequence[tuple[float, float] | None] = ()
-    """(low, high) per value, drawn as bars; empty for none."""
-
-
-def curve_svg(
-    title: str,
-    curves: Sequence[Curve],
-    *,
-    right: Sequence[Curve] = (),
-    unit: str = "",
-    right_unit: str = "",
-    legend: bool = False,
-) -> str:
-    """An `<svg>` element with the curves over the steps; the same input gives the same text.
-
-    Those of `right` are dashed and measured by an axis of their own, on that side. `unit` and `right_unit` name what
-    the two axes count. Several curves have a legend, one has none unless `legend`.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    # The salt names the clip paths: charts of one page must not share them.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        other = axes.twinx() if right else axes
-        for index, curve in enumerate([*curves, *right]):
-            on_the_right = index >= len(curves)
-            style = {"color": f"C{index}", "linestyle": "--" if on_the_right else "-"}
-            # Of curves that coincide, the lower one shows beside the upper.
-            _draw(other if on_the_right else axes, curve, style | {"linewidth": max(1.2, _WIDEST - 0.5 * index)})
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("step")
-        axes.set_ylabel(unit)
-        if right:
-            other.set_ylabel(right_unit)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axes.ticklabel_format(axis="y", useOffset=False)
-        axes.grid(alpha=0.25)
-        _widen_if_flat(axes, curves)
-        for one in {axes, other}:
-            one.spines[["top"] if right else ["top", "right"]].set_visible(False)
-        if legend or len(curves) + len(right) > 1:
-            handles = [handle for one in dict.fromkeys((axes, other)) for handle in one.get_legend_handles_labels()[0]]
-            # Below, where it hides no curve.
-            figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=min(3, len(handles)))
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    # Without the XML declaration and document type, which have no place inside HTML.
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and its `reach` neighbours on either side (of those there are, at the ends)."""
-    parts = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
-
-
-def _widen_if_flat(axes: Any, curves: Sequence[Curve]) -> None:
-    """A curve that is flat between 0 and 1 would get an axis around that one value, as if it were precise."""
-    values = {value for curve in curves for value in curve.values}
-    if len(values) == 1 and 0 <= min(values) <= 1 and not any(curve.intervals for curve in curves):
-        axes.set_ylim(-0.05, 1.05)
-
-
-def _draw(axes: Any, curve: Curve, style: dict[str, Any]) -> None:
-    many = len(curve.steps) > _MANY
-    if curve.intervals:
-        bars = [interval or (value, value) for interval, value in zip(curve.intervals, curve.values, strict=True)]
-        # Rounding may put an end of an interval a hair on the wrong side of its value.
-        below = [max(0.0, value - low) for (low, _), value in zip(bars, curve.values, strict=True)]
-        above = [max(0.0, high - value) for (_, high), value in zip(bars, curve.values, strict=True)]
-        settings = {"marker": "o", "markersize": 4, "capsize": 3, "elinewidth": 1.2}
-        axes.errorbar(curve.steps, curve.values, yerr=[below, above], label=curve.label, **style, **settings)
-        return
-    marker = "o" if len(curve.steps) == 1 else None
-    label = None if many else curve.label
-    alpha = 0.3 if many else 1.0
-    width = 1.2 if many else style["linewidth"]
-    axes.plot(curve.steps, curve.values, **(style | {"linewidth": width}), alpha=alpha, marker=marker, label=label)
-    if many:
-        means = running_mean(curve.values, round(len(curve.values) * _REACH_FRACTION))
-        axes.plot(curve.steps, means, **style, label=curve.label)
-
-
-TITLE = "Over-optimization"
-NOTE = (
-    "Held-out means of the reward parts, each in its own unit, of samples where evaluations draw some, else of greedy "
-    "answers: solid, by the left axis, what training pays for; "
-    "dashed, by the right one, what it only measures. A solid curve that rises while a dashed one falls is a hacked "
-    "reward."
-)
-
-
-def reward_weights(config: str | None) -> dict[str, float]:
-    """The weight of each reward part that a run's config.yaml names."""
-    content: Any = yaml.safe_load(config) if config else None
-    rewards = content.get("rewards") if isinstance(content, Mapping) else None
-    return {name: float(part["weight"]) for name, part in (rewards or {}).items() if "weight" in part}
-
-
-def paid_and_measured(
-    evaluations: Sequence[StageEvaluation], weights: Mapping[str, float]
-) -> tuple[list[Curve], list[Curve]]:
-    """(curves of the parts with a weight, of those with weight 0); both empty where a run has not both.
-
-    Of sampled completions where an evaluation drew some, which is what training pays for; else of greedy ones.
-    """
-    paid = [curve for name, weight in weights.items() if weight and (curve := _curve(evaluations, name))]
-    measured = [curve for name, weight in weights.items() if not weight and (curve := _curve(evaluations, name))]
-    return (paid, measured) if paid and measured else ([], [])
-
-
-def held_out_curve(evaluations: Sequence[StageEvaluation], metric: str, *, label: str | None = None) -> Curve | None:
-    """A metric over RL steps, None if no evaluation has it; at step 0 stands the model that RL began with."""
-    points: dict[int, tuple[float, tuple[float, float] | None]] = {}
-    for found in evaluations:
-        value = found.metrics.get(metric)
-        if value is not None:
-            points[found.step if found.stage == "train" else 0] = value, found.intervals.get(metric)
-    if not points:
-        return None
-    return Curve(
-        label=label or metric,
-        steps=list(points),
-        values=[value for value, _ in points.values()],
-        intervals=[interval for _, interval in points.values()],
-    )
-
-
-def _curve(evaluations: Sequence[StageEvaluation], part: str) -> Curve | None:
-    """A reward part, of sampled completions where there are some."""
-    return held_out_curve(evaluations, f"sampled/{part}", label=part) or held_out_curve(evaluations, part)
-
-
-Row = dict[str, Any]
-
-BESIDE_ACCURACY = {
-    "extraction_failed": "no answer found",
-    "longer_wins": "always preferring the longer answer",
-}
-"""What accuracy is read with, and what its curve is called."""
+    """The (low, high) of each value, drawn as bars; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A curve of the page: which metrics of which stage, with what reading it needs."""
+    """A chart of the page: the metrics of one stage that match a pattern, and a note on how to read them."""
 
     title: str
     metrics: str
-    """A pattern over metric names."""
+    """A pattern of metric names."""
     stage: str = "train"
     unit: str = ""
-    """What the y axis counts."""
+    """The unit of the y axis."""
     without: tuple[str, ...] = ()
-    """Patterns of names that are left out."""
+    """Patterns of metric names to leave out."""
     absent_is_zero: bool = False
-    """Whether a step without the metric counts as 0, as for counts that are only written where something happened."""
+    """Whether a step without the metric counts as 0, as for counts of events that are only written where they occur."""
     unless_zero: bool = False
-    """Left out where the metric never was anything but 0."""
+    """Whether to leave out a metric that is 0 at every step."""
     note: str = ""
 
 
-CHARTS = (
+CHARTS: Final = (
     Chart(title="SFT loss", stage="sft", metrics="sft/loss", unit="nats", note="Per target token."),
     Chart(title="Reward model loss", metrics="reward_model/loss", unit="nats", note="Per training pair."),
     Chart(title="Accuracy on training pairs", metrics="reward_model/accuracy", unit="share of pairs"),
@@ -290,40 +164,47 @@ def charts(
     weights: Mapping[str, float] | None = None,
     metric: str | None = None,
 ) -> list[dict[str, Any]]:
-    """The charts that have something to show.
+    """Draw the charts for which the run has data.
 
-    `weights` are the reward parts', by name; `metric` chose the best checkpoint, and has a chart where no accuracy has.
+    `weights` are those of the rewards, by name. `metric` chose the best checkpoint, and has a chart where there is no
+    accuracy.
     """
     drawn = []
-    found = accuracy_curves(evaluations)
-    if found:
-        drawn.append({"svg": curve_svg("Held-out accuracy", found, unit="share"), "note": ""})
+    accuracy = accuracy_curves(evaluations)
+    if accuracy:
+        drawn.append({"svg": curve_svg("Held-out accuracy", accuracy, unit="share"), "note": ""})
     elif metric is not None and (chosen := held_out_curve(evaluations, metric)):
         answers = "samples" if metric.startswith("sampled/") else "one greedy answer to each question"
         note = f"Of {answers}. It chooses the best checkpoint."
         drawn.append({"svg": curve_svg(f"Held-out {metric}", [chosen]), "note": note})
     paid, measured = paid_and_measured(evaluations, weights or {})
     if paid:
-        svg = curve_svg(TITLE, paid, right=measured, unit="paid for (solid)", right_unit="only measured (dashed)")
-        drawn.append({"svg": svg, "note": NOTE})
-    curves = ((chart, metric_curves(rows, chart)) for chart in CHARTS)
+        svg = curve_svg(
+            OVEROPTIMIZATION,
+            paid,
+            right=measured,
+            unit="paid for (solid)",
+            right_unit="only measured (dashed)",
+        )
+        drawn.append({"svg": svg, "note": _OVEROPTIMIZATION_NOTE})
+    by_chart = ((chart, metric_curves(rows, chart)) for chart in CHARTS)
     return drawn + [
-        # A pattern's curves bear the names of parts, which even a single one has to tell.
-        {"svg": curve_svg(chart.title, found, unit=chart.unit, legend="*" in chart.metrics), "note": chart.note}
-        for chart, found in curves
-        if found
+        # A pattern's curves are named after metrics, so even a single one needs a legend.
+        {"svg": curve_svg(chart.title, curves, unit=chart.unit, legend="*" in chart.metrics), "note": chart.note}
+        for chart, curves in by_chart
+        if curves
     ]
 
 
 def metric_curves(rows: Sequence[Row], chart: Chart) -> list[Curve]:
-    """A curve per metric of the chart that ever had a finite value."""
+    """One curve for each metric of the chart that has a value at some step."""
     rows = [row for row in rows if row.get("stage") == chart.stage]
     names = dict.fromkeys(name for row in rows for name in row if fnmatchcase(name, chart.metrics))
     absent = 0.0 if chart.absent_is_zero else None
     curves = []
     for name in (name for name in names if not any(fnmatchcase(name, pattern) for pattern in chart.without)):
-        found = [(row["step"], row.get(name, absent)) for row in rows]
-        points = [(step, value) for step, value in found if value is not None]
+        by_step = [(row["step"], row.get(name, absent)) for row in rows]
+        points = [(step, value) for step, value in by_step if value is not None]
         if points and not (chart.unless_zero and not any(value for _, value in points)):
             steps, values = zip(*points, strict=True)
             curves.append(Curve(label=name, steps=steps, values=values))
@@ -331,15 +212,141 @@ def metric_curves(rows: Sequence[Row], chart: Chart) -> list[Curve]:
 
 
 def accuracy_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
-    """Held-out accuracy over RL steps, of samples where there are no greedy answers, and what it is read with.
+    """Held-out accuracy over RL steps, of samples where there are no greedy answers, and the metrics drawn beside it.
 
-    At step 0 stands the model that RL began with. Empty where no evaluation has an accuracy.
+    The model before RL is at step 0. Empty where no evaluation has an accuracy.
     """
     for prefix in ("", "sampled/"):
         accuracy = held_out_curve(evaluations, f"{prefix}accuracy")
         if accuracy is not None:
-            beside = (
-                held_out_curve(evaluations, prefix + name, label=label) for name, label in BESIDE_ACCURACY.items()
+            others = (
+                held_out_curve(evaluations, prefix + name, label=label) for name, label in _BESIDE_ACCURACY.items()
             )
-            return [accuracy, *(curve for curve in beside if curve is not None)]
+            return [accuracy, *(curve for curve in others if curve is not None)]
     return []
+
+
+def reward_weights(config: str | None) -> dict[str, float]:
+    """The weight of each component of the reward in a run's config.yaml."""
+    content: Any = yaml.safe_load(config) if config else None
+    rewards = content.get("rewards") if isinstance(content, Mapping) else None
+    return {name: float(reward["weight"]) for name, reward in (rewards or {}).items() if "weight" in reward}
+
+
+def paid_and_measured(
+    evaluations: Sequence[StageEvaluation], weights: Mapping[str, float]
+) -> tuple[list[Curve], list[Curve]]:
+    """The curves of the rewards with a weight, and of those with weight 0; both empty where a run lacks either.
+
+    They are of sampled completions, on which training is rewarded, where an evaluation has some; else of greedy ones.
+    """
+    paid = [curve for name, weight in weights.items() if weight and (curve := _reward_curve(evaluations, name))]
+    measured = [curve for name, weight in weights.items() if not weight and (curve := _reward_curve(evaluations, name))]
+    return (paid, measured) if paid and measured else ([], [])
+
+
+def held_out_curve(evaluations: Sequence[StageEvaluation], metric: str, *, label: str | None = None) -> Curve | None:
+    """A metric over RL steps, with the model before RL at step 0; None if no evaluation has it."""
+    points: dict[int, tuple[float, tuple[float, float] | None]] = {}
+    for evaluation in evaluations:
+        value = evaluation.metrics.get(metric)
+        if value is not None:
+            step = evaluation.step if evaluation.stage == "train" else 0
+            points[step] = value, evaluation.intervals.get(metric)
+    if not points:
+        return None
+    return Curve(
+        label=label or metric,
+        steps=list(points),
+        values=[value for value, _ in points.values()],
+        intervals=[interval for _, interval in points.values()],
+    )
+
+
+def _reward_curve(evaluations: Sequence[StageEvaluation], name: str) -> Curve | None:
+    """A component of the reward, of sampled completions where there are some."""
+    return held_out_curve(evaluations, f"sampled/{name}", label=name) or held_out_curve(evaluations, name)
+
+
+def curve_svg(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    right: Sequence[Curve] = (),
+    unit: str = "",
+    right_unit: str = "",
+    legend: bool = False,
+) -> str:
+    """Draw the curves over the steps as an `<svg>` element; the same input gives the same text.
+
+    The curves of `right` are dashed and have a y axis of their own, on the right. `unit` and `right_unit` are the units
+    of the two axes. Several curves have a legend, a single one only with `legend`.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    # The salt names the clip paths: charts of one page must not share them.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}):
+        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        other = axes.twinx() if right else axes
+        for index, curve in enumerate([*curves, *right]):
+            on_the_right = index >= len(curves)
+            style: dict[str, Any] = {"color": f"C{index}", "linestyle": "--" if on_the_right else "-"}
+            # Where curves coincide, the wider lower one remains visible.
+            style["linewidth"] = max(1.2, _MAX_LINE_WIDTH - 0.5 * index)
+            _draw(other if on_the_right else axes, curve, style)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("step")
+        axes.set_ylabel(unit)
+        if right:
+            other.set_ylabel(right_unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        axes.ticklabel_format(axis="y", useOffset=False)
+        axes.grid(alpha=0.25)
+        _widen_if_flat(axes, curves)
+        for side in {axes, other}:
+            side.spines[["top"] if right else ["top", "right"]].set_visible(False)
+        if legend or len(curves) + len(right) > 1:
+            sides = dict.fromkeys((axes, other))
+            handles = [handle for side in sides for handle in side.get_legend_handles_labels()[0]]
+            # Below the axes, where it hides no curve.
+            figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=min(3, len(handles)))
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    # Without the XML declaration and document type, which are invalid inside HTML.
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def moving_average(values: Sequence[float], reach: int) -> list[float]:
+    """The mean of each value and its `reach` neighbours on either side, fewer at the ends."""
+    windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _widen_if_flat(axes: Any, curves: Sequence[Curve]) -> None:
+    """Give a constant curve between 0 and 1 the whole range as its axis, instead of a narrow one around its value."""
+    values = {value for curve in curves for value in curve.values}
+    if len(values) == 1 and 0 <= min(values) <= 1 and not any(curve.intervals for curve in curves):
+        axes.set_ylim(-0.05, 1.05)
+
+
+def _draw(axes: Any, curve: Curve, style: dict[str, Any]) -> None:
+    many = len(curve.steps) > _MANY_POINTS
+    if curve.intervals:
+        bars = [interval or (value, value) for interval, value in zip(curve.intervals, curve.values, strict=True)]
+        # By rounding, an end of an interval may lie slightly on the wrong side of its value.
+        below = [max(0.0, value - low) for (low, _), value in zip(bars, curve.values, strict=True)]
+        above = [max(0.0, high - value) for (_, high), value in zip(bars, curve.values, strict=True)]
+        settings = {"marker": "o", "markersize": 4, "capsize": 3, "elinewidth": 1.2}
+        axes.errorbar(curve.steps, curve.values, yerr=[below, above], label=curve.label, **style, **settings)
+        return
+    marker = "o" if len(curve.steps) == 1 else None
+    label = None if many else curve.label
+    alpha = 0.3 if many else 1.0
+    width = 1.2 if many else style["linewidth"]
+    axes.plot(curve.steps, curve.values, **(style | {"linewidth": width}), alpha=alpha, marker=marker, label=label)
+    if many:
+        means = moving_average(curve.values, round(len(curve.values) * _REACH_FRACTION))
+        axes.plot(curve.steps, means, **style, label=curve.label)

@@ -1,17 +1,17 @@
-"""The tables of a report's held-out evaluations: metrics by stage, values of each subset, perturbed questions."""
+"""The report's tables of held-out evaluations: metrics by stage, values of each subset, perturbed questions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from flatpeak.runs.summary import RunSummary, StageEvaluation
 
-MANY_VALUES = 12
-"""A subset table with more rows is folded, and sorted by its figure."""
-MEANINGS = {
+MANY_VALUES: Final = 12
+"""A subset table with more rows is folded, and sorted by its metric."""
+MEANINGS: Final = {
     "accuracy": "answered right",
     "extraction_failed": "no answer found to grade",
     "missing": "no verdict or no reward",
@@ -23,82 +23,83 @@ MEANINGS = {
     "prefers_longer": "the model scores the longer one higher",
     "calibration_error": "of the probabilities that the scores stand for",
 }
-_BEST = "at its best"
-_FIRST = ("accuracy", "extraction_failed", "reward", "missing", "timeouts")
-_METHODS = {"wilson": "Wilson", "bootstrap": "bootstrap"}
+_BEST: Final = "at its best"
+_FIRST_METRICS: Final = ("accuracy", "extraction_failed", "reward", "missing", "timeouts")
+_METHODS: Final = {"wilson": "Wilson", "bootstrap": "bootstrap"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
-    """An evaluation that has a column of its own."""
+class EvaluationColumn:
+    """An evaluation with a column in the tables."""
 
     label: str
     evaluation: StageEvaluation
     outcome: bool
-    """Whether it is the best or the last of RL: those have tables by subset."""
+    """Whether it is the best or the last of RL, which have tables by subset."""
 
 
-def shown_evaluations(
+def evaluation_columns(
     evaluations: Sequence[StageEvaluation], *, best_step: int | None, after: str = "after RL"
-) -> list[Shown]:
-    """Before training, after SFT, the best of RL and the last one, each once; those the run has."""
+) -> list[EvaluationColumn]:
+    """The evaluations before training, after SFT, at the best RL step and at the last one, each once."""
     labels: dict[int, list[str]] = {}
     for stage, label in (("start", "before training"), ("sft", "after SFT")):
-        places = [place for place, found in enumerate(evaluations) if found.stage == stage]
-        if places:
-            labels.setdefault(places[-1], []).append(label)
-    best = [place for place, found in enumerate(evaluations) if _rl_step(found) == best_step]
+        of_stage = [index for index, evaluation in enumerate(evaluations) if evaluation.stage == stage]
+        if of_stage:
+            labels.setdefault(of_stage[-1], []).append(label)
+    best = [index for index, evaluation in enumerate(evaluations) if _rl_step(evaluation) == best_step]
     if best:
         labels.setdefault(best[-1], []).append(_BEST)
-    last = [place for place, found in enumerate(evaluations) if found.stage == "train"]
+    last = [index for index, evaluation in enumerate(evaluations) if evaluation.stage == "train"]
     if last:
         labels.setdefault(last[-1], []).insert(0, after)
     return [
-        Shown(
-            label=" and ".join(names) + _step(evaluations[place]),
-            evaluation=evaluations[place],
+        EvaluationColumn(
+            label=" and ".join(names) + _step(evaluations[index]),
+            evaluation=evaluations[index],
             outcome=bool({_BEST, after} & set(names)),
         )
-        for place, names in labels.items()
+        for index, names in labels.items()
     ]
 
 
 def best_evaluation(summary: RunSummary) -> StageEvaluation | None:
-    """The evaluation of the best RL step; of step 0, that of the model RL began with."""
-    found = [one for one in summary.evaluations if _rl_step(one) == summary.best_step]
-    return found[-1] if found else None
+    """The evaluation of the best RL step; for step 0 that of the model before RL."""
+    best = [evaluation for evaluation in summary.evaluations if _rl_step(evaluation) == summary.best_step]
+    return best[-1] if best else None
 
 
 def headline_metric(evaluation: StageEvaluation, *, metric: str | None = None) -> str | None:
-    """What stands for an evaluation: its accuracy, else what chooses the best checkpoint, else its reward."""
+    """The metric that represents an evaluation: accuracy, else the one that chooses checkpoints, else reward."""
     names = ("accuracy", "sampled/accuracy", metric, "reward", "sampled/reward")
     return next((name for name in names if name in evaluation.metrics), None)
 
 
-def beside(metric: str) -> str:
-    """The extraction failures of the same answers."""
+def extraction_failure_metric(metric: str) -> str:
+    """The metric of extraction failures of the same answers."""
     return "sampled/extraction_failed" if metric.startswith("sampled/") else "extraction_failed"
 
 
-def metric_table(shown: Sequence[Shown]) -> dict[str, Any] | None:
-    """A row per metric, a column per evaluation, and the interval's method. The perturbed questions have their own."""
-    if not shown:
+def metric_table(columns: Sequence[EvaluationColumn]) -> dict[str, Any] | None:
+    """A row per metric and a column per evaluation, with the interval's method; perturbed questions are left out."""
+    if not columns:
         return None
-    names = dict.fromkeys(name for one in shown for name in one.evaluation.metrics)
-    told = any(one.evaluation.robustness for one in shown)
-    names = {name: None for name in names if not (told and name.startswith("robustness/"))}
+    evaluations = [column.evaluation for column in columns]
+    has_robustness = any(evaluation.robustness for evaluation in evaluations)
+    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics)
+    names = {name: None for name in names if not (has_robustness and name.startswith("robustness/"))}
     ordered = sorted(names, key=_order)
     return {
-        "columns": [{"label": one.label, "size": one.evaluation.size} for one in shown],
-        "ranked": [one.label for one in shown if one.evaluation.choices == "rank"],
-        "sizes_differ": len({one.evaluation.size for one in shown}) > 1,
+        "columns": [{"label": column.label, "size": column.evaluation.size} for column in columns],
+        "ranked": [column.label for column in columns if column.evaluation.choices == "rank"],
+        "sizes_differ": len({evaluation.size for evaluation in evaluations}) > 1,
         "with_sampled": any(name.startswith("sampled/") for name in ordered),
         "rows": [
             {
                 "metric": name,
                 "meaning": MEANINGS.get(name.removeprefix("sampled/"), ""),
-                "cells": [cell(one.evaluation, name) for one in shown],
-                "method": _methods(one.evaluation.methods.get(name) for one in shown),
+                "cells": [cell(evaluation, name) for evaluation in evaluations],
+                "method": _methods(evaluation.methods.get(name) for evaluation in evaluations),
             }
             for name in ordered
         ],
@@ -106,7 +107,7 @@ def metric_table(shown: Sequence[Shown]) -> dict[str, Any] | None:
 
 
 def cell(evaluation: StageEvaluation, metric: str) -> str:
-    """`0.970 [0.954, 0.984]`, with ` of 98` where the mean is over fewer questions than were asked."""
+    """`0.970 [0.954, 0.984]`, with ` of 98` where the mean is over fewer questions than the evaluation has."""
     if metric not in evaluation.metrics:
         return ""
     return _cell(
@@ -114,23 +115,23 @@ def cell(evaluation: StageEvaluation, metric: str) -> str:
     )
 
 
-def subset_tables(shown: Sequence[Shown], *, metric: str | None = None) -> list[dict[str, Any]]:
-    """One table per column of the best and the last evaluation: rows by value, then the micro and macro average.
+def subset_tables(columns: Sequence[EvaluationColumn], *, metric: str | None = None) -> list[dict[str, Any]]:
+    """One table per subset column of the best and the last evaluation: rows by value, micro and macro average.
 
-    Of the last one there is where a run has no RL.
+    A run without RL has those of its last evaluation.
     """
-    found = []
-    for one in [one for one in shown if one.outcome] or shown[-1:]:
-        figure = headline_metric(one.evaluation, metric=metric)
-        if figure is not None:
-            tables = one.evaluation.subsets.items()
-            found += [_subset_table(one, column, content, figure) for column, content in tables]
-    return sorted(found, key=lambda table: table["column"])
+    tables = []
+    for column in [column for column in columns if column.outcome] or columns[-1:]:
+        headline = headline_metric(column.evaluation, metric=metric)
+        if headline is not None:
+            subsets = column.evaluation.subsets.items()
+            tables += [_subset_table(column.label, subset, content, headline) for subset, content in subsets]
+    return sorted(tables, key=lambda table: table["column"])
 
 
-def _subset_table(shown: Shown, column: str, content: Mapping[str, Any], metric: str) -> dict[str, Any]:
+def _subset_table(label: str, subset: str, content: Mapping[str, Any], metric: str) -> dict[str, Any]:
     values: Mapping[str, Any] = content["values"]
-    failed = beside(metric)
+    failed = extraction_failure_metric(metric)
     rows = [_subset_row(name, row, metric) for name, row in values.items()]
     many = len(rows) > MANY_VALUES
     if many:
@@ -139,9 +140,9 @@ def _subset_table(shown: Shown, column: str, content: Mapping[str, Any], metric:
     size = sum(row["size"] for row in values.values())
     known = [row for row in rows if row["value"] is not None]
     return {
-        "column": column,
+        "column": subset,
         "metric": metric,
-        "label": shown.label,
+        "label": label,
         "with_failures": failed in micro["metrics"],
         "with_bars": all(0 <= row["value"] <= 1 for row in known),
         "folded": many,
@@ -161,36 +162,41 @@ def _subset_row(name: str, row: Mapping[str, Any], metric: str) -> dict[str, Any
         "value": row["metrics"].get(metric),
         "interval": interval,
         "cell": _cell(row, metric),
-        "failed": _number(row["metrics"].get(beside(metric))),
+        "failed": _number(row["metrics"].get(extraction_failure_metric(metric))),
         "method": row.get("methods", {}).get(metric),
     }
 
 
-def robustness_table(shown: Sequence[Shown]) -> dict[str, Any] | None:
-    """A row per kind and evaluation: coverage, clean beside perturbed on the same questions, and their difference."""
-    asked = [one for one in shown if one.evaluation.robustness]
-    if not asked:
+def robustness_table(columns: Sequence[EvaluationColumn]) -> dict[str, Any] | None:
+    """A row per kind and evaluation: coverage, clean and perturbed accuracy on the same questions, their difference."""
+    with_robustness = [column for column in columns if column.evaluation.robustness]
+    if not with_robustness:
         return None
-    kinds = dict.fromkeys(kind for one in asked for kind in one.evaluation.robustness)
-    rows = [_robustness_row(kind, one) for kind in kinds for one in asked if kind in one.evaluation.robustness]
+    kinds = dict.fromkeys(kind for column in with_robustness for kind in column.evaluation.robustness)
+    rows = [
+        _robustness_row(kind, column)
+        for kind in kinds
+        for column in with_robustness
+        if kind in column.evaluation.robustness
+    ]
     return {"rows": rows, "methods": _methods(row["method"] for row in rows)}
 
 
-def _robustness_row(kind: str, one: Shown) -> dict[str, Any]:
-    found: Mapping[str, Any] = one.evaluation.robustness[kind]
-    fewer = "" if found["counted"] == found["covered"] else f" of {found['counted']}"
-    interval, change = found["difference_interval"], found["difference"]
-    none = not found["counted"]
+def _robustness_row(kind: str, column: EvaluationColumn) -> dict[str, Any]:
+    result: Mapping[str, Any] = column.evaluation.robustness[kind]
+    counted = "" if result["counted"] == result["covered"] else f" of {result['counted']}"
+    interval, change = result["difference_interval"], result["difference"]
+    is_empty = not result["counted"]
     return {
         "kind": kind,
-        "label": one.label,
-        "covered": f"{found['covered']} of {found['asked']}",
-        "clean": "" if none else _with_interval(found["clean"], found["clean_interval"]) + fewer,
-        "perturbed": "" if none else _with_interval(found["accuracy"], found["interval"]) + fewer,
+        "label": column.label,
+        "covered": f"{result['covered']} of {result['asked']}",
+        "clean": "" if is_empty else _with_interval(result["clean"], result["clean_interval"]) + counted,
+        "perturbed": "" if is_empty else _with_interval(result["accuracy"], result["interval"]) + counted,
         "difference": "" if change is None else f"{change:+.3f} [{interval[0]:+.3f}, {interval[1]:+.3f}]",
         "certain": interval is not None and (interval[0] > 0 or interval[1] < 0),
-        "failed": _number(found["extraction_failed"]) if found["covered"] else "",
-        "method": one.evaluation.methods.get(f"robustness/{kind}"),
+        "failed": _number(result["extraction_failed"]) if result["covered"] else "",
+        "method": column.evaluation.methods.get(f"robustness/{kind}"),
     }
 
 
@@ -203,10 +209,10 @@ def _step(evaluation: StageEvaluation) -> str:
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Greedy answers, samples, then what is made of several samples; in each, accuracy and its failures come first."""
+    """Sort greedy metrics first, then sampled ones, then pass@k and maj@k; in each, accuracy and its failures first."""
     plain = name.removeprefix("sampled/")
     kind = 2 if name.startswith(("pass@", "maj@")) else int(plain != name)
-    return kind, _FIRST.index(plain) if plain in _FIRST else len(_FIRST)
+    return kind, _FIRST_METRICS.index(plain) if plain in _FIRST_METRICS else len(_FIRST_METRICS)
 
 
 def _cell(row: Mapping[str, Any], metric: str) -> str:
@@ -224,5 +230,5 @@ def _number(value: float | None) -> str:
     return "unknown" if value is None or not math.isfinite(value) else f"{value:.3f}"
 
 
-def _methods(found: Any) -> str:
-    return " / ".join(_METHODS.get(name, name) for name in dict.fromkeys(name for name in found if name is not None))
+def _methods(names: Iterable[str | None]) -> str:
+    return " / ".join(_METHODS.get(name, name) for name in dict.fromkeys(names) if name is not None)

@@ -1,4 +1,4 @@
-"""One group of one step, told as the algorithm saw it, and what has become of its tokens since."""
+"""The explanation of a group of completions: rewards, advantages, weights, and changes of token probabilities."""
 
 from __future__ import annotations
 
@@ -31,50 +31,50 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToldCompletion:
-    """One completion of the group."""
+class ExplainedCompletion:
+    """A completion of the group, with its weight and the changes of its tokens' probabilities."""
 
     row: Row
-    """Its row of the rollout log: text, reward parts, reward, advantage, log-probs."""
+    """Its row of the rollout log: text, rewards, total reward, advantage, log-probs."""
     weight: float
-    """w_i: what each of its tokens weighs in the loss, the step taken as one minibatch."""
+    """The weight w_i of each of its tokens in the loss, with the whole step as one minibatch."""
     tokens: tuple[str, ...]
     ratios: tuple[float, ...]
-    """Per token: its probability under the run's last checkpoint over the sampler's."""
+    """Per token, the ratio of its probability under the run's last checkpoint to the sampler's."""
     kls: tuple[float, ...]
-    """Per token: k3 of the last checkpoint to the policy as RL began."""
+    """Per token, the k3 estimate of the KL divergence from the last checkpoint to the policy before RL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A group and the settings that judged it."""
+    """A group of completions and the configuration of its run."""
 
     step: int
     config: RunConfig
-    completions: tuple[ToldCompletion, ...]
+    completions: tuple[ExplainedCompletion, ...]
 
     @property
     def rewards(self) -> list[float]:
-        """Those that are not missing."""
-        return [told.row["reward"] for told in self.completions if told.row["reward"] is not None]
+        """The total rewards that are not missing."""
+        rewards = (completion.row["reward"] for completion in self.completions)
+        return [reward for reward in rewards if reward is not None]
 
 
 def explain(run: Path, *, step: int | None = None, group: str | None = None) -> Explanation:
     """Read a group of a step's log (the one whose rewards differ most, unless named) and score it with the run's last
-    checkpoint and its first. `step` None is the newest that was logged. Raises UserError where there is no such run,
-    step or group."""
+    and first checkpoint. `step` None is the last logged one. UserError where there is no such run, step or group."""
     paths = RunPaths(run)
     if not paths.is_run():
         raise UserError(f"{run} is not a run's directory{run_hint(run)}")
     steps = logged_steps(paths.rollouts)
     if not steps:
-        raise UserError(f"{run} has no rollouts: {_why_none(paths)}")
+        raise UserError(f"{run} has no rollouts: {_reason_for_none(paths)}")
     step = max(steps) if step is None else step
     if step not in steps:
         raise UserError(f"{run} has no rollouts of step {step}: choose one of {', '.join(map(str, steps))}")
     rows = read_rollouts(steps[step])
     config = parse_config(load_recipe(paths.config))
-    chosen = [row for row in rows if row["group"] == (group or _widest(rows))]
+    chosen = [row for row in rows if row["group"] == (group or _most_varied_group(rows))]
     if not chosen:
         known = ", ".join(sorted({row["group"] for row in rows})[:8])
         raise UserError(f"step {step} has no group {group!r}: there are {known}, ...")
@@ -85,17 +85,20 @@ def explain(run: Path, *, step: int | None = None, group: str | None = None) -> 
         valid_N=torch.tensor([row["reward"] is not None for row in rows]),
     )
     weight_of = {id(row): float(weight) for row, weight in zip(rows, weights, strict=True)}
-    return Explanation(step=step, config=config, completions=tuple(_told(chosen, weight_of, config, paths)))
+    completions = _explain_completions(chosen, weight_of, config, paths)
+    return Explanation(step=step, config=config, completions=tuple(completions))
 
 
-def _why_none(paths: RunPaths) -> str:
-    """Why a run has logged no rollouts, and what to do."""
+def _reason_for_none(paths: RunPaths) -> str:
+    """The reason why a run has logged no rollouts, and the fix."""
     if paths.config.is_file() and not parse_config(load_recipe(paths.config)).run.log_rollouts_every:
         return "run.log_rollouts_every=0 logs none; raise it"
     return "no step of RL has been logged yet"
 
 
-def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, paths: RunPaths) -> list[ToldCompletion]:
+def _explain_completions(
+    rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, paths: RunPaths
+) -> list[ExplainedCompletion]:
     prompt = Prompt(
         id=rows[0]["group"],
         token_ids=tuple(rows[0]["prompt_token_ids"]),
@@ -116,7 +119,7 @@ def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, p
         for name in (LAST, checkpoint_name(0))
     )
     batch = collate([group], torch.ones(1, len(rows), dtype=torch.bool), device=last.device)
-    now_T, then_T = (
+    last_logprobs_T, first_logprobs_T = (
         score(
             policy,
             batch,
@@ -127,13 +130,13 @@ def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, p
     )
     lengths = batch.lengths_N.tolist()
     assert batch.sampler_logprobs_T is not None
-    ratios = importance_ratio(now_T, batch.sampler_logprobs_T).split(lengths)
-    kls = kl_k3(now_T, then_T).split(lengths)
+    ratios = importance_ratio(last_logprobs_T, batch.sampler_logprobs_T).split(lengths)
+    kls = kl_k3(last_logprobs_T, first_logprobs_T).split(lengths)
     return [
-        ToldCompletion(
+        ExplainedCompletion(
             row=row,
             weight=weight_of[id(row)],
-            tokens=tuple(shown_token(last.tokenizer, token) for token in row["token_ids"]),
+            tokens=tuple(visible_token(last.tokenizer, token) for token in row["token_ids"]),
             ratios=tuple(ratio.tolist()),
             kls=tuple(kl.tolist()),
         )
@@ -141,7 +144,7 @@ def _told(rows: Sequence[Row], weight_of: dict[int, float], config: RunConfig, p
     ]
 
 
-def _widest(rows: Sequence[Row]) -> str:
+def _most_varied_group(rows: Sequence[Row]) -> str:
     rewards: dict[str, list[float]] = {}
     for row in rows:
         if row["reward"] is not None:
@@ -150,23 +153,24 @@ def _widest(rows: Sequence[Row]) -> str:
 
 
 def render(explanation: Explanation, *, width: int | None = None) -> Lines:
-    """The group as lines to print: the rule with its numbers, a row per completion, and the tokens in colour.
+    """Render the group as lines: the advantage's rule, a row per completion, and the tokens in colour.
 
-    Columns that do not fit into `width` go into further tables: a figure is never cut.
+    Columns that do not fit into `width` go into further tables, so that no number is cut.
     """
     first, advantage = explanation.completions[0].row, explanation.config.advantage
     rewards = explanation.rewards
     spread = stdev(rewards) if len(rewards) > 1 else float("nan")
-    rows = [told.row for told in explanation.completions]
+    completions = explanation.completions
+    rows = [completion.row for completion in completions]
     columns = {
-        "reward": [_figure(row["reward"]) for row in rows],
-        "advantage": [_figure(row["advantage"]) for row in rows],
-        "w per token": [_figure(told.weight) for told in explanation.completions],
-        "tokens": [str(len(told.tokens)) for told in explanation.completions],
+        "reward": [_number(row["reward"]) for row in rows],
+        "advantage": [_number(row["advantage"]) for row in rows],
+        "w per token": [_number(completion.weight) for completion in completions],
+        "tokens": [str(len(completion.tokens)) for completion in completions],
         "ended by": [row["finish_reason"] for row in rows],
     }
-    # A part may be called as a column is.
-    parts = [(name, [_figure(row["rewards"].get(name)) for row in rows]) for name in first["rewards"]]
+    # Not in the dictionary: a reward may have the name of a column.
+    rewards_by_name = [(name, [_number(row["rewards"].get(name)) for row in rows]) for name in first["rewards"]]
     return Lines(
         Text(f"step {explanation.step}, group {first['group']}, gold {first['gold']}"),
         Text(first["prompt"], style="dim"),
@@ -174,18 +178,18 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
             f"rewards: mean {mean(rewards) if rewards else float('nan'):.4g}, std {spread:.4g} (n - 1); "
             f"baseline {advantage.baseline}, scale {advantage.scale}"
         ),
-        *_tables([*columns.items(), *parts], width=width),
+        *_tables([*columns.items(), *rewards_by_name], width=width),
         Text(
             "Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint); "
             "underlined where k3 to the policy as RL began exceeds 0.1. A token's gradient weighs -advantage * w * "
             "ratio."
         ),
-        *(_tokens(index, told) for index, told in enumerate(explanation.completions)),
+        *(_tokens(index, completion) for index, completion in enumerate(completions)),
     )
 
 
 def _tables(columns: Sequence[tuple[str, Sequence[str]]], *, width: int | None) -> list[Table]:
-    """Tables that are as wide as their content, each with as many of the columns as fit beside the row's number."""
+    """Split the columns into tables, each with as many as fit into the width beside the row's number."""
     numbers = [str(index) for index in range(len(columns[0][1]))]
     margin = 3  # the line and the two spaces around a cell
     room = None if width is None else width - 1 - max(map(len, numbers)) - margin
@@ -202,29 +206,29 @@ def _tables(columns: Sequence[tuple[str, Sequence[str]]], *, width: int | None) 
 
 
 def _table(columns: Sequence[tuple[str, Sequence[str]]]) -> Table:
-    # What is wider than a whole line (the name of a reward) goes on in the next; nothing else is ever broken.
+    # Only text wider than a whole line (the name of a reward) is folded.
     table = Table(*(Column(Text(name), overflow="fold") for name, _ in columns))
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*map(Text, row))
     return table
 
 
-def _tokens(index: int, told: ToldCompletion) -> Text:
+def _tokens(index: int, completion: ExplainedCompletion) -> Text:
     line = Text(f"{index} ")
-    for token, ratio, kl in zip(told.tokens, told.ratios, told.kls, strict=True):
+    for token, ratio, kl in zip(completion.tokens, completion.ratios, completion.kls, strict=True):
         colour = "green" if ratio > 1.05 else "red" if ratio < 0.95 else "default"
         line.append(token, style=f"{colour}{' underline' if kl > 0.1 else ''}")
         line.append(f"x{ratio:.2f} ", style="dim")
     return line
 
 
-def shown_token(tokenizer: Any, token: int) -> str:
-    """A token's text with nothing invisible in it: `\\n` for a line break, `␣` for a token of blanks alone."""
+def visible_token(tokenizer: Any, token: int) -> str:
+    """The text of a token with invisible characters escaped: `\\n` for a line break, `␣` for each of only blanks."""
     text: str = tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
     if not text.strip(" "):
         return "␣" * len(text)
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def _figure(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "missing" if value is None else f"{value:.4g}"

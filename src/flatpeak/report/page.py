@@ -1,4 +1,4 @@
-"""report.html: a run on one self-contained page, drawn from whatever the run has written so far."""
+"""The report of a run: report.html, one self-contained page of all that the run has written, and tables of runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from flatpeak.errors import UserError
 from flatpeak.report.charts import charts, reward_weights
 from flatpeak.report.evaluations import (
-    Shown,
-    beside,
+    EvaluationColumn,
     best_evaluation,
     cell,
+    evaluation_columns,
+    extraction_failure_metric,
     headline_metric,
     metric_table,
     robustness_table,
-    shown_evaluations,
     subset_tables,
 )
 from flatpeak.runs.directory import RunPaths, run_hint
@@ -35,158 +35,7 @@ from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
 Row = dict[str, Any]
 
-
-def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` and return its path. Raises UserError where no run is."""
-    from jinja2 import Environment, FileSystemLoader
-
-    run = RunPaths(Path(run_dir))
-    if not run.config.exists() and not run.metrics.exists():
-        hint = run_hint(run.path) or ": give one with a config.yaml, such as runs/demo"
-        raise UserError(f"{run.path} is not a run's directory{hint}")
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    page = environment.get_template("report.html.jinja").render(page_content(run))
-    write_atomic(run.report, page)
-    return run.report
-
-
-def page_content(run: RunPaths) -> dict[str, Any]:
-    """Everything the page shows, by name."""
-    rows = read_metrics(run.metrics)
-    manifest = json.loads(run.manifest.read_text(encoding="utf-8")) if run.manifest.exists() else None
-    summary = read_summary(run.summary) if run.summary.exists() else None
-    evaluations = summary.evaluations if summary else evaluations_of(rows)
-    config = run.config.read_text(encoding="utf-8") if run.config.exists() else None
-    metric, best_step = (summary.metric, summary.best_step) if summary else (None, None)
-    ranked = _ranks_pairs(rows)
-    after = "after training" if ranked else "after RL"
-    shown = shown_evaluations(evaluations, best_step=best_step, after=after)
-    return {
-        "name": summary.name if summary else run.path.name,
-        "summary": summary,
-        "headline": headline(summary, shown, rows),
-        "silence": silent_steps(rows, evaluations, config),
-        "notices": [(_place(row), row["text"]) for row in read_notices(run.notices)],
-        "charts": charts(rows, evaluations, weights=reward_weights(config), metric=metric),
-        "asked": "pairs" if ranked else "questions",
-        "metric_table": metric_table(shown),
-        "subset_tables": subset_tables(shown, metric=metric),
-        "robustness_table": robustness_table(shown),
-        "evaluations": evaluations,
-        "eval_metrics": list(dict.fromkeys(name for found in evaluations for name in found.metrics)),
-        "rollouts": example_rollouts(run),
-        "manifest": manifest,
-        "command": shlex.join(manifest["command"]) if manifest else None,
-        "config": config,
-        "cell": cell,
-    }
-
-
-def headline(summary: RunSummary | None, shown: Sequence[Shown], rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """(what, figure) pairs, those that the run has."""
-    pairs = []
-    for one in shown:
-        metric = headline_metric(one.evaluation, metric=summary.metric if summary else None)
-        if metric is not None:
-            pairs.append((f"Held-out {metric} {one.label}", _with_failures(one.evaluation, metric)))
-    trained = [row for row in rows if row.get("stage") == "train"]
-    if summary is not None and summary.best_step is not None:
-        pairs.append((f"Best step, by {summary.metric}", str(summary.best_step)))
-    ranked = _ranks_pairs(rows)
-    for name, label in (("train", "Steps" if ranked else "RL steps"), ("sft", "SFT steps")):
-        steps = [row["step"] for row in rows if row.get("stage") == name]
-        if steps:
-            pairs.append((label, str(max(steps))))
-    rates = [rate for row in trained if (rate := row.get("throughput/response_tokens_per_second")) is not None]
-    if rates:
-        pairs.append(("Response tokens per second, median", f"{sorted(rates)[len(rates) // 2]:.0f}"))
-    prices = [price for row in trained for name, price in row.items() if fnmatchcase(name, "judge/*cost") and price]
-    if prices:
-        pairs.append(("Cost of judges in training, in the currency of their prices", f"{sum(prices):.2f}"))
-    if summary is not None:
-        pairs.append(("Wall time" if ranked else "Wall time of SFT and RL", f"{summary.wall_seconds:.0f} s"))
-    return pairs
-
-
-def silent_steps(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], config: str | None) -> str | None:
-    """The sentence about RL steps without an informative group, where they are at least three, and half of all."""
-    trained = [row for row in rows if row.get("stage") == "train" and "groups/informative_fraction" in row]
-    silent = [row for row in trained if row["groups/informative_fraction"] == 0 and not row.get("policy/grad_norm")]
-    if len(silent) < 3 or 2 * len(silent) < len(trained):
-        return None
-    recipe = yaml.safe_load(config) if config else None
-    failed = [found.metrics.get("extraction_failed") for found in evaluations]
-    rewards = [row["reward/mean"] for row in silent if row.get("reward/mean") is not None]
-    return no_signal_message(
-        f"{len(silent)} of {len(trained)} RL steps",
-        reward=sum(rewards) / len(rewards) if rewards else None,
-        truncated=sum(row["rollout/truncated_fraction"] for row in silent) / len(silent),
-        unanswered=failed[-1] if failed else None,
-        limit=recipe["rollout"]["max_new_tokens"] if recipe else None,
-    )
-
-
-def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
-    """Evaluations from metrics.jsonl, for a run that has no summary yet: without sizes and intervals.
-
-    An evaluation belongs to the stage whose steps stand before it.
-    """
-    found: list[StageEvaluation] = []
-    stage: Any = "start"
-    for row in rows:
-        if row.get("stage") != "eval":
-            stage = row.get("stage")
-            continue
-        named = {name: value for name, value in row.items() if name.startswith("eval/")}
-        task = next(iter(named)).split("/")[1] if named else ""
-        metrics = {name.removeprefix(f"eval/{task}/"): value for name, value in named.items()}
-        found.append(StageEvaluation(stage=stage, step=row["step"], task=task, size=0, metrics=metrics, intervals={}))
-    return tuple(found)
-
-
-def example_rollouts(run: RunPaths) -> dict[str, Any] | None:
-    """Best, median and worst completion of one group of the last logged step: the group whose rewards differ most."""
-    steps = logged_steps(run.rollouts)
-    if not steps:
-        return None
-    step, path = list(steps.items())[-1]
-    groups: dict[str, list[Row]] = {}
-    for row in read_rollouts(path):
-        if row["reward"] is not None:
-            groups.setdefault(row["group"], []).append(row)
-    if not groups:
-        return None
-    group = max(groups.values(), key=_spread)
-    ranked = sorted(group, key=lambda row: row["reward"], reverse=True)
-    picked = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
-    return {"step": step, "prompt": ranked[0]["prompt"], "gold": ranked[0]["gold"], "size": len(group), "rows": picked}
-
-
-def _place(notice: Row) -> str:
-    """Where in the run a notice was given."""
-    if notice["stage"] == START:
-        return "start"
-    return f"{'SFT' if notice['stage'] == 'sft' else 'training'} step {notice['step']}"
-
-
-def _spread(group: Sequence[Row]) -> float:
-    rewards = [float(row["reward"]) for row in group]
-    return max(rewards) - min(rewards)
-
-
-def _ranks_pairs(rows: Sequence[Row]) -> bool:
-    """Whether the run trained a reward model."""
-    return any("reward_model/loss" in row for row in rows)
-
-
-def _with_failures(evaluation: StageEvaluation, metric: str) -> str:
-    """The figure, and for accuracy how often no answer was found: format that was learned shows there."""
-    failed = evaluation.metrics.get(beside(metric))
-    told = "" if failed is None or not metric.endswith("accuracy") else f"; no answer found in {failed:.1%}"
-    return cell(evaluation, metric) + told
-
-
-COLUMNS = (
+COLUMNS: Final = (
     "run",
     "status",
     "task",
@@ -203,36 +52,194 @@ COLUMNS = (
     "last_step",
     "wall_seconds",
 )
+"""The columns of the run-summary table."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` and return its path. UserError where there is no run."""
+    from jinja2 import Environment, FileSystemLoader
+
+    run = RunPaths(Path(run_dir))
+    if not run.config.exists() and not run.metrics.exists():
+        hint = run_hint(run.path) or ": give one with a config.yaml, such as runs/demo"
+        raise UserError(f"{run.path} is not a run's directory{hint}")
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    page = environment.get_template("report.html.jinja").render(page_content(run))
+    write_atomic(run.report, page)
+    return run.report
+
+
+def page_content(run: RunPaths) -> dict[str, Any]:
+    """The variables of the page's template."""
+    rows = read_metrics(run.metrics)
+    manifest = json.loads(run.manifest.read_text(encoding="utf-8")) if run.manifest.exists() else None
+    summary = read_summary(run.summary) if run.summary.exists() else None
+    evaluations = summary.evaluations if summary else evaluations_of(rows)
+    config = run.config.read_text(encoding="utf-8") if run.config.exists() else None
+    metric, best_step = (summary.metric, summary.best_step) if summary else (None, None)
+    is_reward_model = _trains_reward_model(rows)
+    after = "after training" if is_reward_model else "after RL"
+    columns = evaluation_columns(evaluations, best_step=best_step, after=after)
+    return {
+        "name": summary.name if summary else run.path.name,
+        "summary": summary,
+        "headline": headline(summary, columns, rows),
+        "no_signal": no_signal_warning(rows, evaluations, config),
+        "notices": [(_position(row), row["text"]) for row in read_notices(run.notices)],
+        "charts": charts(rows, evaluations, weights=reward_weights(config), metric=metric),
+        "unit": "pairs" if is_reward_model else "questions",
+        "metric_table": metric_table(columns),
+        "subset_tables": subset_tables(columns, metric=metric),
+        "robustness_table": robustness_table(columns),
+        "evaluations": evaluations,
+        "eval_metrics": list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics)),
+        "rollouts": example_rollouts(run),
+        "manifest": manifest,
+        "command": shlex.join(manifest["command"]) if manifest else None,
+        "config": config,
+        "cell": cell,
+    }
+
+
+def headline(
+    summary: RunSummary | None, columns: Sequence[EvaluationColumn], rows: Sequence[Row]
+) -> list[tuple[str, str]]:
+    """The (label, value) pairs at the top of the page that the run has."""
+    pairs = []
+    for column in columns:
+        metric = headline_metric(column.evaluation, metric=summary.metric if summary else None)
+        if metric is not None:
+            pairs.append((f"Held-out {metric} {column.label}", _with_failures(column.evaluation, metric)))
+    trained = [row for row in rows if row.get("stage") == "train"]
+    if summary is not None and summary.best_step is not None:
+        pairs.append((f"Best step, by {summary.metric}", str(summary.best_step)))
+    is_reward_model = _trains_reward_model(rows)
+    for name, label in (("train", "Steps" if is_reward_model else "RL steps"), ("sft", "SFT steps")):
+        steps = [row["step"] for row in rows if row.get("stage") == name]
+        if steps:
+            pairs.append((label, str(max(steps))))
+    rates = [rate for row in trained if (rate := row.get("throughput/response_tokens_per_second")) is not None]
+    if rates:
+        pairs.append(("Response tokens per second, median", f"{sorted(rates)[len(rates) // 2]:.0f}"))
+    prices = [price for row in trained for name, price in row.items() if fnmatchcase(name, "judge/*cost") and price]
+    if prices:
+        pairs.append(("Cost of judges in training, in the currency of their prices", f"{sum(prices):.2f}"))
+    if summary is not None:
+        pairs.append(("Wall time" if is_reward_model else "Wall time of SFT and RL", f"{summary.wall_seconds:.0f} s"))
+    return pairs
+
+
+def no_signal_warning(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], config: str | None) -> str | None:
+    """The warning about RL steps without an informative group, where they are at least three and half of all."""
+    trained = [row for row in rows if row.get("stage") == "train" and "groups/informative_fraction" in row]
+    without_signal = [
+        row for row in trained if row["groups/informative_fraction"] == 0 and not row.get("policy/grad_norm")
+    ]
+    if len(without_signal) < 3 or 2 * len(without_signal) < len(trained):
+        return None
+    recipe = yaml.safe_load(config) if config else None
+    failed = [evaluation.metrics.get("extraction_failed") for evaluation in evaluations]
+    rewards = [row["reward/mean"] for row in without_signal if row.get("reward/mean") is not None]
+    return no_signal_message(
+        f"{len(without_signal)} of {len(trained)} RL steps",
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        truncated=sum(row["rollout/truncated_fraction"] for row in without_signal) / len(without_signal),
+        unanswered=failed[-1] if failed else None,
+        limit=recipe["rollout"]["max_new_tokens"] if recipe else None,
+    )
+
+
+def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
+    """Read evaluations from metrics.jsonl, for a run without a summary so far: they have no sizes and intervals.
+
+    An evaluation belongs to the stage whose steps precede it.
+    """
+    evaluations: list[StageEvaluation] = []
+    stage: Any = "start"
+    for row in rows:
+        if row.get("stage") != "eval":
+            stage = row.get("stage")
+            continue
+        by_name = {name: value for name, value in row.items() if name.startswith("eval/")}
+        task = next(iter(by_name)).split("/")[1] if by_name else ""
+        metrics = {name.removeprefix(f"eval/{task}/"): value for name, value in by_name.items()}
+        evaluations.append(
+            StageEvaluation(stage=stage, step=row["step"], task=task, size=0, metrics=metrics, intervals={})
+        )
+    return tuple(evaluations)
+
+
+def example_rollouts(run: RunPaths) -> dict[str, Any] | None:
+    """The best, median and worst completion of the group, at the last logged step, whose rewards differ most."""
+    steps = logged_steps(run.rollouts)
+    if not steps:
+        return None
+    step, path = list(steps.items())[-1]
+    groups: dict[str, list[Row]] = {}
+    for row in read_rollouts(path):
+        if row["reward"] is not None:
+            groups.setdefault(row["group"], []).append(row)
+    if not groups:
+        return None
+    group = max(groups.values(), key=_spread)
+    ranked = sorted(group, key=lambda row: row["reward"], reverse=True)
+    picked = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
+    return {"step": step, "prompt": ranked[0]["prompt"], "gold": ranked[0]["gold"], "size": len(group), "rows": picked}
+
+
+def _position(notice: Row) -> str:
+    """The stage and step of a notice."""
+    if notice["stage"] == START:
+        return "start"
+    return f"{'SFT' if notice['stage'] == 'sft' else 'training'} step {notice['step']}"
+
+
+def _spread(group: Sequence[Row]) -> float:
+    rewards = [float(row["reward"]) for row in group]
+    return max(rewards) - min(rewards)
+
+
+def _trains_reward_model(rows: Sequence[Row]) -> bool:
+    """Whether the run trained a reward model."""
+    return any("reward_model/loss" in row for row in rows)
+
+
+def _with_failures(evaluation: StageEvaluation, metric: str) -> str:
+    """The estimate; of accuracy with the share without an extracted answer, which shows if the format is learned."""
+    failed = evaluation.metrics.get(extraction_failure_metric(metric))
+    failures = "" if failed is None or not metric.endswith("accuracy") else f"; no answer found in {failed:.1%}"
+    return cell(evaluation, metric) + failures
 
 
 def run_table(runs: Sequence[Path]) -> str:
-    """CSV with a header; an empty cell is a figure the run does not have. Raises UserError for what is not a run."""
+    """The run-summary table as CSV; a value that a run does not have is an empty cell. UserError for what is no run."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for run in runs:
-        writer.writerow({"run": run.as_posix()} | _row(read_summary(RunPaths(run).summary)))
+        writer.writerow({"run": run.as_posix()} | _summary_row(read_summary(RunPaths(run).summary)))
     return text.getvalue()
 
 
 def compared_runs(runs: Sequence[Path]) -> str:
-    """A table of aligned columns, narrow enough for a terminal: the held-out metric at every stage, the interval of the
-    last figure, best and last step, time. A dash is a figure that the run does not have.
+    """A table of runs for a terminal: the held-out metric at every stage, its last interval, best and last step, time.
 
-    The metric is accuracy where the run has it, else the one that chose its checkpoints.
+    The metric is accuracy where the run has it, else the one that chose its checkpoints. A dash marks a value that the
+    run does not have.
     """
     rows: list[tuple[str, ...]] = [("run", "metric", "start", "SFT", "final", "95% interval", "best", "last", "time")]
-    rows += [_compared(run, RunPaths(run).summary) for run in runs]
+    rows += [_comparison_row(run, RunPaths(run).summary) for run in runs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # Words to the left, figures to the right.
-    aligned = (
-        [one.ljust(w) if at < 2 else one.rjust(w) for at, (one, w) in enumerate(zip(r, widths, strict=True))]
-        for r in rows
-    )
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
+    lines = []
+    for row in rows:
+        # Words are aligned to the left, numbers to the right.
+        padded = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
+        padded += [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
-def _compared(run: Path, path: Path) -> tuple[str, ...]:
+def _comparison_row(run: Path, path: Path) -> tuple[str, ...]:
     if not path.exists():
         return (f"{run.as_posix()} (no summary)", *("-" for _ in range(8)))
     summary = read_summary(path)
@@ -243,7 +250,7 @@ def _compared(run: Path, path: Path) -> tuple[str, ...]:
     return (
         run.as_posix() if summary.status == "done" else f"{run.as_posix()} ({summary.status})",
         metric,
-        *(_short(None if found is None else found.metrics.get(metric)) for found in stages),
+        *(_short(None if evaluation is None else evaluation.metrics.get(metric)) for evaluation in stages),
         "-" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]",
         "-" if summary.best_step is None else str(summary.best_step),
         str(summary.last_step),
@@ -255,7 +262,7 @@ def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _row(summary: RunSummary) -> dict[str, Any]:
+def _summary_row(summary: RunSummary) -> dict[str, Any]:
     final = summary.evaluations[-1] if summary.evaluations else None
     low, high = _interval(final)
     best = best_evaluation(summary)
@@ -268,7 +275,7 @@ def _row(summary: RunSummary) -> dict[str, Any]:
         "final_accuracy": _accuracy(final),
         "final_low": low,
         "final_high": high,
-        "extraction_failed": _figure(final, "extraction_failed"),
+        "extraction_failed": _metric_value(final, "extraction_failed"),
         "metric": summary.metric,
         "best_step": summary.best_step,
         "best_value": best.metrics.get(summary.metric) if best else None,
@@ -278,11 +285,11 @@ def _row(summary: RunSummary) -> dict[str, Any]:
 
 
 def _accuracy(evaluation: StageEvaluation | None) -> float | None:
-    """Of greedy answers, or of samples where the recipe asks for no others."""
-    return _figure(evaluation, "accuracy")
+    """The accuracy of greedy answers, or of samples where there are no greedy ones."""
+    return _metric_value(evaluation, "accuracy")
 
 
-def _figure(evaluation: StageEvaluation | None, metric: str) -> float | None:
+def _metric_value(evaluation: StageEvaluation | None, metric: str) -> float | None:
     metrics = {} if evaluation is None else evaluation.metrics
     return metrics.get(metric, metrics.get(f"sampled/{metric}"))
 
