@@ -8,7 +8,7 @@ and which every slot of its group refers to (prompt_S). A cell below is one colu
 
              column  0  1  2  3  4  5           bucket of 4 columns         bucket of 8 columns
     slot 0           a  a  a  .  .  .          +---------+---------+       +-----------------+
-    slot 1           b  .  .  .  .  .          | P P P . | R R R R |       | Q Q Q Q Q Q . . |
+    slot 1           b  .  .  .  .  .          | P P P . | W W W W |       | Q Q Q Q Q Q . . |
     slot 2           c  c  c  c  c  .          +---------+---------+       +-----------------+
     slot 3           .  .  .  .  .  .            entry 0   entry 2           entry 1
 
@@ -16,7 +16,7 @@ and which every slot of its group refers to (prompt_S). A cell below is one colu
     prompt_S  = [0, 0, 1, 0]                   starts_A  = [0, 8, 4]    the first cell of the entry's region
                                                columns_A = [4, 8, 4]    its columns
 
-Slots 0 and 1 are of one group: they share entry 0, so that prompt P is read once and stored once. Slot 3 is idle, and R
+Slots 0 and 1 are of one group: they share entry 0, so that prompt P is read once and stored once. Slot 3 is idle, and W
 is a prompt whose completions are still to begin. A region is as wide as prompts of similar length need, so that one
 long prompt widens no other's. Cells without a token ('.') are hidden from attention by the lengths. Memory is allocated
 once and written in place, so that CUDA graphs captured on it stay valid.

@@ -131,7 +131,11 @@ def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, mult
 
 
 def pack_batch(batch: PackedCompletions) -> PackedRow:
-    """Pack prompts and responses, the last tokens too, which nothing needs but the layout: a row each is cheap."""
+    """Pack prompts and responses.
+
+    The last token of a response is packed as well: it predicts nothing, but to leave it out would complicate every
+    index for the sake of one position.
+    """
     device = batch.tokens_T.device
     lengths = [len(prompt) for prompt in batch.prompts]
     groups = by_length(lengths)

@@ -94,7 +94,7 @@ class UnservedAttentionError(RuntimeError):
 
 
 class AttentionContext(Protocol):
-    """The keys and values of one forward pass, and who may attend to which."""
+    """The keys and values that one forward pass attends over, with its masks."""
 
     calls: list[int]
     """The layer index of every call, for the start-up probe."""

@@ -26,7 +26,7 @@ class RolloutConfig(StrictConfig):
     max_rows: Annotated[int, Field(ge=1)] = 512
     """Most completions decoded side by side."""
     batch_invariant: bool = True
-    """On a CPU, pad rows and keys so that no bit of a completion depends on what else is decoded. What it costs
+    """On a CPU, pad slots and keys so that no bit of a completion depends on what else is decoded. What it costs
     is within the spread of measurements (benchmarks/RESULTS.md), but for very small heads: with those of 8 dimensions
     rollouts of short answers take nearly three times as long."""
 
