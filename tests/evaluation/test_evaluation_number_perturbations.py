@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatpeak.evaluation.number_perturbations import question_numbers
-from flatpeak.evaluation.number_roles import find_origins, read_steps, replayed
+from flatpeak.evaluation.number_roles import find_origins, read_steps, recompute
 from flatpeak.evaluation.robustness import perturb
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.math import GSM8KConfig
@@ -171,7 +171,7 @@ def test_replaying_the_same_numbers_gives_the_same_results() -> None:
     assert found is not None
     origins = find_origins(steps, found, question=CRATES, rationale=WORKED)
     assert origins is not None
-    assert replayed(steps, origins, [number.value for number in found]) == [440, 220, 44, 185]
+    assert recompute(steps, origins, [number.value for number in found]) == [440, 220, 44, 185]
 
 
 def by_value(before: str, after: str, rationale: str) -> Fraction:

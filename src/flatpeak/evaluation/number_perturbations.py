@@ -24,7 +24,7 @@ from flatpeak.evaluation.number_roles import (
     keeps_divisibility,
     keeps_order,
     read_steps,
-    replayed,
+    recompute,
 )
 from flatpeak.evaluation.text_perturbations import split_question
 from flatpeak.types import Example
@@ -148,7 +148,7 @@ def _by_solution(example: Example, numbers: Sequence[Number], draw: random.Rando
     old_results = [step.value for step in steps]
     for _ in range(_DRAWS):
         values = [_draw_value(number, draw) for number in numbers]
-        results = replayed(steps, origins, values)
+        results = recompute(steps, origins, values)
         if results is None or results[-1] == steps[-1].value:
             continue
         ordered = keeps_order([*fixed, *old, *old_results], [*fixed, *values, *results])

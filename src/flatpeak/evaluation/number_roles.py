@@ -170,7 +170,7 @@ def find_origins(
     return origins if _says_only_known_numbers(steps, numbers, rationale) else None
 
 
-def replayed(
+def recompute(
     steps: Sequence[Step], origins: Sequence[Sequence[Origin]], values: Sequence[Fraction]
 ) -> list[Fraction] | None:
     """Every step's result with other numbers; None where one is negative, or no longer whole."""

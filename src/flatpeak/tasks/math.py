@@ -73,10 +73,10 @@ class GSM8KConfig(StrictConfig):
     def load(self) -> ExampleTask:
         """Read the published splits, each cut to its size. The rationale is the whole published answer.
 
-        With `shots`, questions are worded as the lm-evaluation-harness task gsm8k words them: `Question: ...\\nAnswer:`
-        after that many worked examples, which are the first training rows and are not trained on.
+        With `shots`, questions have the wording of the lm-evaluation-harness task gsm8k, `Question: ...\\nAnswer:`,
+        after that many worked examples. These are the first training rows, which are not trained on.
         """
-        size = self.train_size if self.train_size is None else self.train_size + self.shots
+        size = None if self.train_size is None else self.train_size + self.shots
         train, test = _gsm8k_split(self, "train", size), _gsm8k_split(self, "test", self.test_size)
         if self.shots:
             if len(train) <= self.shots:
@@ -88,58 +88,6 @@ class GSM8KConfig(StrictConfig):
                 tuple(_with_shots(example, shots) for example in side) for side in (train[self.shots :], test)
             )
         return ExampleTask(name=self.type, train=train, test=test)
-
-
-class MATHConfig(StrictConfig):
-    """MATH: `EleutherAI/hendrycks_math` from the Hub, or local files in its layout or in that of the original."""
-
-    type: Literal["math"] = "math"
-    path: str | None = None
-    """A directory with train.jsonl and test.jsonl (columns problem, level, type, solution) or with the original tree
-    `train/algebra/1.json`; null loads from the Hub."""
-    split: Literal["official", "math500"] = "official"
-    """official: 7,500 problems train, 5,000 test. math500: the 500 of MATH-500 test, the other 12,000 train."""
-    math500_path: str | None = None
-    """With split=math500: a local file of the 500; null is `math500.jsonl` in `path`, or the Hub where that is null."""
-    levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = ()
-    """Only problems of these levels, 1 to 5; empty is all, with the two that have no level."""
-    subjects: tuple[str, ...] = ()
-    """Only these subjects ("Number Theory" or number_theory); empty is all seven."""
-    train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows; null is all."""
-    test_size: Annotated[int, Field(ge=1)] | None = None
-    seed: int = 0
-    """The seed of the order of the rows, which the files sort by subject."""
-
-    def load(self) -> ExampleTask:
-        """Read train and test, each in a seeded order.
-
-        With `split=math500` all of the 12,500 problems train whose text is none of the 500's, spaces aside. Rows
-        without an answer, of which the published training set has two, are left out and counted; UserError where they
-        are more than a few.
-        """
-        subjects = known_slugs(self.subjects, SUBJECTS, option="task.subjects")
-        train, unanswered = _answered(_math_rows(self, "train"))
-        test, more = _answered(_math_rows(self, "test"))
-        unanswered += more
-        if len(unanswered) > MAX_UNANSWERED * (len(train) + len(test) + len(unanswered)):
-            raise UserError(
-                f"{unanswered[0]}: {_NO_ANSWER}, as in {len(unanswered)} rows in all; repair or remove them"
-            )
-        if self.split == "math500":
-            math500, _ = _answered((f"math500/{index}", row) for index, row in enumerate(_math500_rows(self)))
-            test_keys = {_without_spaces(example.question) for example in math500}
-            train = [example for example in train + test if _without_spaces(example.question) not in test_keys]
-            test = math500
-        train, test = ([e for e in side if _is_selected(e, self, subjects)] for side in (train, test))
-        return ExampleTask(
-            name="math" if self.split == "official" else self.split,
-            train=shuffled(train, self.train_size, seed=self.seed, option="task.train_size"),
-            test=shuffled(test, self.test_size, seed=self.seed, option="task.test_size"),
-            notices=(f"{len(unanswered)} rows without an answer are left out: {', '.join(unanswered[:3])}",)
-            if unanswered
-            else (),
-        )
 
 
 def _cue(example: Example) -> str:
@@ -191,8 +139,60 @@ def _gsm8k_example(row: Row, id: str) -> Example:
     return Example(id=id, question=str(question).strip(), gold=gold, rationale=str(answer), columns=row.values)
 
 
+class MATHConfig(StrictConfig):
+    """MATH: `EleutherAI/hendrycks_math` from the Hub, or local files in its layout or in that of the original."""
+
+    type: Literal["math"] = "math"
+    path: str | None = None
+    """A directory with train.jsonl and test.jsonl (columns problem, level, type, solution) or with the original tree
+    `train/algebra/1.json`; null loads from the Hub."""
+    split: Literal["official", "math500"] = "official"
+    """official: 7,500 problems train, 5,000 test. math500: the 500 of MATH-500 test, the other 12,000 train."""
+    math500_path: str | None = None
+    """With split=math500: a local file of the 500; null is `math500.jsonl` in `path`, or the Hub where that is null."""
+    levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = ()
+    """Only problems of these levels, 1 to 5; empty is all, with the two that have no level."""
+    subjects: tuple[str, ...] = ()
+    """Only these subjects ("Number Theory" or number_theory); empty is all seven."""
+    train_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of rows; null is all."""
+    test_size: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
+    """The seed of the order of the rows, which the files sort by subject."""
+
+    def load(self) -> ExampleTask:
+        """Read train and test, each in a seeded order.
+
+        With `split=math500`, all of the 12,500 problems train that are not among the 500, whatever their spaces. Rows
+        without an answer, of which the published training set has two, are left out and counted; UserError where they
+        are more than a few.
+        """
+        subjects = known_slugs(self.subjects, SUBJECTS, option="task.subjects")
+        train, unanswered = _answered(_math_rows(self, "train"))
+        test, more = _answered(_math_rows(self, "test"))
+        unanswered += more
+        if len(unanswered) > MAX_UNANSWERED * (len(train) + len(test) + len(unanswered)):
+            raise UserError(
+                f"{unanswered[0]}: {_NO_ANSWER}, as in {len(unanswered)} rows in all; repair or remove them"
+            )
+        if self.split == "math500":
+            math500, _ = _answered((f"math500/{index}", row) for index, row in enumerate(_math500_rows(self)))
+            test_keys = {_without_spaces(example.question) for example in math500}
+            train = [example for example in train + test if _without_spaces(example.question) not in test_keys]
+            test = math500
+        train, test = ([e for e in side if _is_selected(e, self, subjects)] for side in (train, test))
+        return ExampleTask(
+            name="math" if self.split == "official" else self.split,
+            train=shuffled(train, self.train_size, seed=self.seed, option="task.train_size"),
+            test=shuffled(test, self.test_size, seed=self.seed, option="task.test_size"),
+            notices=(f"{len(unanswered)} rows without an answer are left out: {', '.join(unanswered[:3])}",)
+            if unanswered
+            else (),
+        )
+
+
 def _math_rows(config: MATHConfig, split: str) -> Iterator[tuple[str, Row]]:
-    """(id, row) of each row of a published split."""
+    """The rows of a published split, each with its id."""
     if config.path is None:
         for subject in SUBJECTS:
             rows = read_hub(MATH_HUB_NAME, config=slug(subject), split=split, path_option=_LOCAL_FILES)

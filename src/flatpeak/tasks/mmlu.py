@@ -35,7 +35,7 @@ MMLU_PRO_HUB_NAME: Final = "TIGER-Lab/MMLU-Pro"
 _MMLU_FILES: Final = "task.path, the original archive's directory with dev, val and test"
 _PRO_FILES: Final = "task.path, a directory with validation.jsonl and test.jsonl (or .parquet)"
 _FOLDERS: Final = {"dev": "dev", "validation": "val", "test": "test", "auxiliary_train": "auxiliary_train"}
-"""The splits as the Hub and as the original archive call them."""
+"""The folder of each split in the original archive."""
 _CSV_COLUMNS: Final = ("question", "A", "B", "C", "D", "answer")
 _SUBJECTS: Final = {
     "STEM": "abstract_algebra astronomy college_biology college_chemistry college_computer_science college_mathematics "
@@ -120,67 +120,35 @@ class MMLUConfig(StrictConfig):
         )
 
 
-class MMLUProConfig(StrictConfig):
-    """MMLU-Pro: `TIGER-Lab/MMLU-Pro` from the Hub, or its `validation` and `test` files in a local directory."""
-
-    type: Literal["mmlu_pro"] = "mmlu_pro"
-    path: str | None = None
-    """A directory with validation.jsonl and test.jsonl, or the Hub's Parquet files; null loads from the Hub."""
-    wording: Wording = "official"
-    """official: preamble, worked examples, and `Answer: Let's think step by step.` for the model to go on from.
-    plain: the question and its lettered options alone."""
-    shots: Annotated[int, Field(ge=0, le=5)] = 5
-    """With wording=official: worked examples from the validation split of the same category."""
-    categories: tuple[str, ...] = ()
-    """Only these of the 14; empty is all."""
-    train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows; null is all."""
-    test_size: Annotated[int, Field(ge=1)] | None = None
-    seed: int = 0
-    """The seed of the order of the rows, which the files sort by category."""
-
-    def load(self) -> ExampleTask:
-        """Read train (the 70 of validation) and test, each in a seeded order.
-
-        No question is among its own worked examples.
-        """
-        categories = known_slugs(self.categories, PRO_CATEGORIES, option="task.categories")
-        validation, test = (_pro_questions(self, split, categories) for split in ("validation", "test"))
-        by_category: dict[str, list[_ProQuestion]] = defaultdict(list)
-        for question in validation:
-            by_category[question.category].append(question)
-        train_examples, test_examples = (
-            [_pro_example(question, self, by_category) for question in side] for side in (validation, test)
-        )
-        return ExampleTask(
-            name=self.type,
-            train=shuffled(train_examples, self.train_size, seed=self.seed, option="task.train_size"),
-            test=shuffled(test_examples, self.test_size, seed=self.seed, option="task.test_size"),
-        )
-
-
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _MMLUQuestion:
     """A row of MMLU with its subject and options."""
 
-    def __init__(self, row: Row, *, split: str, subject: str, number: int) -> None:
-        self.row = row
-        self.subject = subject
-        self.id = f"{split}/{subject or 'rows'}/{number}"
-        self.question = raw_text_of(row, "question", option="MMLU")
-        self.choices = _mmlu_choices(row)
+    row: Row
+    id: str
+    question: str
+    choices: Choices
+    subject: str
 
+    @property
     def official_text(self) -> str:
         """The question in the wording of the published script (hendrycks/test, `evaluate.py`), which strips nothing."""
         return f"{self.question}\n{self.choices.lettered()}\nAnswer:"
 
 
 def _mmlu_questions(config: MMLUConfig, split: str, subjects: frozenset[str]) -> Iterator[_MMLUQuestion]:
-    numbers: dict[str, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
     rows = _hub_rows(split) if config.path is None else _archive_rows(config.path, split)
     for row, subject in rows:
         if not subjects or subject in subjects:
-            yield _MMLUQuestion(row, split=split, subject=subject, number=numbers[subject])
-            numbers[subject] += 1
+            yield _MMLUQuestion(
+                row=row,
+                id=f"{split}/{subject or 'rows'}/{counts[subject]}",
+                question=raw_text_of(row, "question", option="MMLU"),
+                choices=_mmlu_choices(row),
+                subject=subject,
+            )
+            counts[subject] += 1
 
 
 def _archive_rows(path: str, split: str) -> Iterator[tuple[Row, str]]:
@@ -224,7 +192,7 @@ def _shots(config: MMLUConfig, subjects: frozenset[str]) -> Mapping[str, tuple[s
     by_subject: dict[str, list[str]] = defaultdict(list)
     for question in _mmlu_questions(config, "dev", subjects):
         if len(by_subject[question.subject]) < config.shots:
-            by_subject[question.subject].append(f"{question.official_text()} {question.choices.letter}\n\n")
+            by_subject[question.subject].append(f"{question.official_text} {question.choices.letter}\n\n")
     return {subject: tuple(shots) for subject, shots in by_subject.items()}
 
 
@@ -244,9 +212,7 @@ def _mmlu_example(question: _MMLUQuestion, config: MMLUConfig, shots: Mapping[st
     letter = question.choices.letter
     return Example(
         id=question.id,
-        question=question.official_text()
-        if official
-        else f"{question.question.strip()}\n\n{question.choices.lettered()}",
+        question=question.official_text if official else question.choices.after(question.question),
         gold=letter,
         rationale=f" {letter}" if official else f"The answer is ({letter}).",
         columns={**question.row.values, "subject": question.subject, "options": list(question.choices.options)},
@@ -254,6 +220,45 @@ def _mmlu_example(question: _MMLUQuestion, config: MMLUConfig, shots: Mapping[st
         preamble=f"The following are multiple choice questions (with answers){about}.\n\n" if official else "",
         shots=own_shots,
     )
+
+
+class MMLUProConfig(StrictConfig):
+    """MMLU-Pro: `TIGER-Lab/MMLU-Pro` from the Hub, or its `validation` and `test` files in a local directory."""
+
+    type: Literal["mmlu_pro"] = "mmlu_pro"
+    path: str | None = None
+    """A directory with validation.jsonl and test.jsonl, or the Hub's Parquet files; null loads from the Hub."""
+    wording: Wording = "official"
+    """official: preamble, worked examples, and `Answer: Let's think step by step.` for the model to go on from.
+    plain: the question and its lettered options alone."""
+    shots: Annotated[int, Field(ge=0, le=5)] = 5
+    """With wording=official: worked examples from the validation split of the same category."""
+    categories: tuple[str, ...] = ()
+    """Only these of the 14; empty is all."""
+    train_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of rows; null is all."""
+    test_size: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
+    """The seed of the order of the rows, which the files sort by category."""
+
+    def load(self) -> ExampleTask:
+        """Read train (the 70 of validation) and test, each in a seeded order.
+
+        No question is among its own worked examples.
+        """
+        categories = known_slugs(self.categories, PRO_CATEGORIES, option="task.categories")
+        validation, test = (_pro_questions(self, split, categories) for split in ("validation", "test"))
+        by_category: dict[str, list[_ProQuestion]] = defaultdict(list)
+        for question in validation:
+            by_category[question.category].append(question)
+        train_examples, test_examples = (
+            [_pro_example(question, self, by_category) for question in side] for side in (validation, test)
+        )
+        return ExampleTask(
+            name=self.type,
+            train=shuffled(train_examples, self.train_size, seed=self.seed, option="task.train_size"),
+            test=shuffled(test_examples, self.test_size, seed=self.seed, option="task.test_size"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,9 +338,7 @@ def _pro_example(
         reasoning = f" {reasoning.removeprefix(_REASONING_START).strip()}" if reasoning else ""
     return Example(
         id=question.id,
-        question=f"{question.official_text}{_CUE}"
-        if official
-        else f"{question.question.strip()}\n\n{question.choices.lettered()}",
+        question=f"{question.official_text}{_CUE}" if official else question.choices.after(question.question),
         gold=question.choices.letter,
         rationale=reasoning or None,
         columns={**question.row.values, "options": list(question.choices.options)},
