@@ -25,7 +25,7 @@ SHORT_STEP = 1 / 30
 
 
 class Guard:
-    """Checks of the penalty: a bad one is refused at the start of a run, and later gives a notice.
+    """Checks of the penalty: a bad one is refused at the start of a run, and gives a notice later.
 
     Every second pass measures how much of the perturbation survives rounding, and every `check_every` updates an
     additional pass measures whether the penalty is the same with the opposite step.

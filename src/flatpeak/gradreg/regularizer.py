@@ -133,9 +133,9 @@ class GradientRegularizer:
         """Run one update's passes and leave the regularized gradient in `.grad`, unclipped.
 
         `again` gives the losses of the second pass where they are not written as the first's; they must have the same
-        gradient at theta. `rest` are micro-batches that only the first pass sees: then `scale` times the gradient of
-        `losses` replaces that of the whole update. An update that is not `informative`, such as one whose advantages
-        are all 0, neither moves the strength of a wanted ratio nor is checked by the guard.
+        gradient at theta. `rest` are micro-batches of the first pass alone: the penalty is then that of `scale` times
+        the gradient of `losses`, as an estimate of the whole update's. An update that is not `informative`, such as
+        one whose advantages are all 0, neither moves the strength of a wanted ratio nor is checked by the guard.
         """
         self.schedule.begin()
         if not self.schedule.active:
