@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from support.runs import Watcher, speed_up_runs, tiny_model, tiny_recipe
+from support.models import run_model
+from support.runs import Watcher, speed_up_runs, tiny_recipe
 
 # Read when torch loads. Threads that spin while they wait make two of them far slower than one on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -24,7 +25,7 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def make_tiny_model() -> Callable[..., tuple[Any, Any]]:
     """`make_tiny_model(seed=0, **config)`: (model, tokenizer)."""
-    return tiny_model
+    return run_model
 
 
 @pytest.fixture

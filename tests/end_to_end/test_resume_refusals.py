@@ -19,7 +19,7 @@ from flatpeak.policy import model as policy_model
 from flatpeak.policy.model import Policy
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer
-from support.runs import tiny_model
+from support.models import run_model
 
 Recipe, Train, Watch = Callable[..., dict[str, Any]], Callable[..., Any], Callable[..., Any]
 
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_neither_evaluated_nor_talked_to(recipe: Recipe,
 
 
 def test_a_run_of_a_class_of_the_models_own_goes_on(recipe: Recipe, train: Train, tmp_path: Path) -> None:
-    model, tokenizer = tiny_model()
+    model, tokenizer = run_model()
     model.save_pretrained(tmp_path / "own")
     tokenizer.save_pretrained(tmp_path / "own")
     config = json.loads((tmp_path / "own" / "config.json").read_text())

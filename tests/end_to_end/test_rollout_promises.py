@@ -14,7 +14,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import collate, micro_batches
 from flatpeak.types import Batch, Group, SamplingParams
-from support.engines import EOS, VOCABULARY, make_policy, plain_logits, prompt, sample
+from support.engines import VOCABULARY, make_policy, plain_logits, prompt, sample
+from support.models import EOS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 20_000

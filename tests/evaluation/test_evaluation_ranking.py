@@ -24,7 +24,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.rewards.build import build_reward
 from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Example, Group, Prompt
-from support.runs import SIZES
+from support.models import RUN_SIZES
 
 WORDS = "Which of these is it? ABCDEFG. Answer: one two three four\n"
 
@@ -33,7 +33,7 @@ def make(kind: str, *, seed: int = 0) -> tuple[Any, Any]:
     tokenizer: dict[str, Any] = {"type": "characters"} if kind == "characters" else {"type": "bpe", "vocab_size": 300}
     config = NewModelConfig(
         architecture="qwen2",
-        config={**SIZES, "max_position_embeddings": 256},
+        config={**RUN_SIZES, "max_position_embeddings": 256},
         tokenizer=TokenizerConfig(**tokenizer),
     )
     # Each letter after a space often enough for a token of its own.
@@ -192,7 +192,9 @@ def test_a_question_without_options_and_a_reward_that_reads_no_letter_are_refuse
 
 
 def test_letters_that_the_tokenizer_does_not_know_are_refused() -> None:
-    model, tokenizer = make_model(NewModelConfig(architecture="qwen2", config=SIZES), texts=["Answer: 12\n"], seed=0)
+    model, tokenizer = make_model(
+        NewModelConfig(architecture="qwen2", config=RUN_SIZES), texts=["Answer: 12\n"], seed=0
+    )
     with pytest.raises(UserError, match=r"writes several of the letters A, B, C, D alike"):
         LetterRanker(policy=Policy(model, tokenizer), tokenizer=tokenizer)(questions(tokenizer, 1))
 

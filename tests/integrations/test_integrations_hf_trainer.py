@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from support.manual_step import regularized_step
+from support.models import EOS, letter_tokenizer
 from support.trl import (
-    EOS,
     EPS,
     GRAD_REG,
     LIMIT,
@@ -29,7 +29,6 @@ from support.trl import (
     need_trl,
     plain_trainer,
     saved_model,
-    tokenizer,
     trained,
     weights,
 )
@@ -85,7 +84,7 @@ def test_two_updates_of_rloo_are_those_written_out_by_hand(mode: str, tmp_path: 
         reward_funcs=lambda completions, **columns: [float(len(set(text)) - len(text)) for text in completions],
         args=config(output_dir=str(tmp_path / "run"), grad_reg_ratio_mode=mode, **settings, **GRAD_REG),
         train_dataset=Dataset.from_list([{"prompt": word} for word in WORDS[:4]]),
-        processing_class=tokenizer(),
+        processing_class=letter_tokenizer(),
     )
     trainer.train()
     (inputs,) = trainer._buffered_inputs
@@ -135,7 +134,7 @@ def dpo_trainer(directory: Path, kind: type, config: type, **settings: Any) -> A
         saved_model(directory),
         args=config(output_dir=str(directory / "run"), beta=0.5, **merged),
         train_dataset=Dataset.from_list(text_rows()),
-        processing_class=tokenizer(),
+        processing_class=letter_tokenizer(),
     )
 
 
@@ -146,7 +145,7 @@ def test_a_step_of_dpo_is_the_one_written_out_by_hand(tmp_path: Path) -> None:
     def answers(model: Any, which: str) -> Tensor:
         values = []
         for row in text_rows():
-            prompt, answer = (tokenizer().encode(row[part]) for part in ("prompt", which))
+            prompt, answer = (letter_tokenizer().encode(row[part]) for part in ("prompt", which))
             ids = torch.tensor([*prompt, *answer, EOS])
             picked = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].float(), -1).gather(1, ids[1:, None])
             values.append(picked[len(prompt) - 1 :].sum())
@@ -183,7 +182,7 @@ def trl_trainer(name: str, directory: Path, *, ours: bool, **settings: Any) -> A
         model,
         args=config(output_dir=str(directory / "run"), **merged),
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
+        processing_class=letter_tokenizer(),
     )
 
 

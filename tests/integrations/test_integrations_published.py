@@ -12,17 +12,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from support.manual_step import Hand, gradient_of, move, norm, tokens
-from support.trl import (
-    LIMIT,
-    distance,
-    logged,
-    need_trl,
-    rollout_trainer,
-    saved_model,
-    tokenizer,
-    trained,
-    weights,
-)
+from support.models import letter_tokenizer
+from support.trl import LIMIT, distance, logged, need_trl, rollout_trainer, saved_model, trained, weights
 
 need_trl()
 from flatpeak.integrations.trl import GRPOGradRegConfig, GRPOTrainerGradreg  # noqa: E402
@@ -144,7 +135,7 @@ def test_the_published_script_trains_with_only_its_import_changed(behavior: str,
             args=args,
             reward_funcs=lambda completions, **columns: [float(len(set(text))) for text in completions],
             train_dataset=Dataset.from_list([{"prompt": word} for word in ("abba", "acid")]),
-            processing_class=tokenizer(),
+            processing_class=letter_tokenizer(),
         )
     said = " ".join(str(warning.message) for warning in warned)
     assert "regularized steps run in float32" in said

@@ -27,7 +27,7 @@ def test_all_metrics_are_means_since_the_last_log(tmp_path: Path) -> None:
 
 def test_dropout_masks_are_those_of_the_first_pass_and_no_numbers_are_drawn(tmp_path: Path) -> None:
     """Other masks would make the difference of two losses, which grows as 1 / step."""
-    model = partial(saved_model, tmp_path, "gpt2", dropout=0.2)
+    model = partial(saved_model, tmp_path, "gpt2", resid_pdrop=0.2, embd_pdrop=0.2)
     far, near = (trained(plain_trainer(tmp_path, model=model(), grad_reg_eps=eps, max_steps=1)) for eps in (3e-3, 3e-4))
     assert logged(near, "gradreg/penalty_ratio") == pytest.approx(logged(far, "gradreg/penalty_ratio"), rel=0.1)
     drawn = torch.get_rng_state()
@@ -39,7 +39,7 @@ def test_dropout_masks_are_those_of_the_first_pass_and_no_numbers_are_drawn(tmp_
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, layout: str) -> None:
     settings: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 6}
     settings |= {"grad_reg_strength": "ratio:0.5", "grad_reg_every": 2, "save_strategy": "steps", "save_steps": 3}
-    model = partial(saved_model, tmp_path, "gpt2", dropout=0.1)
+    model = partial(saved_model, tmp_path, "gpt2", resid_pdrop=0.1, embd_pdrop=0.1)
     whole = trained(plain_trainer(tmp_path, model=model(), **settings))
     checkpoint = tmp_path / "run" / "checkpoint-3"
     kept = {path.name for path in checkpoint.iterdir() if path.name.startswith("gradient_regularization")}

@@ -19,7 +19,8 @@ from flatpeak.pipeline import chat
 from flatpeak.pipeline.chat import Console, chat_loop, unknown_characters
 from flatpeak.runs.checkpoints import write_checkpoint
 from flatpeak.types import Completion, Prompt, SamplingParams
-from support.runs import tiny_model, tiny_recipe
+from support.models import run_model
+from support.runs import tiny_recipe
 
 CHAT_TEMPLATE = (
     "{% if short %}!{% endif %}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}/{% endfor %}"
@@ -63,7 +64,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def save_checkpoint(parent: Path, *, chat_template: str | None = None, context: int = 64) -> Path:
-    model, tokenizer = tiny_model(max_position_embeddings=context)
+    model, tokenizer = run_model(max_position_embeddings=context)
     tokenizer.chat_template = chat_template
 
     def save(directory: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_run_says_that_its_model_has_a_chat_template_of_its_own(make_run: Any,
 
 
 def plain_model(directory: Path, *, chat_template: str | None) -> Path:
-    model, tokenizer = tiny_model()
+    model, tokenizer = run_model()
     tokenizer.chat_template = chat_template
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -7,22 +7,22 @@ import torch
 
 from flatpeak.policy.compatibility import PROVEN
 from flatpeak.policy.model import Policy
-from support.architectures import LAYOUTS, build
+from support.architectures import ARCHITECTURES, architecture_model
 from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 
 TOLERANCE = 1e-5
 """float32 against float32, on logits of size about 1 to 10."""
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda name: name.replace(" ", "_"))
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda name: name.replace(" ", "_"))
 def policy(request: pytest.FixtureRequest) -> Policy:
-    made = Policy(build(*LAYOUTS[request.param]), Tokenizer())
+    made = Policy(architecture_model(request.param), Tokenizer())
     assert made.native, made.notice
     return made
 
 
 def test_every_proven_model_type_has_a_layout_here() -> None:
-    assert {model_type for model_type, _ in LAYOUTS.values()} == PROVEN
+    assert {model_type for model_type, _ in ARCHITECTURES.values()} == PROVEN
 
 
 def test_packed_log_probabilities_and_gradients_equal_the_plain_ones(policy: Policy) -> None:

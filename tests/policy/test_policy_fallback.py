@@ -9,7 +9,8 @@ import torch
 
 from flatpeak.policy import compatibility as support
 from flatpeak.policy.model import Policy
-from support.architectures import COMMON, GPT2, build
+from support.architectures import COMMON
+from support.models import tiny_model
 from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 
 SPECIAL = {key: COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
@@ -48,14 +49,14 @@ UNSERVED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("context", [2, 3, 7, 8])
 @pytest.mark.parametrize("decoder", ["gpt2", "llama"])
 def test_a_model_is_probed_within_its_context(decoder: str, context: int) -> None:
-    settings = GPT2 | {"n_positions": context} if decoder == "gpt2" else COMMON | {"max_position_embeddings": context}
-    assert Policy(build(decoder, settings, scale=3.0), Tokenizer()).notice is None
+    settings = COMMON | {"max_position_embeddings": context}
+    assert Policy(tiny_model(decoder, scale=3.0, **settings).eval(), Tokenizer()).notice is None
 
 
 @pytest.mark.parametrize("name", UNSERVED)
 def test_an_unserved_architecture_falls_back_with_a_notice_and_scores_right(name: str) -> None:
     model_type, settings, reason = UNSERVED[name]
-    policy = Policy(build(model_type, settings, scale=3.0), Tokenizer())
+    policy = Policy(tiny_model(model_type, scale=3.0, **settings).eval(), Tokenizer())
     assert not policy.native
     assert reason in str(policy.notice)
     batch = uneven_batch()
@@ -72,14 +73,14 @@ def test_an_unserved_architecture_falls_back_with_a_notice_and_scores_right(name
 def test_the_probe_refuses_what_the_list_would_let_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model_type, settings, _ = UNSERVED[name]
     monkeypatch.setattr(support, "PROVEN", support.PROVEN | {model_type})
-    policy = Policy(build(model_type, settings), Tokenizer())
+    policy = Policy(tiny_model(model_type, **settings).eval(), Tokenizer())
     assert not policy.native
     assert policy.notice
 
 
 def test_the_probe_refuses_a_head_that_is_not_the_hidden_state_times_its_weight() -> None:
 
-    model = build("gpt2", GPT2)
+    model = tiny_model("gpt2", **COMMON).eval()
     original = model.forward
 
     def doubled(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +95,7 @@ def test_the_probe_refuses_a_head_that_is_not_the_hidden_state_times_its_weight(
 
 
 def test_a_plain_forward_pass_on_a_held_model_is_refused_rather_than_wrong() -> None:
-    policy = Policy(build("llama", COMMON), Tokenizer())
+    policy = Policy(tiny_model("llama", **COMMON).eval(), Tokenizer())
     with pytest.raises(RuntimeError, match="plain_attention"):
         policy.model(input_ids=torch.tensor([[2, 3, 4]]))
     policy.release()

@@ -10,7 +10,8 @@ from torch import Tensor
 from flatpeak.policy.kv_cache import PromptCache, fitting_buckets, graded_buckets
 from flatpeak.policy.model import Policy
 from flatpeak.policy.packing import pack_prompts
-from support.architectures import COMMON, build
+from support.architectures import COMMON
+from support.models import tiny_model
 from support.policies import Tokenizer
 
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ def test_every_prompt_finds_a_region_and_stays_as_it_was_stored_while_others_com
 def test_on_a_gpu_requests_that_differ_a_little_share_memory_and_what_was_wanted_once_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    policy = Policy(build("qwen2", COMMON), Tokenizer())
+    policy = Policy(tiny_model("qwen2", **COMMON).eval(), Tokenizer())
     monkeypatch.setattr(Policy, "device", torch.device("meta"))  # a GPU's choices, without memory
     first = policy.open(slots=8, entries=8, prompt_lengths=[30] * 5 + [300], new_tokens=40)
     assert first.prompts.buckets == {256: 8, 384: 1}

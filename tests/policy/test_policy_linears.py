@@ -20,12 +20,13 @@ from flatpeak.kernels.matmul import onednn_is_faster
 from flatpeak.policy import linears
 from flatpeak.policy.linears import FastConv1D, FastLinear, make_fast, make_plain, packed_weights
 from flatpeak.policy.model import Policy
-from support.architectures import COMMON, GPT2, build
+from support.architectures import COMMON
+from support.models import tiny_model
 from support.policies import Tokenizer, gradients, largest_gap, tokens_and_weights, uneven_batch
 
 WIDE = {
     "llama": {**COMMON, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2},
-    "gpt2": {**GPT2, "n_embd": 128, "n_layer": 2},
+    "gpt2": {**COMMON, "hidden_size": 128, "num_hidden_layers": 2},
 }
 """Wide enough that attention's and the feed-forward layers' weights are worth oneDNN's while."""
 PLAIN = {FastLinear: nn.Linear, FastConv1D: Conv1D}
@@ -43,7 +44,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def wide(kind: str) -> Any:
-    return build(kind, WIDE[kind], scale=2.0)
+    return tiny_model(kind, scale=2.0, **WIDE[kind]).eval()
 
 
 def two_layers() -> nn.Sequential:

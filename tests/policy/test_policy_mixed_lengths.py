@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatpeak.policy import packing, training_attention
 from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
-from support.architectures import COMMON, LAYOUTS, build
+from support.architectures import ARCHITECTURES, COMMON, architecture_model
+from support.models import tiny_model
 from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights
 
 
@@ -58,9 +59,9 @@ def check_against_plain(policy: Policy, batch: Batch) -> None:
     assert largest_gap(packed, plain) < 2e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ARCHITECTURES)
 def test_every_architecture_scores_prompts_of_very_different_length_as_the_plain_model_does(layout: str) -> None:
-    policy = Policy(build(*LAYOUTS[layout], scale=5.0), Tokenizer())
+    policy = Policy(architecture_model(layout, scale=5.0), Tokenizer())
     assert policy.native, policy.notice
     check_against_plain(policy, make_batch([3, 300, 1, 110, 9], [(0, 4), (1, 2), (0, 1), (1, 70), (2, 9), (3, 3)]))
 
@@ -72,7 +73,7 @@ def test_log_probabilities_and_gradients_are_the_plain_ones_whatever_the_lengths
 ) -> None:
     monkeypatch.setattr(packing, "SMALL", small)
     monkeypatch.setattr(packing, "LARGEST_WASTE", 2)
-    policy = Policy(build(*LAYOUTS[layout], scale=4.0), Tokenizer())
+    policy = Policy(architecture_model(layout, scale=4.0), Tokenizer())
     for seed in range(4):
         check_against_plain(policy, random_batch(seed))
 
@@ -109,7 +110,7 @@ def cost(policy: Policy, batch: Batch) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    made = Policy(build("qwen2", {**COMMON, "max_position_embeddings": 4096}, scale=2.0), Tokenizer())
+    made = Policy(tiny_model("qwen2", scale=2.0, **COMMON | {"max_position_embeddings": 4096}).eval(), Tokenizer())
     assert made.native, made.notice
     return made
 

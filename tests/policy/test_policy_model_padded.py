@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from flatpeak.policy.model import Policy
 from flatpeak.policy.packing import padded_token_logprobs
-from support.architectures import COMMON, LAYOUTS, build
+from support.architectures import ARCHITECTURES, COMMON
+from support.models import tiny_model
 from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 
 GPT_NEO = {
@@ -23,12 +24,12 @@ GPT_NEO = {
     "bos_token_id": None,
 }
 COHERE = {**COMMON, "logit_scale": 0.25}
-MODELS = {"gpt_neo": ("gpt_neo", GPT_NEO), "cohere": ("cohere", COHERE), "gemma2": LAYOUTS["gemma2"]}
+MODELS = {"gpt_neo": ("gpt_neo", GPT_NEO), "cohere": ("cohere", COHERE), "gemma2": ARCHITECTURES["gemma2"]}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_output_layer_reads_what_predicts_a_response_token_and_nothing_else(name: str) -> None:
-    policy = Policy(build(*MODELS[name], scale=5.0), Tokenizer())
+    policy = Policy(tiny_model(MODELS[name][0], scale=5.0, **MODELS[name][1]).eval(), Tokenizer())
     batch = uneven_batch()
     rows: list[int] = []
     policy.head.linear.register_forward_hook(lambda module, given, found: rows.append(found.numel() // found.shape[-1]))

@@ -8,12 +8,13 @@ import torch
 from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import check_reference, snapshot
-from support.architectures import COMMON, build
+from support.architectures import COMMON
+from support.models import tiny_model
 from support.policies import Tokenizer, uneven_batch
 
 
 def make_policy(**settings: object) -> Policy:
-    return Policy(build("llama", {**COMMON, **settings}), Tokenizer())
+    return Policy(tiny_model("llama", **COMMON | settings).eval(), Tokenizer())
 
 
 def test_a_snapshot_agrees_with_the_policy_and_then_stays() -> None:

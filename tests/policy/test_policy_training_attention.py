@@ -12,7 +12,8 @@ from flatpeak.policy import training_attention
 from flatpeak.policy.model import Policy
 from flatpeak.policy.training_attention import BLOCK, AttentionRule, attend_in_blocks, cut_blocks
 from flatpeak.types import Batch
-from support.architectures import COMMON, LAYOUTS, build
+from support.architectures import ARCHITECTURES, COMMON
+from support.models import tiny_model
 from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights
 
 
@@ -313,8 +314,8 @@ def long_batch(*, seed: int = 0) -> Batch:
 
 @pytest.mark.parametrize("layout", ["llama", "gpt2", "mistral", "gemma2", "qwen2 windowed"])
 def test_a_policy_scores_responses_of_several_blocks_as_the_plain_model_does(layout: str) -> None:
-    kind, settings = LAYOUTS[layout]
-    policy = Policy(build(kind, settings, scale=5.0), Tokenizer())
+    kind, settings = ARCHITECTURES[layout]
+    policy = Policy(tiny_model(kind, scale=5.0, **settings).eval(), Tokenizer())
     assert policy.native, policy.notice
     batch = long_batch()
     weights_T = tokens_and_weights(batch)
@@ -327,7 +328,7 @@ def test_a_policy_scores_responses_of_several_blocks_as_the_plain_model_does(lay
 
 
 def test_a_policy_with_dropout_draws_it_with_gradients_only_and_from_torchs_seed() -> None:
-    model = build("llama", {**COMMON, "num_hidden_layers": 2, "attention_dropout": 0.3}, scale=5.0)
+    model = tiny_model("llama", scale=5.0, **COMMON | {"num_hidden_layers": 2, "attention_dropout": 0.3}).eval()
     policy = Policy(model, Tokenizer(), dropout=True)
     assert policy.native, policy.notice
     batch = long_batch()

@@ -1,11 +1,10 @@
-"""Tiny random models of every layout that the native engine claims to serve."""
+"""Architectures that the native engine claims to serve, each with the settings of a tiny model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.models import tiny_model
 
 VOCABULARY = 40
 COMMON = {
@@ -20,16 +19,9 @@ COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-GPT2 = {
-    **{key: COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 512,
-}
 WINDOWED = {"sliding_window": 5}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", COMMON),
     "llama with bias and llama3 rope": (
         "llama",
@@ -69,8 +61,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {**COMMON, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "phi3": ("phi3", {**COMMON, **WINDOWED}),
     "olmo2": ("olmo2", COMMON),
-    "gpt2": ("gpt2", GPT2),
-    "gpt2 scaled by layer": ("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt2": ("gpt2", COMMON),
+    "gpt2 scaled by layer": ("gpt2", {**COMMON, "scale_attn_by_inverse_layer_idx": True}),
     "granite": (
         "granite",
         {**COMMON, "logits_scaling": 4.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
@@ -80,12 +72,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(model_type: str, settings: dict[str, Any], *, seed: int = 0, scale: float = 8.0) -> Any:
-    """A random model whose weights are large enough that attention matters."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(scale)
-    return model.eval()
+def architecture_model(name: str, *, seed: int = 0, scale: float = 8.0) -> Any:
+    """A random model of one of these, not in training."""
+    architecture, settings = ARCHITECTURES[name]
+    return tiny_model(architecture, seed=seed, scale=scale, **settings).eval()

@@ -24,7 +24,8 @@ from flatpeak.errors import UserError
 from flatpeak.gradreg.parameters import block_lists
 from flatpeak.integrations.hf_trainer import GradientRegularizedTrainer, GradientRegularizedTrainingArguments
 from support.distributed import gradients, parameters
-from support.trl import GRAD_REG, ROWS, SETTINGS, STRENGTH, need_trl, rollout_trainer, shift, tiny_model, token_rows
+from support.models import tiny_model
+from support.trl import GRAD_REG, ROWS, SCALE, SETTINGS, STRENGTH, need_trl, rollout_trainer, shift, token_rows
 
 need_trl()  # which brings accelerate
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
@@ -179,9 +180,9 @@ CASES = {
 
 def save_models(directory: Path) -> None:
     """What every run loads. Done by one process: of several, transformers lets the first alone write."""
-    tiny_model("gpt2", tie_word_embeddings=True).save_pretrained(directory / "plain")
-    tiny_model("qwen2").save_pretrained(directory / "grpo")
-    reference = tiny_model("qwen2")
+    tiny_model("gpt2", scale=SCALE, tie_word_embeddings=True).save_pretrained(directory / "plain")
+    tiny_model("qwen2", scale=SCALE).save_pretrained(directory / "grpo")
+    reference = tiny_model("qwen2", scale=SCALE)
     shift(reference)
     reference.save_pretrained(directory / "reference")
 

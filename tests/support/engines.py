@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Completion, Example, Prompt, SamplingParams
+from support.models import EOS, tiny_model
 
-VOCABULARY, EOS = 40, 1
+VOCABULARY = 40
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -23,9 +23,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": 0,
 }
 LIBRARIES_SERVE = {"hidden_size": 96, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
 """Layers large enough that oneDNN serves them, and four query heads to a key head."""
@@ -46,14 +43,7 @@ class Tokens:
 
 def make_policy(*, scale: float = 3.0, seed: int = 0, **settings: Any) -> Policy:
     """Random weights, `scale` times as large as transformers makes them, so that attention matters."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **{**SIZES, **settings}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(scale)
-    policy = Policy(model.float().eval(), Tokens())  # type: ignore[arg-type]
+    policy = Policy(tiny_model(seed=seed, scale=scale, **SIZES | settings).eval(), Tokens())  # type: ignore[arg-type]
     assert policy.native, policy.notice
     return policy
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.gradreg.regularizer import GradientRegularizer
+from support.models import tiny_model, use_torch_norms
 
 Loss = Callable[[], Tensor]
 
@@ -111,29 +111,9 @@ def regression(model: nn.Module, *, dtype: torch.dtype = torch.float64, scale: f
 
 def transformer(*, dtype: torch.dtype = torch.float64, seed: int = 1, **settings: Any) -> Any:
     """A random Qwen2 of two layers. Its own norms pass through float32, which would hide small differences."""
-    config = Qwen2Config(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **settings,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "Qwen2RMSNorm":
-            model.set_submodule(name, nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(10)  # large enough that attention and the head matter
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 16, "eos_token_id": None, "pad_token_id": None}
+    model = use_torch_norms(tiny_model(seed=seed, scale=10.0, **sizes | settings))
     return model.to(dtype)
 
 

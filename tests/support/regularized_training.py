@@ -19,8 +19,8 @@ from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Batch, Group
+from support.models import EOS, letter_tokenizer, tiny_model, use_torch_norms
 from support.training import (
-    EOS,
     SGD,
     FixedSampler,
     completion,
@@ -29,8 +29,6 @@ from support.training import (
     make_trainer,
     prompt,
     scored,
-    tiny_model,
-    tokenizer,
 )
 
 Gradient = dict[str, Tensor]
@@ -43,13 +41,7 @@ def double_qwen2(*, seed: int = 0, dropout: float = 0.0) -> Policy:
     model = tiny_model(seed=seed)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = dropout
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__ == "Qwen2RMSNorm":
-                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
-                norm.load_state_dict(child.state_dict())
-                setattr(module, name, norm)
-    policy = Policy(model.double(), tokenizer(), dropout=dropout > 0)
+    policy = Policy(use_torch_norms(model).double(), letter_tokenizer(), dropout=dropout > 0)
     assert policy.native, policy.notice
     return policy
 

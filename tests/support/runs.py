@@ -1,4 +1,4 @@
-"""Tiny recipes and models for whole runs, a progress display that records and acts, and runs without slow extras."""
+"""Tiny recipes for whole runs, a progress display that records and acts, and runs without slow extras."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 
-CHARACTERS = "0123456789+-*=#"
-"""The vocabulary of the tiny model, beside <pad>, <eos> and <unk>."""
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+from support.models import RUN_SIZES
 
 
 def tiny_recipe(directory: Path, **sections: Any) -> dict[str, Any]:
@@ -28,7 +19,7 @@ def tiny_recipe(directory: Path, **sections: Any) -> dict[str, Any]:
 
     base = {
         "run": {"name": "tiny", "directory": str(directory), "checkpoint_every": 0},
-        "model": {"new": {"architecture": "qwen2", "config": SIZES}, "device": "cpu"},
+        "model": {"new": {"architecture": "qwen2", "config": RUN_SIZES}, "device": "cpu"},
         "task": {"type": "arithmetic", "max_value": 9, "train_size": 30, "test_size": 6},
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 4},
         "optimizer": {"learning_rate": 1e-2},
@@ -36,14 +27,6 @@ def tiny_recipe(directory: Path, **sections: Any) -> dict[str, Any]:
         "evaluation": {"every": 0},
     }
     return merge(base, sections)
-
-
-def tiny_model(*, seed: int = 0, **settings: Any) -> tuple[Any, Any]:
-    """A random model and a tokenizer of single characters."""
-    from flatpeak.policy.config import NewModelConfig
-    from flatpeak.policy.loading import make_model
-
-    return make_model(NewModelConfig(architecture="qwen2", config={**SIZES, **settings}), texts=[CHARACTERS], seed=seed)
 
 
 def replace_in_importers(patch: pytest.MonkeyPatch, function: Callable[..., Any], replacement: Any) -> None:

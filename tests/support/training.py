@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
-from flatpeak.policy.config import TokenizerConfig
-from flatpeak.policy.loading import build_tokenizer
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
@@ -22,67 +18,20 @@ from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
 from flatpeak.training.trainer import Trainer, TrainerConfig
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams, Score, Scores
+from support.models import EOS, letter_tokenizer, tiny_model
 
-EOS = 1
-LETTERS = "abcdefghijklmnopqrstu"
 SGD = OptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=None)
 
 
-@cache
-def tokenizer() -> Any:
-    """Three special tokens, of which 1 ends a completion, and a token for every letter."""
-    return build_tokenizer(TokenizerConfig(type="characters"), [LETTERS])
-
-
-def tiny_model(*, seed: int = 0) -> Any:
-    """A random Qwen2."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer()),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        attention_dropout=0.0,
-    )
-    return random_model(config, seed=seed)
-
-
-def random_model(config: Any, *, seed: int) -> Any:
-    """Random weights in float32, large enough that attention and the head matter."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(8)
-    return model
-
-
 def tiny_policy(*, seed: int = 0) -> Policy:
-    policy = Policy(tiny_model(seed=seed), tokenizer())
+    policy = Policy(tiny_model(seed=seed), letter_tokenizer())
     assert policy.native, policy.notice
     return policy
 
 
 def double_policy(*, seed: int = 0) -> Policy:
     """A random GPT-2 in float64: unlike Qwen2's, its norms do not go through float32."""
-    config = GPT2Config(
-        vocab_size=len(tokenizer()),
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )
-    policy = Policy(random_model(config, seed=seed).double(), tokenizer())
+    policy = Policy(tiny_model("gpt2", seed=seed).double(), letter_tokenizer())
     assert policy.native, policy.notice
     return policy
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from flatpeak.integrations.hf_trainer import GradientRegularizedTrainer, GradientRegularizedTrainingArguments
-from flatpeak.policy.config import TokenizerConfig
-from flatpeak.policy.loading import build_tokenizer
+from support.models import EOS, letter_tokenizer, tiny_model
 
-EOS = 1
 LIMIT = 6
 """Longest completion."""
-LETTERS = "abcdefghijklmnopqrstu"
 PROMPTS = {"first": (3, 7, 12, 9, 4), "second": (20, 5), "third": (8, 8, 14), "fourth": (6, 11, 3, 17, 10, 5, 19)}
 COMPLETIONS = {
     "first": [(4, 9, EOS), (12, EOS), (5, 17, 3, 8, 21, EOS), (7, 7, 13, EOS)],
@@ -52,6 +48,8 @@ SETTINGS: dict[str, Any] = {
 """Plain gradient descent, so that the weights show the gradient."""
 RATE = SETTINGS["learning_rate"]
 STRENGTH = 0.3
+SCALE = 4.0
+"""Of the models' matrices."""
 EPS = 1e-2
 """Far enough that rounding, divided by it, does not show."""
 GRAD_REG = {"grad_reg_strength": STRENGTH, "grad_reg_eps": EPS}
@@ -63,34 +61,9 @@ def need_trl() -> None:
         pytest.importorskip("trl")
 
 
-@cache
-def tokenizer() -> Any:
-    """Three special tokens, of which 1 ends a completion, and a token for every letter."""
-    return build_tokenizer(TokenizerConfig(type="characters"), [LETTERS])
-
-
-def tiny_model(kind: str = "qwen2", *, seed: int = 0, dropout: float = 0.0, **changes: Any) -> Any:
-    """A random model in float32, its weights large enough that attention and the head matter."""
-    special = {"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": 0, "vocab_size": len(tokenizer())}
-    if kind == "gpt2":
-        drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": 0.0}
-        config: Any = GPT2Config(n_embd=16, n_layer=2, n_head=4, n_positions=64, **special, **drops, **changes)
-    else:
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = Qwen2Config(num_key_value_heads=2, max_position_embeddings=64, **sizes, **special, **changes)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4)
-    return model
-
-
-def saved_model(directory: Path, kind: str = "qwen2", **changes: Any) -> Any:
+def saved_model(directory: Path, architecture: str = "qwen2", **settings: Any) -> Any:
     """A tiny model that was loaded from a directory: TRL loads its reference from there."""
-    tiny_model(kind, **changes).save_pretrained(directory / "model")
+    tiny_model(architecture, scale=SCALE, **settings).save_pretrained(directory / "model")
     return AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
 
 
@@ -135,7 +108,7 @@ def rollout_trainer(trainer: type, config: type, model: Any, directory: Path, **
         reward_funcs=[fixed_reward],
         args=config(output_dir=str(directory / "run"), **merged),
         train_dataset=Dataset.from_list([{"prompt": name} for name in PROMPTS]),
-        processing_class=tokenizer(),
+        processing_class=letter_tokenizer(),
         rollout_func=rollout,
         **extra,
     )

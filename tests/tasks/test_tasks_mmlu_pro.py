@@ -11,7 +11,7 @@ from flatpeak.tasks.config import build_task
 from flatpeak.tasks.mmlu import PRO_CATEGORIES as CATEGORIES
 from flatpeak.tasks.mmlu import MMLUProConfig
 from flatpeak.tasks.prompts import PromptConfig, build_prompts
-from support.runs import tiny_model
+from support.models import run_model
 
 CUE = "Answer: Let's think step by step."
 
@@ -123,7 +123,7 @@ def test_the_prompts_of_five_categories_are_the_published_ones_byte_for_byte(tmp
         ("test", [asked for _, asked in rows.values()]),
     ):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
-    _, tokenizer = tiny_model()
+    _, tokenizer = run_model()
     prompts = build_prompts(build(tmp_path).test, tokenizer, PromptConfig(), max_tokens=10**6).prompts
     texts = {prompt.example.subsets["category"]: prompt.text.encode() for prompt in prompts}
     assert texts == {category: published_prompt(*found).encode() for category, found in rows.items()}

@@ -11,7 +11,8 @@ import torch
 from flatpeak.training.batch import collate, micro_batches, minibatches, take
 from flatpeak.training.config import MinibatchOf
 from flatpeak.types import Batch, Group
-from support.training import EOS, completion, make_batch, prompt
+from support.models import EOS
+from support.training import completion, make_batch, prompt
 
 LIMIT = 6
 

@@ -18,8 +18,9 @@ from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, Tra
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
+from support.models import EOS
 from support.regularized_training import Repeated
-from support.training import EOS, FixedSampler, completion, make_trainer, prompt, tiny_policy
+from support.training import FixedSampler, completion, make_trainer, prompt, tiny_policy
 
 ALIVE, DEAD = [0.0, 1.0], [1.0, 1.0]
 

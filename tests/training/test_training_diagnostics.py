@@ -11,7 +11,8 @@ from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.types import Scores
-from support.training import EOS, Group, completion, prompt
+from support.models import EOS
+from support.training import Group, completion, prompt
 
 SENTENCE = (
     "no group of the last 3 steps had rewards that differ, so no weight changed: the mean reward is 0.25, no answer is "

@@ -12,8 +12,8 @@ from torch import Tensor
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.learner import score
 from flatpeak.types import Batch, Group
+from support.models import EOS
 from support.training import (
-    EOS,
     completion,
     gradients,
     largest_difference,

@@ -25,17 +25,9 @@ from flatpeak.training.batch import collate, micro_batches
 from flatpeak.training.config import ObjectiveConfig, OptimizerConfig
 from flatpeak.training.learner import Learner, weighted_sum
 from flatpeak.types import Batch, SamplingParams
+from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import blocks_of, gradient_of, make_learner, off_policy
-from support.training import (
-    double_policy,
-    largest_difference,
-    make_batch,
-    prompt,
-    tiny_model,
-    tiny_policy,
-    tokenizer,
-    weights,
-)
+from support.training import double_policy, largest_difference, make_batch, prompt, tiny_policy, weights
 
 PLAIN = ObjectiveConfig(loss="policy_gradient")
 ADAMW = OptimizerConfig(learning_rate=1e-3, max_grad_norm=None)
@@ -63,7 +55,7 @@ def coarse_model(*, seed: int = 0) -> Any:
 
 def coarse_policy(*, seed: int = 0) -> Policy:
     """A random Qwen2 in bfloat16."""
-    policy = Policy(coarse_model(seed=seed), tokenizer())
+    policy = Policy(coarse_model(seed=seed), letter_tokenizer())
     assert policy.native, policy.notice
     return policy
 
@@ -90,7 +82,7 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 def test_updates_that_bfloat16_would_swallow_add_up_to_what_float32_training_does() -> None:
     policy = coarse_policy()
-    twin, alone = precise_twin(policy), Policy(coarse_model(), tokenizer())
+    twin, alone = precise_twin(policy), Policy(coarse_model(), letter_tokenizer())
     start, batch = weights(policy), some_batch()
     settings = OptimizerConfig(name="sgd", learning_rate=2e-6, max_grad_norm=None)
     learner, expected, without = (
@@ -200,7 +192,7 @@ def test_a_checkpoint_goes_on_to_the_bits_of_the_uninterrupted_training(tmp_path
     for _ in range(3):
         learner.update(batch, rate=1e-3)
 
-    again = Policy(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), tokenizer())
+    again = Policy(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), letter_tokenizer())
     assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
     resumed = make_learner(again, objective=PLAIN, optimizer=ADAMW)
     without_masters = masters_of(resumed)
@@ -295,7 +287,7 @@ def test_only_trainable_weights_below_float32_have_masters() -> None:
     double = double_policy()
     assert all(master is weight for weight, master in double.masters().items())
     adapted = get_peft_model(coarse_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    policy = Policy(adapted, tokenizer())
+    policy = Policy(adapted, letter_tokenizer())
     masters = policy.masters()
     assert {weight.dtype for weight in masters} == {torch.float32}
     assert all(master is weight for weight, master in masters.items())
@@ -318,7 +310,7 @@ def test_a_recipe_with_float16_is_told_to_use_bfloat16(value: str) -> None:
 
 
 def test_a_callers_model_in_float16_is_refused_with_the_fix() -> None:
-    policy = Policy(tiny_model().half(), tokenizer())
+    policy = Policy(tiny_model().half(), letter_tokenizer())
     with pytest.raises(UserError, match=r"float16, .* give it in bfloat16 or float32, as model\.to\(torch\.bfloat16\)"):
         make_learner(policy)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import Qwen2Config
 
 from flatpeak.errors import UserError
 from flatpeak.policy import layers as passes
@@ -21,6 +20,7 @@ from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.config import ObjectiveConfig
 from flatpeak.types import Batch, Group, SamplingParams
+from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import Gradient, double_qwen2, gradient_of, make_learner, off_policy
 from support.training import (
     completion,
@@ -28,11 +28,8 @@ from support.training import (
     make_batch,
     plain_logprobs,
     prompt,
-    random_model,
     scored,
-    tiny_model,
     tiny_policy,
-    tokenizer,
     weights,
 )
 
@@ -42,20 +39,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 def deep_policy(*, layers: int = 6) -> Policy:
     """A random Qwen2 of so many layers."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer()),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        attention_dropout=0.0,
-    )
-    policy = Policy(random_model(config, seed=0), tokenizer())
+    policy = Policy(tiny_model(num_hidden_layers=layers), letter_tokenizer())
     assert policy.native, policy.notice
     return policy
 
@@ -174,7 +158,7 @@ def test_regularization_is_the_same_to_the_bit_also_with_dropout(difference: str
 def test_adapters_get_the_same_gradient_through_recomputed_layers() -> None:
     torch.manual_seed(0)
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    policy = Policy(model, tokenizer())
+    policy = Policy(model, letter_tokenizer())
     expected = gradient_of(policy, some_batch(), objective=PLAIN)
     assert largest_difference(with_option(policy, some_batch(), objective=PLAIN), expected) == 0
     assert max(float(g.abs().max()) for name, g in expected.items() if "lora_" in name) > 1e-3

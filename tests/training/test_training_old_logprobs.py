@@ -22,8 +22,9 @@ from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
 from flatpeak.training.diagnostics import GAP_BOUND, LogprobGapMonitor
 from flatpeak.types import Batch, Group, Score
+from support.models import EOS, letter_tokenizer
 from support.regularized_training import double_qwen2, gradient_of, make_learner, off_policy
-from support.training import EOS, SGD, completion, make_trainer, prompt, scored, tiny_policy, tokenizer, weights
+from support.training import SGD, completion, make_trainer, prompt, scored, tiny_policy, weights
 
 LIMIT = 12
 FROZEN = SGD.model_copy(update={"learning_rate": 0.0})
@@ -55,7 +56,7 @@ def adapted_policy() -> Policy:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        policy = Policy(get_peft_model(coarse_model(), config, autocast_adapter_dtype=True), tokenizer())
+        policy = Policy(get_peft_model(coarse_model(), config, autocast_adapter_dtype=True), letter_tokenizer())
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     return policy
 
@@ -63,7 +64,7 @@ def adapted_policy() -> Policy:
 def padded_policy() -> Policy:
     """An architecture that the native engine does not serve, in bfloat16."""
     config = GPTNeoConfig(
-        vocab_size=len(tokenizer()),
+        vocab_size=len(letter_tokenizer()),
         hidden_size=16,
         num_layers=2,
         num_heads=2,
@@ -79,7 +80,7 @@ def padded_policy() -> Policy:
     for parameter in model.parameters():
         parameter.data.mul_(8 if parameter.ndim > 1 else 1)
     cast_weights(model, torch.bfloat16)
-    policy = Policy(model, tokenizer())
+    policy = Policy(model, letter_tokenizer())
     assert not policy.native
     return policy
 

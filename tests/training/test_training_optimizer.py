@@ -21,8 +21,8 @@ from flatpeak.training.optimizer import (
     set_learning_rate,
 )
 from flatpeak.types import Group
+from support.models import EOS
 from support.training import (
-    EOS,
     SGD,
     completion,
     gradients,

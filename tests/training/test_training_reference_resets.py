@@ -12,7 +12,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, Qwen2Config
 
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
@@ -26,19 +25,16 @@ from flatpeak.training.optimizer import optimizer_tensors
 from flatpeak.training.reference_resets import ReferenceResets
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Group, Prompt, SamplingParams
+from support.models import EOS, letter_tokenizer, tiny_model
 from support.training import (
-    EOS,
     FixedSampler,
     completion,
     largest_difference,
     make_batch,
     make_trainer,
     prompt,
-    random_model,
     scored,
-    tiny_model,
     tiny_policy,
-    tokenizer,
     weights,
 )
 
@@ -50,20 +46,13 @@ ROUNDING = 1e-10
 SMALL_STEPS = OptimizerConfig(name="sgd", learning_rate=0.02, max_grad_norm=None)
 SCORES = {"x": (1.0, 0.0, 0.5), "y": (0.0, 1.0, 0.0)}
 TOKENS = {"x": [(5, 9, EOS), (12, 3, 8), (6, EOS)], "y": [(4, 4, EOS), (9, EOS), (10, 11, 12)]}
-SHAPE: dict[str, Any] = {
-    "vocab_size": 24,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": 0,
-}
 
 
 def tied_policy() -> Policy:
     """A GPT-2, whose output layer is its embedding."""
-    model = random_model(GPT2Config(n_embd=16, n_layer=1, n_head=2, **SHAPE), seed=0)
+    model = tiny_model("gpt2", num_hidden_layers=1, num_attention_heads=2)
     assert model.lm_head.weight is model.transformer.wte.weight
-    return Policy(model, tokenizer())
+    return Policy(model, letter_tokenizer())
 
 
 def adapted_policy() -> Policy:
@@ -71,7 +60,7 @@ def adapted_policy() -> Policy:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    return Policy(model, tokenizer())
+    return Policy(model, letter_tokenizer())
 
 
 POLICIES = [tiny_policy, tied_policy, adapted_policy]
@@ -239,17 +228,15 @@ def test_a_reset_gives_the_reference_the_values_of_the_policy_in_memory_of_its_o
 
 
 def other_models() -> dict[str, Any]:
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    wide = Qwen2Config(hidden_size=32, intermediate_size=24, **sizes, **SHAPE)
+    wide = {"hidden_size": 32}
     # The same names and shapes as the policy's, but another function of the same weights.
     rope = {"rope_type": "default", "rope_theta": 10.0}
-    turned = Qwen2Config(hidden_size=16, intermediate_size=24, **sizes, **SHAPE, rope_parameters=rope)
-    return {"wide": wide, "turned": turned}
+    return {"wide": wide, "turned": {"rope_parameters": rope}}
 
 
 @pytest.mark.parametrize("name", ["wide", "turned"])
 def test_a_reference_that_is_another_model_is_replaced_by_the_policy(name: str) -> None:
-    other = Policy(random_model(other_models()[name], seed=1), tokenizer())
+    other = Policy(tiny_model(seed=1, **other_models()[name]), letter_tokenizer())
     other.model.requires_grad_(False)
     before = values(other)
     trainer = make(ReferenceConfig(reset_every=2), reference=other)

@@ -14,6 +14,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner, weighted_sum
 from flatpeak.training.objective import Objective
+from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import (
     blocks_of,
     count_passes,
@@ -26,7 +27,7 @@ from support.regularized_training import (
     penalty_of,
     relative_error,
 )
-from support.training import largest_difference, tiny_model, tiny_policy, tokenizer, weights
+from support.training import largest_difference, tiny_policy, weights
 
 ADAMW = OptimizerConfig(learning_rate=1e-3)
 TWO_UPDATES = TrainingConfig(steps=4, epochs_per_rollout=2, micro_batch_tokens=12)
@@ -165,7 +166,7 @@ def test_the_second_pass_draws_the_dropout_of_the_first(group_fraction: float) -
 
 
 def test_exact_curvature_sees_the_dropout_of_the_first_pass() -> None:
-    policy = Policy(tiny_model(), tokenizer(), dropout=True)
+    policy = Policy(tiny_model(), letter_tokenizer(), dropout=True)
     for layer in policy.model.model.layers:
         layer.self_attn.attention_dropout = 0.3
     batch = off_policy(policy)
@@ -211,7 +212,7 @@ def test_random_numbers_after_an_update_are_those_without_a_second_pass(settings
 
 def test_adapters_move_and_nothing_else_does() -> None:
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
-    policy = Policy(get_peft_model(tiny_model(), lora), tokenizer())
+    policy = Policy(get_peft_model(tiny_model(), lora), letter_tokenizer())
     batch = off_policy(policy)
     before = weights(policy)
     plain = gradient_of(policy, batch)

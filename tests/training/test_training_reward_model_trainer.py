@@ -33,9 +33,10 @@ from flatpeak.training.reward_model_trainer import (
     evaluate_pairs,
     spread,
 )
+from support.models import run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.resumes import Death, die
-from support.runs import Watcher, speed_up_runs, tiny_model
+from support.runs import Watcher, speed_up_runs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -373,7 +374,7 @@ def test_shortened_and_dropped_pairs_are_told(learn: Callable[..., Any]) -> None
 
 
 def test_what_cannot_be_trained_is_one_line_and_leaves_no_run(learn: Callable[..., Any], tmp_path: Path) -> None:
-    model, tokenizer = tiny_model()
+    model, tokenizer = run_model()
     three = make_classifier().model
     three.config.num_labels = 3
     for sections, options, message in (

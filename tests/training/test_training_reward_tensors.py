@@ -13,7 +13,8 @@ from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.types import Group, Score, Scores
-from support.training import EOS, completion, make_batch, make_trainer, prompt, tiny_policy
+from support.models import EOS
+from support.training import completion, make_batch, make_trainer, prompt, tiny_policy
 
 LIMIT = 10
 LENGTHS = [(5, 6, 8, 10), (10, 9, 7, 3)]

@@ -15,7 +15,8 @@ from flatpeak.training.config import SFTConfig
 from flatpeak.training.curriculum import Stream
 from flatpeak.training.sft import Demonstration, SFTTrainer, demonstration_batch, demonstrations
 from flatpeak.types import Example
-from support.training import LETTERS, prompt, tiny_policy
+from support.models import LETTERS
+from support.training import prompt, tiny_policy
 
 Recipe = Callable[..., dict[str, Any]]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from flatpeak.policy.model import Policy
 from flatpeak.training.config import AdvantageConfig, KLConfig, Normalization, ObjectiveConfig, TrainingConfig
 from flatpeak.types import Batch, Group, Score
+from support.models import EOS
 from support.training import (
-    EOS,
     completion,
     double_policy,
     gradients,

@@ -20,18 +20,8 @@ from transformers import AutoModelForCausalLM
 from flatpeak.policy.model import Policy
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
 from flatpeak.types import Group
-from support.training import (
-    EOS,
-    SGD,
-    completion,
-    largest_difference,
-    make_trainer,
-    prompt,
-    scored,
-    tiny_policy,
-    tokenizer,
-    weights,
-)
+from support.models import EOS, letter_tokenizer
+from support.training import SGD, completion, largest_difference, make_trainer, prompt, scored, tiny_policy, weights
 
 TOLERANCE = 1e-6
 MOVED = 1e-2
@@ -180,7 +170,7 @@ def trl_trainer(trl: Any, case: Case, directory: Path) -> Any:
         reward_funcs=[reward],
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": name} for name in PROMPTS]),
-        processing_class=tokenizer(),
+        processing_class=letter_tokenizer(),
         rollout_func=rollout,
     )
 
