@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,7 +44,7 @@ def test_a_short_prompt_does_not_see_its_neighbours(policy: Policy) -> None:
     changed_T[:10] = 39  # the completions of the first prompt
     with torch.no_grad():
         before_T, _ = policy.token_logprobs(batch, temperature=1.0)
-        other = type(batch)(**{name: getattr(batch, name) for name in batch.__slots__} | {"tokens_T": changed_T})
+        other = replace(batch, tokens_T=changed_T)
         after_T, _ = policy.token_logprobs(other, temperature=1.0)
     assert not torch.equal(before_T[:10], after_T[:10])
     torch.testing.assert_close(before_T[10:], after_T[10:], atol=1e-6, rtol=1e-6)
