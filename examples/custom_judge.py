@@ -16,7 +16,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 
-from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
+from flatpeak.rewards.judge import JudgeReply, JudgeRequest
 
 BLOCK = re.compile(r"\[\[begin ([a-z ]+) (\w+)\]\]\n(.*?)\n\[\[end \1 \2\]\]", re.DOTALL)
 

@@ -49,7 +49,7 @@ def test_the_key_is_in_no_file_error_notice_repr_or_line_of_output(tmp_path, mon
         judge._examples = ()
         judge.attach(tmp_path / "run")
         found = judge.score([group(*(str(n) for n in range(1, 7)))])
-        inner = judge._scorer.panel.judge
+        inner = judge._scoring.panel.judge
         said = [repr(judge), repr(inner), repr(vars(inner)), repr(settings), settings.model_dump_json(), str(found)]
         said += [repr(found.first_error), *judge.notices(), str(judge.metrics()), str(caplog.text)]
         judge.close()

@@ -14,7 +14,7 @@ from flatpeak.rewards.judge.panel import JudgePanel, ReplyCache
 from flatpeak.rewards.judge.protocol import Judge, SystemClock
 from flatpeak.rewards.judge.reward import JudgeReward, Safety
 from flatpeak.rewards.judge.rubrics import PairwiseFormat, Rubric, RubricFormat, VerdictFormat, load_rubric
-from flatpeak.rewards.judge.scoring import JudgeScorer, PairwiseScorer, RequestSettings, RubricScorer
+from flatpeak.rewards.judge.scoring import JudgeScoring, PairwiseScoring, RequestSettings, RubricScoring
 from flatpeak.utils.user_code import load_function
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ def judge_reward(
         verdict_format = PairwiseFormat(rubric=rubric, output=output)
     panel = JudgePanel(judge, verdict_format, cache=cache, repair=repair)
     request_settings = request_settings or RequestSettings()
-    scorer: JudgeScorer = RubricScorer(panel, request_settings)
+    scoring: JudgeScoring = RubricScoring(panel, request_settings)
     if mode == "pairwise":
-        scorer = PairwiseScorer(panel, request_settings, opponents=opponents)
-    return JudgeReward(scorer, name=name, show=show, safety=safety, cache=cache, shadow=shadow)
+        scoring = PairwiseScoring(panel, request_settings, opponents=opponents)
+    return JudgeReward(scoring, name=name, show=show, safety=safety, cache=cache, shadow=shadow)
 
 
 def _judge(name: str, config: JudgeConfig) -> Judge:

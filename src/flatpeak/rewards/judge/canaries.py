@@ -9,7 +9,7 @@ from typing import Final
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.panel import Verdict
 from flatpeak.rewards.judge.prompt import normalize_text, rejection_reason
-from flatpeak.rewards.judge.scoring import Candidate, JudgeScorer
+from flatpeak.rewards.judge.scoring import Candidate, JudgeScoring
 
 # Single tokens and openers that fooled judges, GPT-4o among them, in up to 80% of cases: Zhao et al. 2025, "One Token
 # to Fool LLM-as-a-Judge", arXiv 2507.08794. Those that the rules catch are asked anyway where they are varied a little.
@@ -82,20 +82,20 @@ def canaries(example: Candidate, *, best_reply: str) -> dict[str, str]:
     }
 
 
-async def run_canaries(scorer: JudgeScorer, examples: Sequence[Candidate], *, threshold: float) -> CanaryReport:
+async def run_canaries(scoring: JudgeScoring, examples: Sequence[Candidate], *, threshold: float) -> CanaryReport:
     """Grade every canary of every example without the cache; `Candidate.text` of the examples is ignored."""
     names: list[str] = []
     groups: list[list[Candidate]] = []
     for example in examples:
-        for name, text in canaries(example, best_reply=scorer.panel.verdict_format.best_reply).items():
+        for name, text in canaries(example, best_reply=scoring.panel.verdict_format.best_reply).items():
             names.append(name)
             # Each alone in its group: a canary must not be measured against another one.
             groups.append([Candidate(question=example.question, reference=example.reference, text=text)])
-    verdicts = [group[0] for group in await scorer.score(groups, fresh=True)]
+    verdicts = [group[0] for group in await scoring.verdicts(groups, fresh=True)]
     return _report(names, [group[0] for group in groups], verdicts, threshold=threshold)
 
 
-async def check_judge(scorer: JudgeScorer, examples: Sequence[Candidate]) -> None:
+async def check_judge(scoring: JudgeScoring, examples: Sequence[Candidate]) -> None:
     """Check that the judge replies, and prefers the reference answer to that of another question.
 
     UserError if it does not. Examples without a reference only show that it replies.
@@ -104,7 +104,7 @@ async def check_judge(scorer: JudgeScorer, examples: Sequence[Candidate]) -> Non
         both = [
             [Candidate(question=example.question, reference=example.reference, text=text)] for text in (right, wrong)
         ]
-        (good,), (bad,) = await scorer.score(both, fresh=True)
+        (good,), (bad,) = await scoring.verdicts(both, fresh=True)
         if good.score is None or bad.score is None:
             reason = ((good if good.score is None else bad).reason or "").removeprefix("no verdict: ")
             raise UserError(

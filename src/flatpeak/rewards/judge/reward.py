@@ -16,7 +16,7 @@ from flatpeak.rewards.judge.canaries import CanaryReport, check_judge, run_canar
 from flatpeak.rewards.judge.limits import BackgroundLoop
 from flatpeak.rewards.judge.prompt import Show, visible_text
 from flatpeak.rewards.judge.protocol import JudgeError
-from flatpeak.rewards.judge.scoring import Candidate, JudgeScorer
+from flatpeak.rewards.judge.scoring import Candidate, JudgeScoring
 
 if TYPE_CHECKING:
     from flatpeak.rewards.judge.panel import ReplyCache, Verdict
@@ -45,7 +45,7 @@ class JudgeReward(Scorer):
 
     def __init__(
         self,
-        scorer: JudgeScorer,
+        scoring: JudgeScoring,
         *,
         name: str = "judge",
         show: Show = "final_answer",
@@ -60,7 +60,7 @@ class JudgeReward(Scorer):
         self._safety = safety or Safety()
         self._cache = cache
         self._loop = BackgroundLoop()
-        self._scorer = scorer
+        self._scoring = scoring
         self._examples: tuple[Candidate, ...] | None = None
         self._canary_rate: float | None = None
         self._stopping: Callable[[], bool] = lambda: False
@@ -71,16 +71,16 @@ class JudgeReward(Scorer):
     @property
     def template_hash(self) -> str:
         """12 hexadecimal digits that change with any word of the prompt or the rubric; every transcript has them."""
-        return self._scorer.panel.template
+        return self._scoring.panel.template
 
     def attach(self, directory: Path, *, stopping: Callable[[], bool] | None = None) -> None:
         """Write transcripts into a run's directory; once `stopping()` is true, JudgeInterruptedError ends a wait.
 
         The calls and cost of the run are logged there too, so that a resumed run counts them against its budget.
         """
-        self._scorer.panel.transcripts.attach(directory / TRANSCRIPTS / f"{self.name}.jsonl")
+        self._scoring.panel.transcripts.attach(directory / TRANSCRIPTS / f"{self.name}.jsonl")
         self._stopping = stopping or self._stopping
-        if (judge := self._scorer.panel.judge) and hasattr(judge, "spent") and hasattr(judge, "add_spent"):
+        if (judge := self._scoring.panel.judge) and hasattr(judge, "spent") and hasattr(judge, "add_spent"):
             self._cost_log = CostLog(directory / TRANSCRIPTS / f"{self.name}.spent.json")
             judge.add_spent(*self._cost_log.read())
 
@@ -91,7 +91,7 @@ class JudgeReward(Scorer):
         """
         candidates = [Candidate(question=e.question, reference=e.gold, text="") for e in examples]
         self._examples = tuple(candidates[: max(2, self._safety.canary_examples)])
-        self._run(check_judge(self._scorer, self._examples))
+        self._run(check_judge(self._scoring, self._examples))
         return self.run_canaries()
 
     def run_canaries(self) -> CanaryReport | None:
@@ -104,7 +104,7 @@ class JudgeReward(Scorer):
         if self._examples is None:
             raise ValueError("call prepare first: it has the examples")
         chosen = self._examples[: self._safety.canary_examples]
-        report: CanaryReport = self._run(run_canaries(self._scorer, chosen, threshold=self._safety.threshold))
+        report: CanaryReport = self._run(run_canaries(self._scoring, chosen, threshold=self._safety.threshold))
         self._canary_rate = report.false_positive_rate
         if report.false_positive_rate > self._safety.max_false_positive_rate:
             names = ", ".join(dict.fromkeys(report.fooled_by))
@@ -134,7 +134,7 @@ class JudgeReward(Scorer):
     def verdicts(self, groups: Sequence[Group], *, fresh: bool = False) -> list[list[Verdict]]:
         """The verdict on every completion, without checks of the judge; `fresh` ignores the cache."""
         candidates = [self._candidates(group) for group in groups]
-        verdicts: list[list[Verdict]] = self._run(self._scorer.score(candidates, fresh=fresh))
+        verdicts: list[list[Verdict]] = self._run(self._scoring.verdicts(candidates, fresh=fresh))
         return verdicts
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
@@ -143,7 +143,7 @@ class JudgeReward(Scorer):
 
     def metrics(self) -> dict[str, float]:
         """`judge/...` (`judge/NAME/...` for a part of another name) since the last call; defined in docs/judges.md."""
-        metrics = self._scorer.panel.counts.take()
+        metrics = self._scoring.panel.counts.take()
         if self._canary_rate is not None:
             metrics["canary_false_positive_rate"] = self._canary_rate
         prefix = "judge" if self.name == "judge" else f"judge/{self.name}"
@@ -151,19 +151,19 @@ class JudgeReward(Scorer):
 
     def notices(self) -> list[str]:
         """Messages for the user since the last call, each only once."""
-        judge = self._scorer.panel.judge
+        judge = self._scoring.panel.judge
         for text in getattr(judge, "take_notices", list)():
             self._notify(f"reward {self.name!r}: {text}")
         if self._cache is not None and self._cache.error is not None:
             self._notify(f"reward {self.name!r}: the cache is not used any more: {self._cache.error}")
-        if (error := self._scorer.panel.transcripts.error) is not None:
+        if (error := self._scoring.panel.transcripts.error) is not None:
             self._notify(f"reward {self.name!r}: transcripts are not written any more: {error}")
         notices, self._notices = self._notices, []
         return notices
 
     def close(self) -> None:
         """Cancel pending requests, and close connections, cache and thread."""
-        closing = getattr(self._scorer.panel.judge, "close", None)
+        closing = getattr(self._scoring.panel.judge, "close", None)
         try:
             if closing is not None:
                 self._loop.run(closing())
@@ -177,7 +177,7 @@ class JudgeReward(Scorer):
             return self._loop.run(coroutine, stopping=self._stopping)
         finally:
             if self._cost_log is not None:
-                self._cost_log.write(*cast("Any", self._scorer.panel.judge).spent())
+                self._cost_log.write(*cast("Any", self._scoring.panel.judge).spent())
 
     def _candidates(self, group: Group) -> list[Candidate]:
         example = group.prompt.example
@@ -191,7 +191,7 @@ class JudgeReward(Scorer):
         ]
 
     def _check_valid_fraction(self) -> None:
-        recent = self._scorer.panel.counts.recent
+        recent = self._scoring.panel.counts.recent
         reasons = [reason for reason in recent if reason is not None]
         valid = len(recent) - len(reasons)
         if len(recent) >= _FEWEST_VERDICTS and valid < self._safety.min_valid_fraction * len(recent):

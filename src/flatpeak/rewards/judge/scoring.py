@@ -35,24 +35,24 @@ class RequestSettings:
     """Limit on the question, the reference and each answer; longer ones lose their middle."""
 
 
-class JudgeScorer(Protocol):
-    """A scorer of groups of candidates, with one verdict for each candidate."""
+class JudgeScoring(Protocol):
+    """A way to score groups of candidates, with one verdict for each candidate."""
 
     panel: JudgePanel
 
-    async def score(self, groups: Sequence[Sequence[Candidate]], *, fresh: bool = False) -> list[list[Verdict]]:
+    async def verdicts(self, groups: Sequence[Sequence[Candidate]], *, fresh: bool = False) -> list[list[Verdict]]:
         """The verdict of each candidate of each group; `fresh` ignores the cache."""
         ...
 
 
-class RubricScorer:
-    """A scorer by a rubric: every candidate is marked on its own, against the reference."""
+class RubricScoring:
+    """Scores by a rubric: every candidate is marked on its own, against the reference."""
 
     def __init__(self, panel: JudgePanel, settings: RequestSettings) -> None:
         self.panel = panel
         self._settings = settings
 
-    async def score(self, groups: Sequence[Sequence[Candidate]], *, fresh: bool = False) -> list[list[Verdict]]:
+    async def verdicts(self, groups: Sequence[Sequence[Candidate]], *, fresh: bool = False) -> list[list[Verdict]]:
         """The verdicts of the rules, and of the judge on the rest."""
         flat = [candidate for group in groups for candidate in group]
         verdicts: dict[int, Verdict] = {}
@@ -112,8 +112,8 @@ class _Comparison:
     """The request with the left answer first, then the one with the right answer first."""
 
 
-class PairwiseScorer:
-    """A scorer by win rate: 1 for a win, 0.5 for a tie, 0 for a loss, averaged over an answer's comparisons.
+class PairwiseScoring:
+    """Scores by win rate: 1 for a win, 0.5 for a tie, 0 for a loss, averaged over an answer's comparisons.
 
     Each answer is compared with the reference (`opponents=0`), or with its next `opponents` neighbours in the group on
     either side, so that all answers have equally many comparisons. Both orders are asked, and a verdict that depends
@@ -126,7 +126,7 @@ class PairwiseScorer:
         self._settings = settings
         self._opponents = opponents
 
-    async def score(self, groups: Sequence[Sequence[Candidate]], *, fresh: bool = False) -> list[list[Verdict]]:
+    async def verdicts(self, groups: Sequence[Sequence[Candidate]], *, fresh: bool = False) -> list[list[Verdict]]:
         """The win rate of each candidate of each group."""
         comparisons = [pair for group_index, group in enumerate(groups) for pair in self._pair_up(group_index, group)]
         deadline = batch_deadline(self._settings)
