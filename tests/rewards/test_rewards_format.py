@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from flatpeak.rewards.config import LengthConfig
-from flatpeak.rewards.format import FormatReward, LengthReward, format_parts
+from flatpeak.rewards.format import FormatReward, LengthReward, format_checks
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from flatpeak.rewards.format import FormatReward, LengthReward, format_parts
     ],
 )
 def test_each_part_of_the_layout_is_judged_on_its_own(text, held):
-    assert [name for name, holds in format_parts(text).items() if holds] == held.split()
+    assert [name for name, holds in format_checks(text).items() if holds] == held.split()
 
 
 def test_the_format_reward_is_the_mean_of_the_parts(completion, prompt):

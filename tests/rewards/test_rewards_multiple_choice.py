@@ -10,14 +10,14 @@ from pydantic import TypeAdapter
 from flatpeak.errors import UserError
 from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import RewardConfig
-from flatpeak.rewards.multiple_choice import ChoiceReward, first_letter, official_letter, stated_letter
+from flatpeak.rewards.multiple_choice import ChoiceReward, answer_letter, first_letter, official_letter
 
 CITIES = ["Paris", "Rome", "Vitamin C", "42"]
 TEN = [f"option {n}" for n in range(10)]
 
 
 def stated(text, options=CITIES):
-    return stated_letter(text, options=options)
+    return answer_letter(text, options=options)
 
 
 # The three stages of evaluate_from_local.py (TIGER-AI-Lab/MMLU-Pro), as published.

@@ -139,7 +139,7 @@ class Scorer(ABC):
 
     @property
     def isolation(self) -> Isolation | None:
-        """Where there are workers, their limits in calling it, so that it cannot harm this process; None: no limits."""
+        """The limits under which workers, where there are any, call it to protect this process; None: it needs none."""
         return None
 
     @abstractmethod

@@ -237,7 +237,7 @@ class FailureLog:
         before = self.by_component.get(name, Failures(count=0, first_error=line))
         count = before.count + failed
         self.by_component[name] = Failures(count=count, first_error=before.first_error)
-        if passes_power_of_ten(before.count, count):
+        if reaches_power_of_ten(before.count, count):
             counted = "1 completion has" if count == 1 else f"{count} completions have"
             self._notice(f"reward {name!r}: {counted} had no score so far because of an error; now {line}")
 
@@ -257,9 +257,9 @@ def _grown(counts: dict[str, int], name: str, more: int) -> int | None:
     """Add to a count; the new count where it has reached a power of ten, else None."""
     before = counts.get(name, 0)
     counts[name] = before + more
-    return counts[name] if more and passes_power_of_ten(before, counts[name]) else None
+    return counts[name] if more and reaches_power_of_ten(before, counts[name]) else None
 
 
-def passes_power_of_ten(before: int, now: int) -> bool:
+def reaches_power_of_ten(before: int, now: int) -> bool:
     """Whether a count that grew to `now` reached 1, 10, 100, ... on the way."""
     return len(str(now)) > len(str(before)) or before == 0 < now

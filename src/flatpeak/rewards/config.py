@@ -48,7 +48,7 @@ class MathConfig(_VerifiedConfig):
 
 
 class R1ZeroConfig(_VerifiedConfig):
-    """1 if the answer is right and in the layout `</think> <answer>...</answer>`, else 0."""
+    """1 if the answer is right and in the form `</think> <answer>...</answer>`, else 0."""
 
     type: Literal["r1_zero"] = "r1_zero"
 
@@ -88,7 +88,7 @@ class SequenceClassifierConfig(StrictConfig):
     batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of one forward pass, padding included. null: 4096 on a CPU, else 32768."""
     label: Annotated[int, Field(ge=0)] | None = None
-    """Which output is the score, where the model has several."""
+    """The output that is the score, where the model has several."""
     normalization: Literal["none", "standardize"] = "none"
     """standardize: (score - mean) / std, of the scores recorded with the model unless `mean` and `std` are given."""
     mean: float | None = None
@@ -131,7 +131,7 @@ class NumberConfig(StrictConfig):
 
 
 class FormatConfig(StrictConfig):
-    """The r1_zero layout, its parts scored apart: think closed, one answer block, nothing around them."""
+    """A third for each rule of the r1_zero form: the thinking is closed, one answer block, nothing around them."""
 
     type: Literal["format"] = "format"
     weight: float = 1.0

@@ -1,4 +1,4 @@
-"""Countdown: make a target out of given numbers. Arithmetic is read, never executed."""
+"""The reward for Countdown puzzles: make a target out of given numbers. Arithmetic is parsed, never executed."""
 
 from __future__ import annotations
 
@@ -88,18 +88,18 @@ class CountdownReward(Rule):
         return 1.0 if sorted(numbers) == sorted(nums) and abs(value - target) < TOLERANCE else self.format_score
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The expression without whitespace, or None: what a majority vote counts."""
+        """The expression without whitespace, or None, for majority votes."""
         content = last_answer(judged_text(completion, prompt))
         return None if content is None or evaluate(content) is None else "".join(content.split())
 
 
 def _puzzle(example: Example) -> tuple[list[int], Fraction]:
-    given_nums = example.columns.get("nums")
+    listed = example.columns.get("nums")
     try:
-        nums = [operator.index(number) for number in given_nums]  # type: ignore[union-attr]
+        nums = [operator.index(number) for number in listed]  # type: ignore[union-attr]
     except TypeError:
         raise UserError(
-            f"row {example.id!r}: the countdown reward needs a list of integers as column `nums`, got {given_nums!r}"
+            f"row {example.id!r}: the countdown reward needs a list of integers as column `nums`, got {listed!r}"
         ) from None
     given = example.columns.get("target", example.gold)
     target = parse_number(str(given))

@@ -1,4 +1,4 @@
-"""How much of the r1_zero layout a completion keeps."""
+"""Rewards for the form of a completion, whatever its answer: the tags of the r1_zero form, and the length."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from flatpeak.types import Completion, Prompt, Score
 
 
-def format_parts(text: str) -> dict[str, bool]:
-    """The three parts of `<think>...</think> <answer>...</answer>`, each judged on its own.
+def format_checks(text: str) -> dict[str, bool]:
+    """Three checks of the form `<think>...</think> <answer>...</answer>`, each made on its own.
 
     - `thinking`: one `<think>`, with nothing but whitespace before it, closed by one `</think>`, which comes before
       any answer; there is text in it.
     - `answer`: one `<answer>`, closed by one `</answer>`; there is text in it.
-    - `nothing_else`: the two parts above hold, with nothing but whitespace between them and at the end.
+    - `nothing_else`: the two checks above hold, with nothing but whitespace between them and at the end.
 
-    Tags with nothing in between are no layout: they would be the cheapest text to be paid for.
+    Tags with nothing in between do not count: they would be the cheapest text to be rewarded.
     """
     opening, _, thoughts = text.partition(THINK_OPEN)
     thoughts, closed, rest = thoughts.partition(THINK_CLOSE)
@@ -44,12 +44,12 @@ def format_parts(text: str) -> dict[str, bool]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormatReward(Rule):
-    """The mean of the three parts: 0, 1/3, 2/3 or 1, so that every step towards the layout is felt."""
+    """The mean of the three checks: 0, 1/3, 2/3 or 1, so that every step towards the form is rewarded."""
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """The fraction of `format_parts` that hold."""
-        parts = format_parts(judged_text(completion, prompt))
-        return sum(parts.values()) / len(parts)
+        """The fraction of `format_checks` that hold."""
+        checks = format_checks(judged_text(completion, prompt))
+        return sum(checks.values()) / len(checks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,5 +62,5 @@ class LengthReward(Rule):
     """More than `target`."""
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """By the number of sampled tokens."""
+        """The reward for the number of sampled tokens."""
         return min(1.0, max(0.0, (self.limit - len(completion.token_ids)) / (self.limit - self.target)))

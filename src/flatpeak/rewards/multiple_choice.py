@@ -1,4 +1,4 @@
-"""The letter that a completion answers a multiple-choice question with."""
+"""The reward for multiple-choice questions, and three ways to read the letter of an answer."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ _ANOTHER: Final = re.compile(
 )
 _BEFORE_WORDS: Final = re.compile(r"[\s)\].:,]*(?:[-–—]\s+)?")
 _WORDS_END: Final = re.compile(r"[\"'”’)]*(?:[.!\s]*$|[.!]\s)")
-_LAST_PLACES: Final = 20
-"""How many of the places where an option could stand in words are looked at, from the end: a bound on the cost."""
+_LAST_MENTIONS: Final = 20
+"""Mentions in which an option is searched for in words, counted from the end: a bound on the cost."""
 
 _SUBJECT: Final = re.compile(r"\s(?:is|was|has|does|would|can)")
 _WHOLE: Final = re.compile(r"[(\[{\"'“]?\s?(?P<letter>[A-Za-z])\s?[)\]}\"'”]?[.:,!]?")
@@ -87,16 +87,29 @@ _NAMED: Final = re.compile(r"\s*(?:option|choice)\s(?=[(\[]?[A-Za-z](?!\w))", re
 _LETTER: Final = re.compile(r"[a-z]")
 _LONE: Final = re.compile(r"(?<!\w)[A-Z](?!\w)")
 
+UNKNOWN_OPTIONS: Final = 10
+"""Options of a question whose row has no column `options`: A to J."""
+GUESS_SEED: Final = 12345
+
+# MMLU-Pro's published extraction has the patterns
+#   answer is \(?([A-J])\)?      .*[aA]nswer:\s*([A-J])      \b[A-J]\b(?!.*\b[A-J]\b)
+# of which the last two take time quadratic in the text; these find the same letters in linear time.
+_OFFICIAL_ANSWER_IS: Final = re.compile(r"answer is \(?([A-J])")
+_OFFICIAL_COLON: Final = re.compile(r"(?=[aA]nswer:\s*([A-J]))")
+_OFFICIAL_LONE: Final = re.compile(r"\b[A-J]\b")
+
+_FIRST_LETTER: Final = re.compile(r"\s*\(?([A-Z])(?!\w)")
+
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
     at: int
-    """Where in the text."""
+    """Position in the text."""
     letter: str | None
     """None where several options are named."""
 
 
-def stated_letter(text: str, *, options: Sequence[str] | None, unknown: int = 10) -> str | None:
+def answer_letter(text: str, *, options: Sequence[str] | None, unknown: int = 10) -> str | None:
     """The letter that the text states last, as a capital; None where it states none, or several at once.
 
     `options` are the question's, in the order of their letters; None is a question of `unknown` options.
@@ -109,12 +122,12 @@ def stated_letter(text: str, *, options: Sequence[str] | None, unknown: int = 10
 
 
 def _plain(text: str) -> str:
-    """Without what only decorates a letter."""
+    """The text without marks that only decorate a letter."""
     return _MARKUP.sub("", _TEXT_COMMAND.sub(r"\1", text.translate(_WIDE)))
 
 
 class _Reader:
-    """Reads texts about one question."""
+    """Reader of answers to one question."""
 
     def __init__(self, options: Sequence[str] | None, letters: str) -> None:
         self._texts = None if options is None else [_normal(option) for option in options]
@@ -153,7 +166,7 @@ class _Reader:
                 yield _Statement(ending.start(), letter)
 
     def _said(self, text: str, said: str, *, at: int) -> Iterator[_Statement]:
-        """What follows `the answer is`: an option, its letter, or one in parentheses further on in the sentence."""
+        """Statements after `the answer is`: an option, its letter, or one in parentheses further on in the sentence."""
         named = self._begins_with(text, at)
         if named is not None and _LETTER.fullmatch(self._option(named)) is None:
             yield _Statement(at, named)
@@ -165,11 +178,11 @@ class _Reader:
                 yield self._unless_another(letter, text, said[direct.end() :], at=at + direct.end())
                 return
         sentence = _SENTENCE_END.split(said)[0]
-        for found in _BRACKETED.finditer(sentence):
-            letter = self._known(found["letter"])
+        for match in _BRACKETED.finditer(sentence):
+            letter = self._known(match["letter"])
             # Of `not (A) but (C)` what follows `but` is not denied.
-            if letter is not None and not _DENIED.search(_BUT.split(sentence[: found.start()])[-1]):
-                yield self._unless_another(letter, text, said[found.end() :], at=at + found.end())
+            if letter is not None and not _DENIED.search(_BUT.split(sentence[: match.start()])[-1]):
+                yield self._unless_another(letter, text, said[match.end() :], at=at + match.end())
                 return
 
     def _stands_alone(self, direct: re.Match[str], said: str) -> bool:
@@ -215,13 +228,13 @@ class _Reader:
 
     def _in_words(self, text: str) -> str | None:
         """The option that the text states last in the option's own words, and without its letter."""
-        stated = [(len(text), self._named_by(part)) for part in (text, text.rstrip().rpartition("\n")[2])]
-        stated += [(box.start(), self._named_by(box[1])) for box in deque(_BOX.finditer(text), maxlen=_LAST_PLACES)]
-        stated.append((text.rfind("\\boxed"), self._named_by(last_boxed(text) or "")))  # also with braces in it
-        for called in deque(_CALLED.finditer(text), maxlen=_LAST_PLACES):
+        mentions = [(len(text), self._named_by(whole)) for whole in (text, text.rstrip().rpartition("\n")[2])]
+        mentions += [(box.start(), self._named_by(box[1])) for box in deque(_BOX.finditer(text), maxlen=_LAST_MENTIONS)]
+        mentions.append((text.rfind("\\boxed"), self._named_by(last_boxed(text) or "")))  # also with braces in it
+        for called in deque(_CALLED.finditer(text), maxlen=_LAST_MENTIONS):
             if not _SUPPOSED.search(text[max(0, called.start() - 40) : called.start()]):
-                stated.append((called.end(), self._begins_with(text, called.end())))
-        return max(((at, letter) for at, letter in stated if letter is not None), default=(0, None))[1]
+                mentions.append((called.end(), self._begins_with(text, called.end())))
+        return max(((at, letter) for at, letter in mentions if letter is not None), default=(0, None))[1]
 
     def _begins_with(self, text: str, at: int) -> str | None:
         """The letter of the option whose words stand there, if a sentence or line ends after them."""
@@ -272,20 +285,6 @@ def _normal(option: str) -> str:
     return " ".join(_plain(option).casefold().split()).rstrip(".")
 
 
-UNKNOWN_OPTIONS: Final = 10
-"""How many options a question is taken to have whose row has no column `options`: A to J."""
-GUESS_SEED: Final = 12345
-
-# MMLU-Pro's published extraction has the patterns
-#   answer is \(?([A-J])\)?      .*[aA]nswer:\s*([A-J])      \b[A-J]\b(?!.*\b[A-J]\b)
-# of which the last two take time quadratic in the text; these find the same letters in linear time.
-_OFFICIAL_STATED: Final = re.compile(r"answer is \(?([A-J])")
-_OFFICIAL_COLON: Final = re.compile(r"(?=[aA]nswer:\s*([A-J]))")
-_OFFICIAL_LONE: Final = re.compile(r"\b[A-J]\b")
-
-_FIRST_LETTER: Final = re.compile(r"\s*\(?([A-Z])(?!\w)")
-
-
 def official_letter(text: str) -> str | None:
     """MMLU-Pro's published extraction (TIGER-AI-Lab/MMLU-Pro, `evaluate_from_local.py`), quirks and all.
 
@@ -293,9 +292,9 @@ def official_letter(text: str) -> str | None:
     from A to J. So `answer is Definitely (C)` is D, a hypothesis before the conclusion wins, the pronoun I is an
     answer, and small letters never are.
     """
-    stated = _OFFICIAL_STATED.search(text)
-    if stated is not None:
-        return stated[1]
+    sentence = _OFFICIAL_ANSWER_IS.search(text)
+    if sentence is not None:
+        return sentence[1]
     after_colon = _official_colon(text)
     if after_colon is not None:
         return after_colon
@@ -304,14 +303,14 @@ def official_letter(text: str) -> str | None:
 
 
 def _official_colon(text: str) -> str | None:
-    found, line_end = None, -1
+    letter, line_end = None, -1
     for match in _OFFICIAL_COLON.finditer(text):
-        if found is None:
+        if letter is None:
             line_end = text.find("\n", match.start())
         elif 0 <= line_end < match.start():
             break
-        found = match[1]
-    return found
+        letter = match[1]
+    return letter
 
 
 def first_letter(text: str) -> str | None:
@@ -348,11 +347,11 @@ class ChoiceReward(Rule):
         return float(letter == gold)
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The extracted letter, or None where there is none: what a majority vote and the failure rate count."""
+        """The extracted letter, or None where there is none, for majority votes and the rate of failed extraction."""
         options = _options(prompt)
         match self.extraction:
             case "robust":
-                return stated_letter(judged_text(completion, prompt), options=options, unknown=UNKNOWN_OPTIONS)
+                return answer_letter(judged_text(completion, prompt), options=options, unknown=UNKNOWN_OPTIONS)
             case "letter":
                 letter = first_letter(completion.text)
                 return letter if letter is not None and letter in _letters(options) else None

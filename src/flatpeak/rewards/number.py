@@ -1,4 +1,4 @@
-"""Numbers in text, read exactly: no float ever rounds one, and no length of digits makes reading slow."""
+"""The reward for numeric answers, and the exact reading of numbers: no float rounds one, no length makes it slow."""
 
 from __future__ import annotations
 
@@ -21,25 +21,6 @@ from flatpeak.utils.answers import after_thinking, judged_text
 if TYPE_CHECKING:
     from flatpeak.rewards.base import NumberExtraction
     from flatpeak.types import Completion, Prompt, Score
-
-_WORD: Final = re.compile(r"\s*-?\s*([^\W\d_]+)")
-_CHANGING: Final = frozenset({"k", "mil", "squared", "cubed", "factorial"})
-"""Words after a number that make another of it, which one is not for a reader of digits to say."""
-
-
-def in_prose(number: Fraction, following: str) -> Fraction | None:
-    """A number found in prose, with the magnitude that follows it (`18 million`); None where a word changes it."""
-    match = _WORD.match(following)
-    word = match[1].lower() if match is not None else ""
-    if word in _CHANGING:
-        return None
-    if (magnitude := MAGNITUDES.get(word.removesuffix("s"))) is not None:
-        return number * magnitude
-    # Of quarters there are coins too.
-    if word.endswith("s") and not word.startswith("quarter") and word.removesuffix("s") in DENOMINATORS:
-        return number / DENOMINATORS[word.removesuffix("s")]
-    return number
-
 
 MAX_CHARACTERS: Final = 1000
 """Longer texts are no number: reading digits costs quadratic time, and a policy can emit any number of them."""
@@ -69,32 +50,41 @@ _LATEX: Final = (
     (re.compile(r"\\([$%])"), r"\1"),
 )
 
-
-def parse_number(text: str) -> Fraction | None:
-    """The number that the whole text is, exactly, or None.
-
-    Read: `-42`, `+5`, `−5` (U+2212), `12.5`, `.5`, `18.`, `3/4`, `1,000`, `$18`, `-$5`, `18 €`, `50%`. A percent sign
-    is a unit and is dropped: `50%` is 50. Refused: commas that do not group by three (`1,00`, `0,125`), exponents,
-    words, a zero denominator, anything longer than `MAX_CHARACTERS`.
-    """
-    text = text.strip().translate(_MINUS_SIGN).removesuffix(".")
-    match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
-    if match is None or (match["sign"] and match["inner_sign"]):
-        return None
-    if match["decimal"] is not None:
-        value = Fraction(match["decimal"].replace(",", ""))
-    else:
-        denominator = int(match["denominator"].replace(",", ""))
-        if denominator == 0:
-            return None
-        value = Fraction(int(match["numerator"].replace(",", "")), denominator)
-    return -value if "-" in (match["sign"], match["inner_sign"]) else value
+_WORD: Final = re.compile(r"\s*-?\s*([^\W\d_]+)")
+_CHANGING: Final = frozenset({"k", "mil", "squared", "cubed", "factorial"})
+"""Words after a number that make an unknown other number of it."""
 
 
-def numbers_equal(first: str, second: str) -> bool:
-    """Whether two texts are the same number; a text that is no number equals nothing."""
-    value = parse_number(first)
-    return value is not None and value == parse_number(second)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberReward(Rule):
+    """1 if the extracted number equals the row's gold number, else 0."""
+
+    extraction: NumberExtraction = "whole"
+    evaluated: bool = False
+    """Whether an answer has to be worked out (see `flatpeak.rewards.math.evaluated`)."""
+
+    def __call__(self, completion: Completion, prompt: Prompt) -> Score:
+        """1.0 or 0.0; a gold answer that is no number is a UserError naming the row."""
+        gold = parse_number(prompt.example.gold)
+        if gold is None:
+            raise UserError(
+                f"the gold answer {prompt.example.gold[:80]!r} of row {prompt.id!r} is not a number: give the task "
+                "numeric gold answers (answer_pattern can cut them out), or use another reward type"
+            )
+        text = judged_text(completion, prompt)
+        return float(extract_answer(text, self.extraction) == gold and not self._leaves_work(text, prompt))
+
+    def answer(self, completion: Completion, prompt: Prompt) -> str | None:
+        """The extracted number in lowest terms (`3/4`, `-5`), or None, for majority votes."""
+        text = judged_text(completion, prompt)
+        number = extract_answer(text, self.extraction)
+        if number is not None and self._leaves_work(text, prompt):
+            return f"{number} to be worked out"
+        return None if number is None else str(number)
+
+    def _leaves_work(self, text: str, prompt: Prompt) -> bool:
+        example = prompt.example
+        return self.evaluated and leaves_work(text, self.extraction, gold=example.gold, question=example.question)
 
 
 def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:
@@ -116,20 +106,20 @@ def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:
         case "whole":
             return parse_number(after_thinking(text))
         case "answer_tag" | "boxed":
-            content = stated_text(text, extraction)
+            content = whole_text(text, extraction)
             return None if content is None else read_number_answer(content)
         case "last_number":
             return _last_number(_without_latex(after_thinking(text)))
         case "gsm8k_strict":
-            stated = _last_match(_GSM8K_STRICT, text)
-            return None if stated is None else _read_gsm8k(stated.removeprefix("#### "))
+            number = _last_match(_GSM8K_STRICT, text)
+            return None if number is None else _read_gsm8k(number.removeprefix("#### "))
         case "gsm8k_flexible":
-            stated = _last_match(_GSM8K_FLEXIBLE, text)
-            return None if stated is None else _read_gsm8k(stated)
+            number = _last_match(_GSM8K_FLEXIBLE, text)
+            return None if number is None else _read_gsm8k(number)
 
 
-def stated_text(text: str, extraction: NumberExtraction) -> str | None:
-    """The text that a number has to be as a whole, or None: where a pattern finds the number, there is none."""
+def whole_text(text: str, extraction: NumberExtraction) -> str | None:
+    """The text that has to be a number as a whole; None for an extraction that matches a pattern instead."""
     try:
         match extraction:
             case "whole":
@@ -174,38 +164,47 @@ def _without_latex(text: str) -> str:
 
 
 def leaves_work(text: str, extraction: NumberExtraction, *, gold: str, question: str) -> bool:
-    """Whether the text that states a number is not worked out (see `flatpeak.rewards.math.evaluated`)."""
-    stated = stated_text(text, extraction)
-    return stated is not None and not is_evaluated(stated, gold, question)
+    """Whether the answer is an expression that is not worked out (see `flatpeak.rewards.math.evaluated`)."""
+    answer = whole_text(text, extraction)
+    return answer is not None and not is_evaluated(answer, gold, question)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NumberReward(Rule):
-    """1 if the extracted number equals the row's gold number, else 0."""
+def parse_number(text: str) -> Fraction | None:
+    """The number that the whole text is, exactly, or None.
 
-    extraction: NumberExtraction = "whole"
-    evaluated: bool = False
-    """Whether an answer has to be worked out (see `flatpeak.rewards.math.evaluated`)."""
+    Read: `-42`, `+5`, `−5` (U+2212), `12.5`, `.5`, `18.`, `3/4`, `1,000`, `$18`, `-$5`, `18 €`, `50%`. A percent sign
+    is a unit and is dropped: `50%` is 50. Refused: commas that do not group by three (`1,00`, `0,125`), exponents,
+    words, a zero denominator, anything longer than `MAX_CHARACTERS`.
+    """
+    text = text.strip().translate(_MINUS_SIGN).removesuffix(".")
+    match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
+    if match is None or (match["sign"] and match["inner_sign"]):
+        return None
+    if match["decimal"] is not None:
+        value = Fraction(match["decimal"].replace(",", ""))
+    else:
+        denominator = int(match["denominator"].replace(",", ""))
+        if denominator == 0:
+            return None
+        value = Fraction(int(match["numerator"].replace(",", "")), denominator)
+    return -value if "-" in (match["sign"], match["inner_sign"]) else value
 
-    def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """1.0 or 0.0; a gold answer that is no number is a UserError naming the row."""
-        gold = parse_number(prompt.example.gold)
-        if gold is None:
-            raise UserError(
-                f"the gold answer {prompt.example.gold[:80]!r} of row {prompt.id!r} is not a number: give the task "
-                "numeric gold answers (answer_pattern can cut them out), or use another reward type"
-            )
-        text = judged_text(completion, prompt)
-        return float(extract_answer(text, self.extraction) == gold and not self._leaves_work(text, prompt))
 
-    def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The extracted number in lowest terms (`3/4`, `-5`), or None: what a majority vote counts."""
-        text = judged_text(completion, prompt)
-        number = extract_answer(text, self.extraction)
-        if number is not None and self._leaves_work(text, prompt):
-            return f"{number} to be worked out"
-        return None if number is None else str(number)
+def numbers_equal(first: str, second: str) -> bool:
+    """Whether two texts are the same number; a text that is no number equals nothing."""
+    value = parse_number(first)
+    return value is not None and value == parse_number(second)
 
-    def _leaves_work(self, text: str, prompt: Prompt) -> bool:
-        example = prompt.example
-        return self.evaluated and leaves_work(text, self.extraction, gold=example.gold, question=example.question)
+
+def in_prose(number: Fraction, following: str) -> Fraction | None:
+    """A number found in prose, with the magnitude that follows it (`18 million`); None where a word changes it."""
+    match = _WORD.match(following)
+    word = match[1].lower() if match is not None else ""
+    if word in _CHANGING:
+        return None
+    if (magnitude := MAGNITUDES.get(word.removesuffix("s"))) is not None:
+        return number * magnitude
+    # Of quarters there are coins too.
+    if word.endswith("s") and not word.startswith("quarter") and word.removesuffix("s") in DENOMINATORS:
+        return number / DENOMINATORS[word.removesuffix("s")]
+    return number

@@ -1,4 +1,4 @@
-"""reasoning-gym (arXiv 2505.24760): completions are scored by the data set that made the question.
+"""The reward of reasoning-gym (arXiv 2505.24760): completions are scored by the data set that made the question.
 
 Some of its scorers run the answer as Python, with `eval` or sympy's `parse_expr`. To those an answer is handed over
 only where that can do nothing but build a value. Two others (of version 0.1.25) give full marks to what is no answer at
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from flatpeak.types import Completion, Example, Group, Prompt, Score
 
 MAX_CHARACTERS: Final = 20_000
-"""Longer answers score 0 unread; the longest right ones are grids of numbers, far below it."""
+"""Longer answers score 0 without being graded; the longest right ones are grids of numbers, far below it."""
 MAX_PROGRAM: Final = 2_000
-"""Of an answer that a scorer runs as Python."""
+"""Characters of an answer that a scorer runs as Python."""
 
 # As of version 0.1.25; a test looks for others.
 EVALUATED: Final = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
@@ -67,7 +67,7 @@ MAX_DEPTH: Final = 3
 """Powers and functions within each other in a formula."""
 MAX_EXPONENT: Final = 100
 MAX_SUM_EXPONENT: Final = 12
-"""Of anything but a name or a number, which sympy multiplies out."""
+"""Largest exponent of anything but a name or a number, because sympy multiplies it out."""
 _LARGEST_NUMBER: Final = 10**12
 
 
@@ -112,7 +112,7 @@ class ReasoningGymReward(Rule):
         return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
-        """All scores; those are missing for which a scorer raised."""
+        """The score of every completion, missing where the data set's scorer raised."""
         failed, first_error = 0, None
         scores: list[list[Score]] = []
         for group in groups:
@@ -129,7 +129,7 @@ class ReasoningGymReward(Rule):
         return ComponentScores(scores=scores, failed=failed, first_error=first_error)
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The answer's text, stripped, or None: what a majority vote counts."""
+        """The answer's text, stripped, or None, for majority votes."""
         text = judged_text(completion, prompt)
         content = last_answer(text) if self.extraction == "answer_tag" else after_thinking(text)
         return (content or "").strip() or None
@@ -176,39 +176,39 @@ def _is_formula(node: ast.expr, *, depth: int = 0) -> bool:
     """Numbers, names, the four operations, powers and well-known functions; `depth` of these are around the node."""
     match node:
         case ast.Constant(value=int() | float() as number):
-            good = not isinstance(number, bool) and abs(number) <= _LARGEST_NUMBER
+            allowed = not isinstance(number, bool) and abs(number) <= _LARGEST_NUMBER
         case ast.Name():
-            good = True
+            allowed = True
         case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
-            good = _is_formula(operand, depth=depth)
+            allowed = _is_formula(operand, depth=depth)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             most = MAX_EXPONENT if isinstance(left, ast.Name | ast.Constant) else MAX_SUM_EXPONENT
-            good = depth < MAX_DEPTH and _is_formula(left, depth=depth + 1) and _is_exponent(right, most=most)
+            allowed = depth < MAX_DEPTH and _is_formula(left, depth=depth + 1) and _is_exponent(right, most=most)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
-            good = _is_formula(left, depth=depth) and _is_formula(right, depth=depth)
+            allowed = _is_formula(left, depth=depth) and _is_formula(right, depth=depth)
         case ast.Call(func=ast.Name(id=function), args=[argument], keywords=[]):
-            good = function in _FUNCTIONS and depth < MAX_DEPTH and _is_formula(argument, depth=depth + 1)
+            allowed = function in _FUNCTIONS and depth < MAX_DEPTH and _is_formula(argument, depth=depth + 1)
         case _:
-            good = False
-    return good
+            allowed = False
+    return allowed
 
 
 def _is_exponent(node: ast.expr, *, most: int) -> bool:
     """A small number, a name, a product of one with a name, or a fraction of these: nothing that could grow large."""
     match node:
         case ast.Constant(value=int() | float() as number):
-            good = not isinstance(number, bool) and abs(number) <= most
+            allowed = not isinstance(number, bool) and abs(number) <= most
         case ast.Name():
-            good = True
+            allowed = True
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            good = _is_exponent(operand, most=most)
+            allowed = _is_exponent(operand, most=most)
         case ast.BinOp(left=left, op=ast.Div(), right=right):
-            good = _is_exponent(left, most=most) and _is_exponent(right, most=most)
+            allowed = _is_exponent(left, most=most) and _is_exponent(right, most=most)
         case ast.BinOp(left=left, op=ast.Mult(), right=ast.Name()):
-            good = _is_exponent(left, most=most)
+            allowed = _is_exponent(left, most=most)
         case _:
-            good = False
-    return good
+            allowed = False
+    return allowed
 
 
 def _read(example: Example) -> tuple[str, str, dict[str, Any]]:
@@ -242,7 +242,7 @@ _MAKERS: Final[Mapping[str, Callable[[Iterable[Any]], Any]]] = {
 
 
 def _quietly(scorer: Callable[[str, Mapping[str, Any]], float], answer: str, entry: Mapping[str, Any]) -> float:
-    """Scorers may print, and warn about what they parse."""
+    """Call a scorer without its output and its warnings."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return float(scorer(answer, entry))

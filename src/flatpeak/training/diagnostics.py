@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flatpeak.errors import RunError
-from flatpeak.rewards.calls import passes_power_of_ten
+from flatpeak.rewards.calls import reaches_power_of_ten
 from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
 from flatpeak.types import Group
@@ -115,7 +115,7 @@ class SkippedUpdateMonitor:
         Raises RunError where `limit` in a row were skipped, or, at the end of the stage, all since the run was started
         or resumed.
         """
-        if passes_power_of_ten(self.told, self.skipped):
+        if reaches_power_of_ten(self.told, self.skipped):
             self.told = self.skipped
             notice(
                 f"{stage} step {step}: {self.skipped} of {self.updates} updates so far skipped, because the gradient "
@@ -153,7 +153,7 @@ class MissingRewardMonitor:
         """Count the step if it is one; the first is told of, and then the 10th, the 100th, ..."""
         if all(score is None for row in rollouts.scores.total for score in row):
             self.count += 1
-            if passes_power_of_ten(self.count - 1, self.count):
+            if reaches_power_of_ten(self.count - 1, self.count):
                 failed = ", ".join(f"{name} on {count}" for name, count in rollouts.failed.items())
                 why = f" (failed: {failed})" if failed else ""
                 steps = "step" if self.count == 1 else "steps"
@@ -177,7 +177,7 @@ class LogprobGapMonitor:
         if not gap > GAP_BOUND:  # or is not a number
             return
         self.count += 1
-        if passes_power_of_ten(self.count - 1, self.count):
+        if reaches_power_of_ten(self.count - 1, self.count):
             steps = "1 step" if self.count == 1 else f"{self.count} steps"
             self._notice(
                 f"in {steps} so far the sampler's log-probabilities were more than {GAP_BOUND} nats per token from the "

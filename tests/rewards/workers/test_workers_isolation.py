@@ -24,7 +24,7 @@ from flatpeak.rewards.config import FunctionConfig, NumberConfig
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers import grading
 from flatpeak.rewards.workers.pool import WorkerPool
-from flatpeak.rewards.workers.process import MARK
+from flatpeak.rewards.workers.process import OUTPUT_PREFIX
 from flatpeak.types import Completion, Group, Score
 from support import worker_functions
 from support.worker_functions import FAULTS, QUIRKS, all_end
@@ -117,7 +117,7 @@ def test_what_a_function_does_beside_returning_a_score_changes_none(
             thread.join(5)
     captured = capfd.readouterr()
     assert captured.out == ""  # which may be a result that a program reads
-    assert len(captured.err) == (2 * 40 * (len(MARK) + 100_000) if quirk == "prints" else 0)
+    assert len(captured.err) == (2 * 40 * (len(OUTPUT_PREFIX) + 100_000) if quirk == "prints" else 0)
 
 
 def test_no_process_is_left_by_workers_that_were_lost(group: MAKE, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flatpeak.rewards.workers.pool import WorkerPool
-from flatpeak.rewards.workers.process import MARK
+from flatpeak.rewards.workers.process import OUTPUT_PREFIX
 from support.runs import tiny_recipe
 
 
@@ -40,8 +40,8 @@ def test_lines_that_workers_print_are_whole_and_marked(capfd: pytest.CaptureFixt
         futures = [pool.submit(chatter, name, 200) for name in "ab"]
         assert [future.result() for future in futures] == [200, 200]
     text = until(capfd, lambda text: text.count("ends") == 2)
-    expected = [f"{MARK}{name * 20} {number}" for name in "ab" for number in range(200)]
-    assert sorted(text.splitlines()) == sorted([*expected, f"{MARK}a ends", f"{MARK}b ends"])
+    expected = [f"{OUTPUT_PREFIX}{name * 20} {number}" for name in "ab" for number in range(200)]
+    assert sorted(text.splitlines()) == sorted([*expected, f"{OUTPUT_PREFIX}a ends", f"{OUTPUT_PREFIX}b ends"])
 
 
 def endless(name: str) -> None:
@@ -52,7 +52,7 @@ def endless(name: str) -> None:
 def test_what_a_function_printed_before_it_hung_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     with WorkerPool(1, timeout=0.5) as pool, pytest.raises(Exception, match="no answer"):
         pool.submit(endless, "before").result()
-    assert until(capfd, bool) == f"{MARK}before\n"
+    assert until(capfd, bool) == f"{OUTPUT_PREFIX}before\n"
 
 
 def test_processes_that_print_leave_no_descriptor_behind() -> None:
@@ -96,4 +96,4 @@ def test_json_stays_json_whatever_reward_functions_print(tmp_path: Path) -> None
     assert json.loads(done.stdout)["status"] == "done", done.stderr
     lines = done.stderr.splitlines()
     assert "from this process" in lines
-    assert f"{MARK}from a worker" in lines
+    assert f"{OUTPUT_PREFIX}from a worker" in lines

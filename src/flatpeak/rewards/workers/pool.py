@@ -1,4 +1,4 @@
-"""Worker processes that can be killed: functions with their arguments in, results or why there are none out."""
+"""A pool of worker processes that can be killed: calls of functions in, results or the reasons for their lack out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from flatpeak.errors import UserError
 from flatpeak.rewards.workers import process as processes
 from flatpeak.rewards.workers.process import WorkerError as WorkerError
-from flatpeak.rewards.workers.worker import ForkServer, remember
+from flatpeak.rewards.workers.worker import ForkServer, add_loaded
 from flatpeak.utils.user_code import user_files
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class WorkerPool:
         self.close()
 
     def ready(self) -> None:
-        """Load the `forked` function if that has not happened; where it cannot be loaded, calls will say so."""
+        """Load the `forked` function if that has not happened; where it cannot be loaded, calls end with the reason."""
         if self._server is not None:
             with contextlib.suppress(WorkerError, EOFError, OSError):
                 self._server.ready()
@@ -94,7 +94,7 @@ class WorkerPool:
     ) -> Future[list[T | WorkerError | UserError]]:
         """Call the function with each tuple of arguments, one after the other in one worker.
 
-        The results in the order of the calls, and in place of one that is not there, why. Each call has the whole
+        The results in the order of the calls, with the reason in place of one that is missing. Each call has the whole
         `timeout` (None: the pool's); when one costs its worker, a fresh one goes on behind it, unless `stop` is set.
         """
         return self._threads.submit(self._call_each, function, list(calls), timeout or self._timeout, stop)
@@ -105,7 +105,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.kill(forever=True)
         if self._server is not None and not self._server.loaded:
-            self._server.kill()  # whoever waits for it would wait for seconds
+            self._server.kill()  # threads that wait for it would wait for seconds
         self._threads.shutdown()
         for worker in self._workers:
             worker.discard()
@@ -151,11 +151,11 @@ class _Worker:
 
     def __del__(self) -> None:
         if os.getpid() == self._owner:  # in a process forked from it, the workers are not this copy's to end
-            self.kill()  # a pool that nobody closed
+            self.kill()  # of a pool that was not closed
             self.discard()
 
     def call_each(self, code: bytes, messages: Sequence[bytes], timeout: float, stop: Event | None) -> list[Any]:
-        """For each message a result, a WorkerError or a UserError."""
+        """A result, a WorkerError or a UserError for each message."""
         answers: list[Any] = []
         while len(answers) < len(messages):
             if stop is not None and stop.is_set():
@@ -168,23 +168,23 @@ class _Worker:
         return answers
 
     def kill(self, *, forever: bool = False) -> None:
-        """End the process; whoever waits for its answer is told that it died."""
+        """End the process; a call that waits for its answer ends with `died`."""
         with self._lock:
             self._over = self._over or forever
             if self._process is not None:
                 processes.kill(self._process)
 
     def discard(self) -> str | None:
-        """Take the process's exit status and forget it; how it ended, if one was there."""
+        """Drop the process and return its exit code or signal, if there was one."""
         process, self._process = self._process, None
         self._loaded = {}
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-        return None if process is None else processes.ending(process)
+        return None if process is None else processes.wait_for_end(process)
 
     def _ready(self, code: bytes) -> Connection:
-        """A process that has loaded the function; WorkerError where there is none to be had."""
+        """The pipe to a process that has loaded the function; WorkerError where it cannot be started."""
         if self._process is not None and self._process.poll() is not None:
             self.discard()  # between two calls: nothing is lost
         try:
@@ -196,11 +196,11 @@ class _Worker:
             (answer,) = self._exchange(pipe, ("load", code, START_SECONDS, sources), START_SECONDS)
             if isinstance(answer, Exception):
                 raise answer
-            remember(self._loaded, code, True)
+            add_loaded(self._loaded, code, True)
         return pipe
 
     def _exchange(self, pipe: Connection, request: tuple[str, bytes, float, Any], seconds: float) -> list[Any]:
-        """At least one answer: fewer than were asked for where the last one cost the process."""
+        """Send a request and read its answers: at least one, and not all where the last one cost the process."""
         answers, expected = list[Any](), len(request[3]) if request[0] == "call" else 1
         try:
             processes.limit_waiting(pipe, seconds)

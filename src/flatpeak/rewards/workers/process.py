@@ -1,4 +1,4 @@
-"""What worker processes are to the operating system: how they start, what they may use, and how they end."""
+"""Worker processes as the operating system sees them: their start, limits, signals, output and end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from flatpeak.rewards.workers import process as output
 from flatpeak.utils.user_code import OneLineError
 
 SPARE_SECONDS: Final = 1.0
 FORK: Final = 0
-"""Asks a fork server for a new worker; any other number is a process id, and asks how that worker ended."""
+"""The request to a fork server for a new worker; any other number is a process id, and asks how that worker ended."""
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
 
 Reason = Literal["raised", "died", "timeout", "memory", "budget", "unloadable"]
 LIMITS: Final[frozenset[Reason]] = frozenset({"timeout", "memory", "budget"})
-"""Reasons that what is called may bring about by what it costs."""
+"""Reasons that a call may bring about by its cost in time or memory."""
+OUTPUT_PREFIX: Final = "reward: "
+"""Text before every line that a worker prints."""
+_CHUNK: Final = 65536
 
 
 class Process(Protocol):
@@ -39,12 +41,12 @@ class Process(Protocol):
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same once it has ended; subprocess.TimeoutExpired where that takes longer."""
+        """The exit code once it has ended; subprocess.TimeoutExpired where that takes longer."""
         ...
 
 
 class WorkerError(OneLineError):
-    """A call that has no result; as text, one line that says why."""
+    """The failure of a call that has no result; the text gives the reason on one line."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(reason, text)
@@ -57,12 +59,12 @@ class WorkerError(OneLineError):
 
 
 def start(command: Sequence[str], channel: socket.socket) -> subprocess.Popen[bytes]:
-    """A process that has the channel, nothing to read, and a process group of its own.
+    """Start a process with the channel, nothing to read, and a process group of its own.
 
-    What it prints goes to standard error (`output.capture`): standard output may be a result that a program reads.
+    What it prints goes to standard error (`capture_output`): standard output may be a result that a program reads.
     """
-    printed = output.capture()
-    # A process inherits the mask. Batch systems signal all processes of a job, and it is this one that decides what
+    printed = capture_output()
+    # A process inherits the mask. Batch systems signal all processes of a job, and this one decides what
     # happens then; the new one unblocks them once it has its own handlers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:
@@ -85,8 +87,8 @@ def kill(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def ending(process: Process) -> str:
-    """How a process that has let go of its channel ended; it is killed if it takes more than a moment."""
+def wait_for_end(process: Process) -> str:
+    """The exit code or signal of a process that has closed its channel; it is killed if it takes more than a moment."""
     try:
         code = process.wait(SPARE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -97,7 +99,7 @@ def ending(process: Process) -> str:
 
 
 def limit_waiting(pipe: Connection, seconds: float) -> None:
-    """From now on reading from the pipe, or writing to it, raises BlockingIOError after so many seconds."""
+    """Let reading from the pipe, or writing to it, raise BlockingIOError after so many seconds from now on."""
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     channel = socket.socket(fileno=pipe.fileno())
     try:
@@ -107,15 +109,15 @@ def limit_waiting(pipe: Connection, seconds: float) -> None:
         channel.detach()
 
 
-def keep_to_itself(pipe: Connection) -> None:
-    """Let no child of this process speak for it."""
+def close_in_children(pipe: Connection) -> None:
+    """Keep the pipe from all children of this process: they must not answer for it."""
     os.set_inheritable(pipe.fileno(), False)
     os.register_at_fork(after_in_child=pipe.close)
 
 
-def settle(pipe: Connection, memory_bytes: int | None) -> None:
-    """What a worker does first: its limits, its signals, and that children it forks do not speak for it."""
-    keep_to_itself(pipe)
+def set_limits(pipe: Connection, memory_bytes: int | None) -> None:
+    """Prepare a worker process: its limits, its signals, and a pipe that its children do not have."""
+    close_in_children(pipe)
     with contextlib.suppress(OSError):  # where memory runs out all the same, it is not the trainer that is chosen
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -127,33 +129,28 @@ def settle(pipe: Connection, memory_bytes: int | None) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 
-def alarm(seconds: float) -> None:
-    """The kernel ends this process after so many seconds, though nobody is left to kill it; 0: it does not."""
+def set_alarm(seconds: float) -> None:
+    """Let the kernel end this process after so many seconds, also where the trainer is gone; 0 cancels that."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def leave(pid: int) -> None:
-    """End this process with what it has left running; `pid` is the worker's, which a forked child is not."""
+def exit_worker(pid: int) -> None:
+    """End this process and its children; `pid` is the worker's, which a forked child does not have."""
     if os.getpid() == pid == os.getpgrp():
         os.killpg(pid, signal.SIGKILL)
     os._exit(0)
 
 
 def extend_path(path: Sequence[str]) -> None:
-    """Look for modules in these places too."""
-    sys.path += [place for place in path if place not in sys.path]
+    """Search for modules in these directories too."""
+    sys.path += [directory for directory in path if directory not in sys.path]
 
 
-MARK: Final = "reward: "
-"""Before every line."""
-_CHUNK: Final = 65536
+def capture_output() -> int:
+    """A descriptor for a process's standard output and error; the caller closes its own copy once that has started.
 
-
-def capture() -> int:
-    """A descriptor to be a process's standard output and error; the caller closes its own copy once that has started.
-
-    A thread passes on what comes until every process that holds it has ended. Processes that wrote to the terminal
+    A thread passes on the output until every process that holds it has ended. Processes that wrote to the terminal
     themselves would write into each other's lines, and into a live display.
     """
     source, sink = os.pipe()
@@ -162,19 +159,19 @@ def capture() -> int:
 
 
 def _pass_on(source: int) -> None:
-    begun = b""
+    rest = b""
     with os.fdopen(source, "rb", buffering=0) as pipe:
         while chunk := pipe.read(_CHUNK):
-            *lines, begun = (begun + chunk).split(b"\n")
-            _show(lines)
-    if begun:
-        _show([begun])
+            *lines, rest = (rest + chunk).split(b"\n")
+            _print(lines)
+    if rest:
+        _print([rest])
 
 
-def _show(lines: list[bytes]) -> None:
-    """All at once: a live display draws itself anew behind every write."""
-    text = "".join(f"{MARK}{line.decode(errors='replace')}\n" for line in lines)
-    # Looked up each time: a live display stands in for it while it lasts. Nothing can be done where it is closed.
+def _print(lines: list[bytes]) -> None:
+    """Write lines at once, because a live display redraws itself after every write."""
+    text = "".join(f"{OUTPUT_PREFIX}{line.decode(errors='replace')}\n" for line in lines)
+    # Looked up each time: a live display replaces it while it lasts. Nothing can be done where it is closed.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()

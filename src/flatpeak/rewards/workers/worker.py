@@ -1,4 +1,4 @@
-"""What a worker process runs: it loads functions, calls them, and answers with results or why there are none."""
+"""The code that worker processes run, and the fork server, which starts them with a function already loaded."""
 
 from __future__ import annotations
 
@@ -22,43 +22,48 @@ from flatpeak.rewards.workers import process as processes
 from flatpeak.rewards.workers.process import FORK, WorkerError
 from flatpeak.utils.user_code import load_file, one_line, user_files
 
-_KEPT: Final = 32
+MAX_LOADED: Final = 32
+"""Functions that a worker keeps loaded."""
 _OUT_OF_MEMORY: Final = pickle.dumps(("memory", "a worker process ran out of the memory it may use"))
+_BOOT: Final = (
+    "import sys; descriptor, memory, *sys.path = sys.argv[1:]; "
+    "from flatpeak.rewards.workers.worker import serve_forks; serve_forks(int(descriptor), int(memory) or None)"
+)
+_POLL_SECONDS: Final = 0.005
 _FILES: dict[str, str] = {}
+"""The user's files that may be run here, by module name."""
 
 
 def serve(descriptor: int, memory_bytes: int | None) -> None:
-    """What a worker runs: answer one request after another until the other end of the pipe is closed."""
+    """Run a worker: answer one request after another until the other end of the pipe is closed."""
     pid, pipe = os.getpid(), Connection(descriptor)
-    processes.settle(pipe, memory_bytes)
+    processes.set_limits(pipe, memory_bytes)
     _answer_all(pid, pipe, {})
 
 
 def serve_forks(descriptor: int, memory_bytes: int | None) -> None:
-    """What a fork server runs: load one function, then fork workers and report how they ended.
+    """Run a fork server: load one function, then fork workers and report their exit codes.
 
-    Of a worker that was asked about and has ended, nothing is kept, so that its process id may be used again.
+    A worker that has ended is dropped with the answer that says so, and its process id may be used again.
     """
-    from multiprocessing import reduction
-
     pid, control = os.getpid(), Connection(descriptor)
     functions: dict[bytes, Callable[..., Any]] = {}
     try:
-        processes.settle(control, memory_bytes)
+        processes.set_limits(control, memory_bytes)
         control.send_bytes(b"ready")
         code, content = pickle.loads(control.recv_bytes())
         control.send_bytes(_load(functions, code, *content))
         gc.collect()
         gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares
         while True:
-            asked = pickle.loads(control.recv_bytes())
-            if asked == FORK:
+            request = pickle.loads(control.recv_bytes())
+            if request == FORK:
                 control.send_bytes(pickle.dumps(_fork(reduction.recv_handle(control), functions)))
             else:
-                ended, status = os.waitpid(asked, os.WNOHANG)
+                ended, status = os.waitpid(request, os.WNOHANG)
                 control.send_bytes(pickle.dumps(os.waitstatus_to_exitcode(status) if ended else None))
     except (EOFError, OSError):
-        processes.leave(pid)
+        processes.exit_worker(pid)
 
 
 def _fork(channel: int, functions: dict[bytes, Callable[..., Any]]) -> int:
@@ -70,7 +75,7 @@ def _fork(channel: int, functions: dict[bytes, Callable[..., Any]]) -> int:
     try:
         os.setpgid(0, 0)
         pipe = Connection(channel)
-        processes.keep_to_itself(pipe)
+        processes.close_in_children(pipe)
         _answer_all(os.getpid(), pipe, functions)
     finally:
         os._exit(1)
@@ -82,21 +87,21 @@ def _answer_all(pid: int, pipe: Connection, functions: dict[bytes, Callable[...,
         while True:
             task, code, timeout, content = pickle.loads(pipe.recv_bytes())
             for message in content if task == "call" else [None]:
-                processes.alarm(timeout + processes.SPARE_SECONDS)
+                processes.set_alarm(timeout + processes.SPARE_SECONDS)
                 answer = _load(functions, code, *content) if message is None else _answer(functions[code], message)
-                processes.alarm(0)
+                processes.set_alarm(0)
                 pipe.send_bytes(answer)
                 if answer == _OUT_OF_MEMORY:
-                    processes.leave(pid)
+                    processes.exit_worker(pid)
     except (EOFError, OSError):
-        processes.leave(pid)
+        processes.exit_worker(pid)
 
 
 def _load(functions: dict[bytes, Callable[..., Any]], code: bytes, path: Sequence[str], files: dict[str, str]) -> bytes:
     processes.extend_path(path)
     _FILES.update(files)
     try:
-        remember(functions, code, _loads(code))
+        add_loaded(functions, code, _loads(code))
         return pickle.dumps(("done", None))
     except MemoryError:
         return _OUT_OF_MEMORY
@@ -122,7 +127,7 @@ def _answer(function: Callable[..., Any], message: bytes) -> bytes:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Runs a file of the user's where a name in it is asked for."""
+    """Unpickles names in files of the user's, which it runs for that."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module in _FILES and module not in sys.modules:
@@ -134,18 +139,11 @@ def _loads(message: bytes) -> Any:
     return _Unpickler(BytesIO(message)).load()
 
 
-def remember(table: dict[bytes, Any], code: bytes, value: object) -> None:
-    """Keep what was loaded last; both ends of a pipe forget the same."""
-    if len(table) == _KEPT:
+def add_loaded(table: dict[bytes, Any], code: bytes, value: object) -> None:
+    """Add a loaded function, and drop the oldest of `MAX_LOADED`; both ends of a pipe drop the same."""
+    if len(table) == MAX_LOADED:
         del table[next(iter(table))]
     table[code] = value
-
-
-_BOOT: Final = (
-    "import sys; descriptor, memory, *sys.path = sys.argv[1:]; "
-    "from flatpeak.rewards.workers.worker import serve_forks; serve_forks(int(descriptor), int(memory) or None)"
-)
-_LOOK_SECONDS: Final = 0.005
 
 
 class ForkServer:
@@ -156,7 +154,7 @@ class ForkServer:
     """
 
     def __init__(self, function: Callable[..., Any], *, memory_bytes: int | None, seconds: float) -> None:
-        """`seconds` are what it may take to load the function."""
+        """`seconds` is the time limit for loading the function."""
         self.code = pickle.dumps(function)
         self._memory_bytes = memory_bytes
         self._seconds = seconds
@@ -179,11 +177,11 @@ class ForkServer:
                 self._discard()
                 raise
 
-    def fork(self, channel: socket.socket) -> Forked:
+    def fork(self, channel: socket.socket) -> ForkedProcess:
         """A worker that serves the channel. OSError or EOFError where the server is lost."""
         with self._lock:
             pid = self._ask(FORK, channel)
-            return Forked(self, pid, self._starts)
+            return ForkedProcess(self, pid, self._starts)
 
     def status(self, pid: int, starts: int) -> int | None:
         """The exit code of a worker, or minus its signal; None while it runs. It can be had once.
@@ -197,12 +195,12 @@ class ForkServer:
             return code
 
     def kill(self) -> None:
-        """End the server, in the middle of loading too; its workers live on."""
+        """End the server, in the middle of loading too; its workers go on."""
         if self._process is not None:
             processes.kill(self._process)
 
     def close(self) -> None:
-        """End the server and forget it; a later worker starts it anew."""
+        """End the server; a later worker starts a new one."""
         self.kill()
         with self._lock:
             self._discard()
@@ -245,8 +243,8 @@ class ForkServer:
             process.wait()
 
 
-class Forked:
-    """A worker of a fork server, as `subprocess.Popen` shows a process."""
+class ForkedProcess:
+    """A worker of a fork server, with the methods of `subprocess.Popen`."""
 
     def __init__(self, server: ForkServer, pid: int, starts: int) -> None:
         self.pid = pid
@@ -259,16 +257,16 @@ class Forked:
         if self._code is None:
             try:
                 self._code = self._server.status(self.pid, self._starts)
-            except (EOFError, OSError):  # nobody is left who could tell
+            except (EOFError, OSError):  # its exit code is lost with the server
                 processes.kill(self)
                 self._code = 0
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same once it has ended; subprocess.TimeoutExpired where that takes longer."""
+        """The exit code once it has ended; subprocess.TimeoutExpired where that takes longer."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("worker", timeout or 0.0)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return code
