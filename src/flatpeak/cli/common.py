@@ -89,7 +89,9 @@ class RunOutput:
                 yield progress
         except KeyboardInterrupt:
             if self.resumed_by is not None:
-                typer.echo(f"{self.label}: interrupted; resume it with\n{_resume(self.resumed_by)}", err=self.as_json)
+                typer.echo(
+                    f"{self.label}: interrupted; resume it with\n{_resume_command(self.resumed_by)}", err=self.as_json
+                )
             raise
 
     def finish(self, result: RunResult, last_line: str) -> None:
@@ -104,14 +106,14 @@ class RunOutput:
             typer.echo(last_line)
         if summary.signal is not None:
             by = _SIGNALS.get(summary.signal, f"signal {summary.signal}")
-            command = _resume(self.resumed_by or ["train", str(result.path / "config.yaml")])
+            command = _resume_command(self.resumed_by or ["train", str(result.path / "config.yaml")])
             stopped = f"{self.label}: stopped by {by} after step {summary.last_step}"
             typer.echo(f"{stopped}; resume it with\n{command}", err=self.as_json)
         if result.exit_code:
             raise typer.Exit(result.exit_code)
 
 
-def _resume(arguments: Sequence[str]) -> str:
+def _resume_command(arguments: Sequence[str]) -> str:
     """The command line that resumes a run, ready to be pasted into a shell."""
     return shlex.join(["flatpeak", *arguments, "--resume"])
 
