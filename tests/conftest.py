@@ -30,7 +30,7 @@ def make_tiny_model() -> Callable[..., tuple[Any, Any]]:
 
 @pytest.fixture
 def watch() -> type[Watcher]:
-    """The Watcher class."""
+    """The class of the recording progress display."""
     return Watcher
 
 

@@ -22,7 +22,8 @@ from flatpeak.training.collect import collect
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 from support.resumes import assert_same, outcome
-from support.worker_functions import all_end, step_by_step
+from support.worker_functions import step_by_step
+from support.workers import all_end
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REWARDS = {

@@ -12,11 +12,11 @@ from support.gradreg import (
     Quadratic,
     exact_penalty,
     examples,
-    found_penalty,
     gradient,
     joined,
     language,
     left_in_grad,
+    measured_penalty,
     network,
     one,
     regression,
@@ -44,7 +44,7 @@ def error(model, loss, **changes):
     ours = regularizer(model, **changes)
     wanted = exact_penalty(ours.parameters, loss)
     model.zero_grad()
-    return relative_error(found_penalty(ours, loss), wanted)
+    return relative_error(measured_penalty(ours, loss), wanted)
 
 
 @pytest.mark.parametrize("difference", ["forward", "central"])
@@ -52,15 +52,15 @@ def error(model, loss, **changes):
 def test_on_a_quadratic_the_penalty_is_exact_at_any_step(difference, step):
     model = Quadratic()
     wanted = model.A @ model.gradient(model.x)
-    assert relative_error(found_penalty(regularizer(model, step=step, difference=difference), model.loss), wanted) < (
-        1e-10
-    )
+    assert relative_error(
+        measured_penalty(regularizer(model, step=step, difference=difference), model.loss), wanted
+    ) < (1e-10)
 
 
 def test_on_a_quadratic_double_backward_is_exact():
     model = Quadratic()
     wanted = model.A @ model.gradient(model.x)
-    assert relative_error(found_penalty(regularizer(model, difference="exact"), model.loss), wanted) < 1e-14
+    assert relative_error(measured_penalty(regularizer(model, difference="exact"), model.loss), wanted) < 1e-14
 
 
 @BOTH
@@ -89,7 +89,7 @@ def test_in_float32_at_a_suitable_step_the_penalty_keeps_three_digits(make, diff
     wanted = exact_penalty(ours.parameters, loss)
     norm = float(joined(gradient(ours.parameters, loss)).norm())
     single, loss = make(dtype=torch.float32)
-    found = found_penalty(regularizer(single, step=3e-4 / norm, difference=difference), loss)
+    found = measured_penalty(regularizer(single, step=3e-4 / norm, difference=difference), loss)
     assert found.dtype == torch.float32
     assert relative_error(found, wanted) < 5e-3
 
@@ -99,7 +99,7 @@ def test_the_default_step_suits_float32(make):
     model, loss = make()
     wanted = exact_penalty(regularizer(model).parameters, loss)
     single, loss = make(dtype=torch.float32)
-    assert relative_error(found_penalty(regularizer(single, step=None, step_scale="relative"), loss), wanted) < 5e-3
+    assert relative_error(measured_penalty(regularizer(single, step=None, step_scale="relative"), loss), wanted) < 5e-3
 
 
 @pytest.mark.parametrize("difference", ["forward", "central", "exact"])

@@ -13,10 +13,10 @@ from flatpeak.gradreg.perturbation import Perturbation
 from support.gradreg import (
     Quadratic,
     exact_penalty,
-    found_penalty,
     gradient,
     joined,
     left_in_grad,
+    measured_penalty,
     network,
     one,
     regression,
@@ -126,7 +126,7 @@ def test_the_norm_s_gradient_is_the_curvature_along_the_unit_gradient(difference
     grads = gradient(ours.parameters, loss, create_graph=True)
     norm = torch.cat([grad.reshape(-1) for grad in grads]).norm()
     wanted = joined(torch.autograd.grad(norm, ours.parameters))
-    assert relative_error(found_penalty(ours, loss), wanted) < 1e-3
+    assert relative_error(measured_penalty(ours, loss), wanted) < 1e-3
 
 
 def asam_penalty(parameters, loss, *, squared):
@@ -146,7 +146,7 @@ def test_asam_penalizes_the_gradient_measured_per_weight(penalty, difference):
     loss = regression(model)
     ours = regularizer(model, scaling="asam", penalty=penalty, difference=difference, step=1e-3)
     wanted = asam_penalty(ours.parameters, loss, squared=penalty == "squared_norm")
-    assert relative_error(found_penalty(ours, loss), wanted) < 1e-3
+    assert relative_error(measured_penalty(ours, loss), wanted) < 1e-3
     assert relative_error(wanted, exact_penalty(ours.parameters, loss)) > 0.1
 
 

@@ -11,11 +11,11 @@ from flatpeak.gradreg.regularizer import GradientRegularizer
 from support.gradreg import (
     cosine,
     exact_penalty,
-    found_penalty,
     gradient,
     joined,
     language,
     left_in_grad,
+    measured_penalty,
     network,
     one,
     regression,
@@ -195,7 +195,7 @@ def test_a_second_pass_outside_float32_is_as_exact_as_the_perturbation_lets_it_b
     exact = network(dtype=torch.float64)
     wanted = exact_penalty(regularizer(exact).parameters, regression(exact))
     ours = regularizer(model, masters=masters, step=3e-2, step_scale="relative")
-    assert cosine(found_penalty(ours, loss), wanted) > 0.9
+    assert cosine(measured_penalty(ours, loss), wanted) > 0.9
 
 
 def test_the_metrics_of_an_update_are_the_values_by_hand():

@@ -5,9 +5,9 @@ import torch
 
 from support.gradreg import (
     exact_penalty,
-    found_penalty,
     gradient,
     joined,
+    measured_penalty,
     network,
     one,
     regression,
@@ -55,9 +55,9 @@ def test_with_fresh_masks_in_the_second_pass_it_is_noise(difference):
 def test_without_dropout_replaying_changes_nothing():
     model = network()
     loss = regression(model)
-    first = found_penalty(regularizer(model), loss)
+    first = measured_penalty(regularizer(model), loss)
     model.zero_grad()
-    assert torch.equal(first, found_penalty(regularizer(model, replay_randomness=False), loss))
+    assert torch.equal(first, measured_penalty(regularizer(model, replay_randomness=False), loss))
 
 
 def next_numbers(model, **changes):

@@ -1,1 +1,1 @@
-"""What tests share."""
+"""Helpers that several tests share, and scripts that check the tree."""

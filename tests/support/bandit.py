@@ -47,7 +47,7 @@ LossOf = Callable[[Tensor], Tensor]
 
 
 def penalty_of(bandit: Bandit, first: LossOf, second: LossOf, *, difference: str, step: float = 1e-5) -> Tensor:
-    """What the regularizer adds at strength 1, with these losses in its two passes."""
+    """The regularizer's addition at strength 1, with these losses in its two passes."""
     config = GradientRegularizationConfig(strength=1.0, perturbed="all", difference=difference, step=step)
     regularizer = GradientRegularizer(bandit, config)
 

@@ -102,13 +102,13 @@ def kernel_gaps(cases: list[Case]) -> list[tuple[float, float]]:
         tiles = PromptTiles.build(
             tensors["prompt_S"][:rows], num_entries=len(case.prompt_lengths), repeats=case.repeats
         )
-        found = kernel_attention(**tensors, **case.settings, tiles=tiles, chunk=case.chunk)
-        assert found.dtype == tensors["query_RHD"].dtype
+        output = kernel_attention(**tensors, **case.settings, tiles=tiles, chunk=case.chunk)
+        assert output.dtype == tensors["query_RHD"].dtype
         reference = reference_attention(**tensors, **case.settings)
         gaps.append(
             (
-                float((found.double() - naive(case, tensors)).abs().max()),
-                float((found.double() - reference.double()).abs().max()),
+                float((output.double() - naive(case, tensors)).abs().max()),
+                float((output.double() - reference.double()).abs().max()),
             )
         )
     return gaps

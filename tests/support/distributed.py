@@ -34,12 +34,12 @@ class Task:
     rows: Callable[[], Rows]
     loss: Callable[[nn.Module, Rows], Tensor]
     parts: Callable[[nn.Module], list[nn.Module]]
-    """What is sharded by itself, before the root."""
+    """The modules that are sharded by themselves, before the root."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is run: picklable, so that ranks and the single process get the very same."""
+    """The run of a test: picklable, so that ranks and the single process get the very same."""
 
     task: str
     config: GradientRegularizationConfig
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What one process saw; gradients and parameters whole, by their plain names."""
+    """The results of one process; gradients and parameters whole, by their plain names."""
 
     reports: list[Report] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def changes(self) -> dict[str, Tensor]:
-        """How far the parameters went: what they were would hide in a comparison what was added."""
+        """Changes of the parameters, since their values would hide small differences of the changes."""
         return {name: value - self.before[name] for name, value in self.after.items()}
 
 
@@ -155,8 +155,8 @@ def build(case: Case, way: Way, **sharding: Any) -> nn.Module:
     task = TASKS[case.task]
     model: nn.Module = seeded(task.build, 0).to(case.dtype)
     if way == "fsdp":
-        for part in task.parts(model):
-            fully_shard(part, **sharding)
+        for module in task.parts(model):
+            fully_shard(module, **sharding)
         fully_shard(model, **sharding)
     elif way != "single":
         model = DistributedDataParallel(model, gradient_as_bucket_view=way == "ddp_view")
@@ -165,11 +165,11 @@ def build(case: Case, way: Way, **sharding: Any) -> nn.Module:
 
 def micro_batches(case: Case, way: Way) -> list[Rows]:
     """One micro-batch of everything, or this rank's half in pieces."""
-    rows = tuple(part.to(case.dtype) if part.is_floating_point() else part for part in seeded(TASKS[case.task].rows, 1))
+    rows = tuple(one.to(case.dtype) if one.is_floating_point() else one for one in seeded(TASKS[case.task].rows, 1))
     if way == "single":
         return [rows]
     half = NUM_ROWS // 2
-    mine = [part[dist.get_rank() * half :][:half].split(MICRO_BATCHES) for part in rows]
+    mine = [one[dist.get_rank() * half :][:half].split(MICRO_BATCHES) for one in rows]
     return list(zip(*mine, strict=True))
 
 
@@ -188,7 +188,7 @@ class Losses:
         """In the last micro-batch; False makes the mistake of not doing so."""
         self.drawn = 0
         self.watch: Callable[[int], object] = lambda drawn: None
-        """Told of every micro-batch before it goes through the model."""
+        """Announce a micro-batch before it goes through the model."""
 
     def __call__(self) -> Iterator[Tensor]:
         for position, rows in enumerate(self.micro):
@@ -247,8 +247,8 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """||found - wanted|| / ||wanted||, over all tensors."""
-    assert found.keys() == wanted.keys()
-    gap = sum((found[name] - wanted[name]).square().sum().item() for name in wanted)
+def distance(measured: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """||measured - wanted|| / ||wanted||, over all tensors."""
+    assert measured.keys() == wanted.keys()
+    gap = sum((measured[name] - wanted[name]).square().sum().item() for name in wanted)
     return float((gap / sum(value.square().sum().item() for value in wanted.values())) ** 0.5)

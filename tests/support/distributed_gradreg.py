@@ -1,4 +1,4 @@
-"""What ranks are asked to do beyond whole updates: updates that break off, stale copies, refusals, checkpoints."""
+"""Jobs of ranks beyond whole updates: updates that break off, stale copies, refusals, checkpoints."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ Moment = Literal["forward", "backward"]
 
 
 class BrokenOffError(RuntimeError):
-    """What the second pass raises."""
+    """The error of the second pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Broken:
-    """What an update left that broke off in its second pass."""
+    """The state after an update that broke off in its second pass."""
 
     intact: bool
     """The parameters, shard for shard, are those of before."""
@@ -150,7 +150,7 @@ def mixed(case: Case) -> tuple[Report | str, bool, dict[str, Tensor]]:
     model = build(case, "fsdp", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     regularizer = GradientRegularizer(model, case.config, compute_dtype=torch.bfloat16)
     held = parameters(model)
-    result = told(regularizer, Losses(case, "fsdp", model))
+    result = report_or_error(regularizer, Losses(case, "fsdp", model))
     return result, same_bits(parameters(model), held), gradients(model)
 
 
@@ -159,21 +159,21 @@ def never_synchronized(case: Case, way: Way, *, odd: float = 1.0) -> Report | st
     model = build(case, way)
     losses = Losses(case, way, model, synchronize=False)
     factor = odd if dist.get_rank() == 1 else 1.0
-    return told(GradientRegularizer(model, case.config), lambda: (loss * factor for loss in losses()))
+    return report_or_error(GradientRegularizer(model, case.config), lambda: (loss * factor for loss in losses()))
 
 
 def wrapped_late(case: Case) -> Report | str:
     """An update by a regularizer that was made before the model was sharded."""
     model = build(case, "single")
     regularizer = GradientRegularizer(model, case.config)
-    for part in TASKS[case.task].parts(model):
-        fully_shard(part)
+    for module in TASKS[case.task].parts(model):
+        fully_shard(module)
     fully_shard(model)
-    return told(regularizer, Losses(case, "fsdp", model))
+    return report_or_error(regularizer, Losses(case, "fsdp", model))
 
 
-def told(regularizer: GradientRegularizer, losses: Any) -> Report | str:
-    """The report, or what the user is told."""
+def report_or_error(regularizer: GradientRegularizer, losses: Any) -> Report | str:
+    """The report of an update, or the error's message."""
     try:
         return regularizer.accumulate(losses)
     except UserError as error:
@@ -182,7 +182,7 @@ def told(regularizer: GradientRegularizer, losses: Any) -> Report | str:
 
 def refused(case: Case, way: Way) -> Report | str:
     model = build(case, way)
-    return told(GradientRegularizer(model, case.config), Losses(case, way, model))
+    return report_or_error(GradientRegularizer(model, case.config), Losses(case, way, model))
 
 
 def known_by_some(case: Case, way: Way, *, informative: tuple[bool, ...]) -> tuple[float | None, float]:
@@ -226,9 +226,9 @@ def remembered(case: Case, way: Way) -> tuple[dict[str, Tensor], dict[str, Tenso
     state, tensors = first.state(), {name: tensor.clone() for name, tensor in first.tensors().items()}
     second = GradientRegularizer(model, case.config)
     second.load(state, tensors)
-    found = []
+    results = []
     for regularizer in (first, second):
         model.zero_grad()
         regularizer.accumulate(losses)
-        found.append(gradients(model))
-    return tensors, found[0], found[1]
+        results.append(gradients(model))
+    return tensors, results[0], results[1]

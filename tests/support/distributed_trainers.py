@@ -52,27 +52,27 @@ class Case:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What one process saw; tensors whole, by the parameters' plain names."""
+    """The results of one process; tensors whole, by the parameters' plain names."""
 
     before: dict[str, Tensor]
     steps: list[dict[str, Tensor]] = field(default_factory=list)
     """The parameters after every update."""
     logs: list[dict[str, float]] = field(default_factory=list)
     forwards: int = 0
-    """How often an inner part of the first block was called, recomputed activations included."""
+    """Calls of an inner module of the first block, recomputed activations included."""
     wrapper: str = ""
     """The class that the model was wrapped into."""
     shard_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(elements on this rank, elements of the whole) of every parameter that is a DTensor."""
     failure: str = ""
-    """What training raised."""
+    """The error of training."""
     gradient: dict[str, Tensor] = field(default_factory=dict)
-    """What `.grad` held when training ended."""
+    """The values of `.grad` when training ended."""
     recovered: bool = False
     """After training: no replay is on, and the last micro-batch still counts as the one that synchronizes."""
 
     def note(self, model: Any) -> None:
-        """What the parameters are now."""
+        """Record the parameters as they are now."""
         self.steps.append(parameters(model))
         self.shard_sizes = {
             name: (p.to_local().numel(), p.numel()) for name, p in model.named_parameters() if isinstance(p, DTensor)
@@ -99,10 +99,10 @@ def cross_entropy(model: Any) -> Tensor:
 
 
 class BreaksOff(GradientRegularizedTrainer):
-    """Whose second pass fails on every rank."""
+    """A trainer whose second pass fails on every rank."""
 
     micro_batch = 0
-    """Which of its micro-batches fails, with its loss computed."""
+    """The micro-batch that fails, with its loss computed."""
     replayed = 0
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class BreaksOffLater(BreaksOff):
 
 
 class Explodes(GradientRegularizedTrainer):
-    """Whose loss is not finite in the second update, on the last rank only."""
+    """A trainer whose loss is not finite in the second update, on the last rank only."""
 
     when_replaying = False
 
@@ -179,7 +179,7 @@ CASES = {
 
 
 def save_models(directory: Path) -> None:
-    """What every run loads. Done by one process: of several, transformers lets the first alone write."""
+    """Save the models that every run loads. In one process: of several, transformers lets the first alone write."""
     tiny_model("gpt2", scale=SCALE, tie_word_embeddings=True).save_pretrained(directory / "plain")
     tiny_model("qwen2", scale=SCALE).save_pretrained(directory / "grpo")
     reference = tiny_model("qwen2", scale=SCALE)
@@ -188,7 +188,7 @@ def save_models(directory: Path) -> None:
 
 
 def load(directory: Path, name: str) -> Any:
-    """One of those."""
+    """Load one of the saved models."""
     return AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32)
 
 
@@ -227,7 +227,7 @@ def run(name: str, way: Way, models: Path, output: Path, *, resume: str | None =
 
 
 def refused(name: str, way: Way, models: Path, output: Path) -> str:
-    """What the user is told when the trainer is made; empty if nothing."""
+    """The error's message where the trainer is refused; empty where it is made."""
     with accelerated(way):
         try:
             make(CASES[name], way, start(CASES[name], models), models, output)
@@ -290,7 +290,7 @@ STOCK_CREATE_ACCELERATOR = Trainer.create_accelerator_and_postprocess
 
 
 def create_accelerator(trainer: Trainer) -> None:
-    """The trainer's own. accelerate replicates on CPUs though told to shard: while it decides, these pass for GPUs."""
+    """The trainer's own. accelerate replicates on CPUs though asked to shard: while it decides, these pass for GPUs."""
     if trainer.args.fsdp:
         PartialState().distributed_type = DistributedType.MULTI_GPU
     STOCK_CREATE_ACCELERATOR(trainer)

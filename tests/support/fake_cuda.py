@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Graph:
-    """torch.cuda.CUDAGraph."""
+    """A stand-in for torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
@@ -68,7 +68,7 @@ class Stream:
 
 
 class FakeCuda:
-    """What stands in for the parts of torch.cuda that captures use, and a log of how they were used."""
+    """Stand-ins for the functions of torch.cuda that captures use, with a log of their calls."""
 
     def __init__(self) -> None:
         self.main = Stream()

@@ -1,4 +1,4 @@
-"""What the rollout tests share: tokenizers with byte tokens, and decoders whose logits depend on the history alone."""
+"""Tokenizers with byte tokens, and decoders whose logits depend on the history alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NumberTokenizer:
         self.special = frozenset(special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [int(part) for part in text.strip("<>").split("><")]
+        return [int(number) for number in text.strip("<>").split("><")]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(f"<{i}>" for i in token_ids if not (skip_special_tokens and i in self.special))

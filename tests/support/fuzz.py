@@ -50,7 +50,7 @@ BFLOAT16_GAP = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a case."""
+    """The outcome of one case."""
 
     case: Case
     kind: str
@@ -142,44 +142,46 @@ def _interrupted(case: Case, directory: Path) -> Path:
     return Path(result.path)
 
 
-def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def _differences(resumed: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Names of what differs, by how much in tensors."""
     different = []
     for what in ("weights", "optimizer", "best"):
-        if found[what].keys() != expected[what].keys():
+        if resumed[what].keys() != expected[what].keys():
             different.append(f"names of {what}")
             continue
         gaps = {
-            name: (found[what][name].double() - tensor.double()).abs().max().item()
+            name: (resumed[what][name].double() - tensor.double()).abs().max().item()
             for name, tensor in expected[what].items()
-            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (found[what][name], tensor)))
+            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (resumed[what][name], tensor)))
         }
         if gaps:
             different.append(
                 f"{len(gaps)} of {len(expected[what])} tensors of {what} by up to {max(gaps.values()):.2g}"
             )
     for what in ("rollouts", "evaluations", "summary", "links"):
-        if repr(found[what]) != repr(expected[what]):
+        if repr(resumed[what]) != repr(expected[what]):
             different.append(what)
-    different += _nested_differences(found["state"], expected["state"], where="state")
-    different += _metric_differences(found["metrics"], expected["metrics"])
+    different += _nested_differences(resumed["state"], expected["state"], where="state")
+    different += _metric_differences(resumed["metrics"], expected["metrics"])
     return different
 
 
-def _nested_differences(found: Any, expected: Any, *, where: str) -> list[str]:
-    if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
+def _nested_differences(resumed: Any, expected: Any, *, where: str) -> list[str]:
+    if isinstance(resumed, dict) and isinstance(expected, dict) and resumed.keys() == expected.keys():
         return [
-            text for key in expected for text in _nested_differences(found[key], expected[key], where=f"{where}.{key}")
+            text
+            for key in expected
+            for text in _nested_differences(resumed[key], expected[key], where=f"{where}.{key}")
         ]
-    return [] if repr(found) == repr(expected) else [f"{where}: {found!r:.60} for {expected!r:.60}"]
+    return [] if repr(resumed) == repr(expected) else [f"{where}: {resumed!r:.60} for {expected!r:.60}"]
 
 
-def _metric_differences(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[str]:
-    if len(found) != len(expected):
-        return [f"{len(found)} rows of metrics for {len(expected)}"]
+def _metric_differences(resumed: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[str]:
+    if len(resumed) != len(expected):
+        return [f"{len(resumed)} rows of metrics for {len(expected)}"]
     return [
         f"{name} at {row['stage']} {row['step']}: {json.dumps(other.get(name))} for {json.dumps(value)}"
-        for other, row in zip(found, expected, strict=True)
+        for other, row in zip(resumed, expected, strict=True)
         for name, value in row.items()
         if name != "gradreg/time_share" and json.dumps(other.get(name)) != json.dumps(value)
     ][:5]

@@ -1,4 +1,4 @@
-"""What the tests of gradient regularization share: small models, and the exact penalty by double backward."""
+"""Small models for tests of gradient regularization, and the exact penalty by double backward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Quadratic(nn.Module):
         if diagonal is not None and gradient is not None:
             self.A, self.b = torch.tensor(diagonal, dtype=torch.float64).diag(), torch.zeros(4, dtype=torch.float64)
             x = torch.tensor(gradient, dtype=torch.float64) / self.A.diag()
-        self.blocks = nn.ModuleList(Vector(part) for part in x.view(2, 2))
+        self.blocks = nn.ModuleList(Vector(half) for half in x.view(2, 2))
 
     @property
     def x(self) -> Tensor:
@@ -82,7 +82,7 @@ class Network(nn.Module):
 
 
 class Around(nn.Module):
-    """What DistributedDataParallel does to names."""
+    """A wrapper that prefixes names as DistributedDataParallel does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def language(model: Any) -> Loss:
 
 
 def settings(**changes: Any) -> GradientRegularizationConfig:
-    """Strength 1, an absolute step of 1e-4 and no check of its consistency, unless told otherwise."""
+    """Strength 1, an absolute step of 1e-4 and no check of its consistency, unless `changes` say otherwise."""
     defaults = {"strength": 1.0, "step": 1e-4, "step_scale": "absolute", "check_every": 0}
     return GradientRegularizationConfig(**defaults | changes)
 
@@ -147,7 +147,7 @@ def unexpected(message: str) -> None:
 
 
 def one(loss: Loss) -> Callable[[], list[Tensor]]:
-    """A single micro-batch."""
+    """The losses of a single micro-batch."""
     return lambda: [loss()]
 
 
@@ -168,7 +168,7 @@ def left_in_grad(parameters: Iterable[nn.Parameter]) -> Tensor:
     return joined([parameter.grad for parameter in parameters])  # type: ignore[misc]
 
 
-def found_penalty(ours: Any, loss: Loss, *, strength: float = 1.0) -> Tensor:
+def measured_penalty(ours: Any, loss: Loss, *, strength: float = 1.0) -> Tensor:
     """The penalty's gradient at strength 1, out of a whole update; `.grad` is left as the update left it."""
     g1 = joined(gradient(ours.parameters, loss))
     ours.accumulate(one(loss))
@@ -179,9 +179,9 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    found, wanted = found.detach().double(), wanted.detach().double()
-    return float((found - wanted).norm() / wanted.norm())
+def relative_error(measured: Tensor, wanted: Tensor) -> float:
+    measured, wanted = measured.detach().double(), wanted.detach().double()
+    return float((measured - wanted).norm() / wanted.norm())
 
 
 def cosine(left: Tensor, right: Tensor) -> float:

@@ -14,7 +14,7 @@ TEMPLATE = (
 _CONTROL = ["<|im_end|>", "<|im_start|>"]
 _VERDICT = ["<verdict>", "</verdict>"]
 NEWLINE = "\u010a"
-"""How byte-level tokenizers write a line break."""
+"""The line break as byte-level tokenizers write it."""
 
 
 def make_judge_model(directory: Path, *, verdict: str | None) -> None:

@@ -19,7 +19,7 @@ BLOCK = re.compile(r"\[\[begin ([a-zA-Z ]+) ([0-9a-f]{16})\]\]\n(.*?)\n\[\[end \
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the server does with one request."""
+    """The server's reaction to one request."""
 
     status: int = 200
     body: str | bytes = ""
@@ -39,7 +39,7 @@ def texts(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def message(content: str | None, *, finish: str = "stop", **fields: Any) -> Answer:
-    """A chat completion."""
+    """The body of a chat completion."""
     reply = {
         "id": "1",
         "object": "chat.completion",
@@ -62,12 +62,12 @@ def error(
 
 def honest(body: Mapping[str, Any]) -> Answer:
     """1 where the answer is the reference, word for word; 0.5 where it contains it; else 0. Asked by any rubric."""
-    found = texts(body)
-    answer, reference = found.get("answer", ""), found.get("reference answer", "")
+    blocks = texts(body)
+    answer, reference = blocks.get("answer", ""), blocks.get("reference answer", "")
     mark = 1.0 if answer == reference else 0.5 if reference and reference in answer.split() else 0.0
-    if "answer A" in found:
-        reference = found.get("reference answer", "")
-        right = [found[name] == reference if reference else True for name in ("answer A", "answer B")]
+    if "answer A" in blocks:
+        reference = blocks.get("reference answer", "")
+        right = [blocks[name] == reference if reference else True for name in ("answer A", "answer B")]
         better = "tie" if right[0] == right[1] else "A" if right[0] else "B"
         return message(json.dumps({"rationale": "compared", "better": better}))
     return message(
@@ -147,7 +147,7 @@ class JudgeServer:
 
 
 def refused_url() -> str:
-    """An address nobody listens on."""
+    """An address without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}/v1"

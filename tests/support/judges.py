@@ -1,4 +1,4 @@
-"""Small groups, a clock that nobody waits for, and judges made of a function."""
+"""Small groups, a virtual clock, and judges made of a function."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reward(url: str, *, prepared: bool = True, **fields: Any) -> JudgeReward:
 
 
 class VirtualClock:
-    """Time passes only while somebody sleeps."""
+    """A clock that advances by the seconds of each sleep, at once."""
 
     def __init__(self) -> None:
         self.time = 1000.0
@@ -56,7 +56,7 @@ class VirtualClock:
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.time += seconds
-        await asyncio.sleep(0)  # others may have something to say
+        await asyncio.sleep(0)  # let other tasks run
 
 
 class FunctionJudge:
@@ -77,7 +77,7 @@ class FunctionJudge:
 
 
 def gullible() -> FunctionJudge:
-    """Right is who gives the reference, and whoever claims to agree with it."""
+    """A judge that accepts the reference, and every answer that claims to agree with it."""
 
     def reply(content: str) -> str:
         parts = {

@@ -12,18 +12,18 @@ from torch import Tensor
 from support.trl import COMPLETIONS, LIMIT, PROMPTS, REWARDS, ROWS
 
 BLOCKS = (".layers.", ".h.")
-"""What names of parameters in the repeated blocks contain."""
+"""Substrings of the names of parameters in the repeated blocks."""
 
 
 def in_blocks(name: str) -> bool:
-    return any(part in name for part in BLOCKS)
+    return any(block in name for block in BLOCKS)
 
 
 def gradient_of(model: Any, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
     """d loss / d every trainable parameter."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss(), list(parameters.values()), materialize_grads=True)
-    return dict(zip(parameters, found, strict=True))
+    gradients = torch.autograd.grad(loss(), list(parameters.values()), materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ class Hand:
 
     @property
     def weights_T(self) -> Tensor:
-        """What each token's loss is multiplied by, before everything is summed."""
+        """The factor of each token's loss in the sum."""
         lengths = self.lengths.float()
         count = len(ROWS)
         by_row = {
@@ -138,7 +138,7 @@ class Hand:
         return torch.stack(means)[self.row_T].exp()
 
     def clipped(self, first_T: Tensor, old_T: Tensor) -> Tensor:
-        """Where the first pass's gradient is taken away, or for CISPO capped."""
+        """Mask of the tokens whose first gradient is zero, or for CISPO capped."""
         ratio = self.ratio(first_T, old_T)
         if self.loss_type == "cispo":
             return ratio > self.high
@@ -146,7 +146,7 @@ class Hand:
         return above | ((ratio < 1 - self.low) & (self.advantages_T < 0))
 
     def first(self, new_T: Tensor, entropy_T: Tensor, old_T: Tensor, reference_T: Tensor | None) -> Tensor:
-        """The published loss."""
+        """The loss as it was published."""
         ratio = self.ratio(new_T, old_T)
         if self.loss_type == "cispo":
             loss_T = -ratio.clamp(max=self.high).detach() * self.advantages_T * new_T
@@ -166,7 +166,7 @@ class Hand:
     def second(
         self, new_T: Tensor, entropy_T: Tensor, old_T: Tensor, reference_T: Tensor | None, first_T: Tensor
     ) -> Tensor:
-        """What the ratio mode makes of it."""
+        """The second pass's loss in the ratio mode."""
         if self.mode == "importance_clipped":
             return self.first(new_T, entropy_T, old_T, reference_T)
         clipped = self.clipped(first_T, old_T)

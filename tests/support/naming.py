@@ -132,10 +132,10 @@ def main() -> None:
     """Print the findings of the given files and folders, or of the whole package."""
     given = [Path(one).resolve() for one in sys.argv[1:]] or [PACKAGE]
     files = [file for one in given for file in (sorted(one.rglob("*.py")) if one.is_dir() else [one])]
-    found = [finding for file in files for finding in findings(file)]
-    for finding in found:
+    listed = [finding for file in files for finding in findings(file)]
+    for finding in listed:
         print(finding)
-    print(f"{len(found)} findings")
+    print(f"{len(listed)} findings")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 WORLD = 2
 COLLECTIVE_SECONDS = 30
-"""How long a rank waits for another in a collective before gloo raises."""
+"""Seconds that a rank waits for another in a collective before gloo raises."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -55,7 +55,7 @@ class Ranks:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End both processes."""
+        """End the processes of both ranks."""
         for process, pipe in self.workers:
             process.kill()
             process.join()
@@ -75,7 +75,7 @@ class Ranks:
             self.workers.append((process, here))
 
     def _wait(self, deadline: float) -> list[tuple[bool, Any]]:
-        """What every rank said, the ones that said nothing too: the error of one is often why another waits."""
+        """Collect every rank's answer, also after an error: the error of one is often why another waits."""
         answers: list[tuple[bool, Any]] = []
         for process, pipe in self.workers:
             try:

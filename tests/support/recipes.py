@@ -1,4 +1,4 @@
-"""What the tests of recipes share."""
+"""A comparison of recipes with the configurations made of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def unsaid(content: Any, dumped: Any, where: str = "") -> list[str]:
     else:
         return [] if content == dumped else [where]
     missing = []
-    for key, (said, found) in pairs.items():
+    for key, (said, value) in pairs.items():
         place = f"{where}.{key}" if where else key
-        missing += [place] if found is ... else unsaid(said, found, place)
+        missing += [place] if value is ... else unsaid(said, value, place)
     return missing

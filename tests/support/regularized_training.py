@@ -1,4 +1,4 @@
-"""What the tests of gradient regularization in training share: a policy in float64, an off-policy batch, a learner."""
+"""Setups for gradient regularization in training: a policy in float64, an off-policy batch, a learner."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ GROUP_TOKENS = (12, 11, 13, 10)
 
 def off_policy(policy: Policy, *, groups: int = 3, spread: float = 0.3) -> Batch:
     """Groups of three whose old log-probabilities are `spread` away from the policy's, the reference's twice that."""
-    layout = make_batch(
+    template = make_batch(
         [length for lengths in LENGTHS[:groups] for length in lengths],
         prompts=PROMPTS[:groups],
         prompt_N=[group for group in range(groups) for _ in range(3)],
     )
     with torch.no_grad():
-        logprobs_T = policy.token_logprobs(layout, temperature=1.0)[0]
+        logprobs_T = policy.token_logprobs(template, temperature=1.0)[0]
     generator = torch.Generator().manual_seed(1)
     noise_T, more_T = torch.randn(2, len(logprobs_T), generator=generator, dtype=logprobs_T.dtype)
     return replace(
-        layout,
+        template,
         advantages_N=torch.tensor(ADVANTAGES[:groups], dtype=logprobs_T.dtype).flatten(),
-        weights_N=completion_weights(layout.lengths_N, "sequence_mean").to(logprobs_T.dtype),
+        weights_N=completion_weights(template.lengths_N, "sequence_mean").to(logprobs_T.dtype),
         old_logprobs_T=logprobs_T + spread * noise_T,
         reference_logprobs_T=logprobs_T + 2 * spread * more_T,
     )
@@ -97,12 +97,12 @@ def make_learner(
 
 
 def gradient_of(policy: Policy, batch: Batch, **settings: Any) -> Gradient:
-    """What one accumulation by a learner of its own leaves in `.grad`."""
+    """Accumulate once with a new learner and return `.grad`."""
     policy.model.zero_grad()
     make_learner(policy, **settings).accumulate_gradients(batch)
-    found = gradients(policy)
+    result = gradients(policy)
     policy.model.zero_grad()
-    return found
+    return result
 
 
 def penalty_of(policy: Policy, batch: Batch, *, plain: Gradient | None = None, **settings: Any) -> Gradient:
@@ -115,13 +115,13 @@ def penalty_of(policy: Policy, batch: Batch, *, plain: Gradient | None = None, *
 
 
 def norm(gradient: Gradient) -> float:
-    return torch.stack([part.double().square().sum() for part in gradient.values()]).sum().sqrt().item()
+    return torch.stack([tensor.double().square().sum() for tensor in gradient.values()]).sum().sqrt().item()
 
 
-def relative_error(found: Gradient, expected: Gradient) -> float:
-    """||found - expected|| / ||expected||."""
-    assert found.keys() == expected.keys()
-    return norm({name: found[name] - expected[name] for name in found}) / norm(expected)
+def relative_error(result: Gradient, expected: Gradient) -> float:
+    """||result - expected|| / ||expected||."""
+    assert result.keys() == expected.keys()
+    return norm({name: result[name] - expected[name] for name in result}) / norm(expected)
 
 
 def blocks_of(policy: Policy) -> dict[str, nn.Parameter]:
@@ -143,18 +143,18 @@ def plain_rows(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def count_passes(policy: Policy) -> list[int]:
-    """How many response tokens each pass with gradients reads from now on."""
-    passes: list[int] = []
+def count_backward_tokens(policy: Policy) -> list[int]:
+    """Count the response tokens of each pass with gradients from now on."""
+    counts: list[int] = []
     plain = policy.token_logprobs
 
     def counted(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled():
-            passes.append(len(batch.tokens_T))
+            counts.append(len(batch.tokens_T))
         return plain(batch, **settings)
 
     policy.token_logprobs = counted  # type: ignore[method-assign]
-    return passes
+    return counts
 
 
 TOKENS = {

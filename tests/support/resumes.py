@@ -142,10 +142,10 @@ def outcome(path: Path) -> dict[str, Any]:
     }
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     for what in ("weights", "optimizer", "best"):
-        assert found[what].keys() == expected[what].keys()
+        assert actual[what].keys() == expected[what].keys()
         for name, tensor in expected[what].items():
-            assert torch.equal(found[what][name], tensor), (what, name)
+            assert torch.equal(actual[what][name], tensor), (what, name)
     for what in ("metrics", "notices", "state", "rollouts", "evaluations", "summary", "links"):
-        assert found[what] == expected[what], what
+        assert actual[what] == expected[what], what

@@ -34,7 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
-RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
+RANK = {package_name: rank for rank, parts in enumerate(LAYERS) for package_name in parts}
 SAME_ROLE = frozenset({"__init__", "build", "config"})
 """Names that mean the same in every package: its public names, how it is built, and its configuration."""
 
@@ -51,11 +51,11 @@ class Structure:
     @property
     def importers(self) -> dict[str, set[str]]:
         """The modules that import each module."""
-        found = defaultdict(set)
+        importers = defaultdict(set)
         for module, others in self.imports.items():
             for other in others - {module}:
-                found[other].add(module)
-        return found
+                importers[other].add(module)
+        return importers
 
     @property
     def single_importers(self) -> list[str]:
@@ -74,17 +74,17 @@ class Structure:
         return sorted(
             (module, other)
             for module, others in self.imports.items()
-            if (part := part_of(module))
+            if (package_name := part_of(module))
             for other in others
-            if (target := part_of(other)) and part != target and RANK[target] >= RANK[part]
+            if (target := part_of(other)) and package_name != target and RANK[target] >= RANK[package_name]
         )
 
     @property
     def circles(self) -> list[list[str]]:
         """Groups of modules that import each other, however long the way round."""
         reach = {module: self._reachable(module) for module in self.lines}
-        found = {frozenset(m for m in reach[module] if module in reach[m]) for module in self.lines}
-        return sorted(sorted(group) for group in found if len(group) > 1)
+        circles = {frozenset(m for m in reach[module] if module in reach[m]) for module in self.lines}
+        return sorted(sorted(group) for group in circles if len(group) > 1)
 
     def _reachable(self, start: str) -> set[str]:
         seen: set[str] = set()
@@ -142,12 +142,12 @@ def read_structure(package: Path = PACKAGE) -> Structure:
     """The structure of the package at this path. What an `__init__` names for type checkers only is no import of it."""
     paths = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
     packages = frozenset(module for module, path in paths.items() if path.name == "__init__.py")
-    found = {}
+    imported = {}
     for module, path in paths.items():
         named = imports(path.read_text(encoding="utf-8"), typing_only=module not in packages)
-        found[module] = frozenset(m for _, name in named if (m := _module(name, paths)) and m != module)
+        imported[module] = frozenset(m for _, name in named if (m := _module(name, paths)) and m != module)
     lines = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in paths.items()}
-    return Structure(lines=lines, packages=packages, imports=found)
+    return Structure(lines=lines, packages=packages, imports=imported)
 
 
 def module_name(path: Path, package: Path = PACKAGE) -> str:
@@ -164,24 +164,25 @@ def _module(name: str, known: Mapping[str, Path]) -> str | None:
 
 
 def occurrences(package: Path, pattern: str) -> int:
-    """How often a text occurs in the package's files."""
+    """Count the occurrences of a text in the package's files."""
     return sum(path.read_text(encoding="utf-8").count(pattern) for path in package.rglob("*.py"))
 
 
 def count(package: Path = PACKAGE) -> dict[str, int]:
     """The figures of docs/architecture.md, in its order."""
-    found = read_structure(package)
+    structure = read_structure(package)
+    ranked = all(part_of(module) in RANK for module in structure.lines if "." in module)
     names = Counter(path.name for path in package.rglob("*.py"))
     return {
-        "Python files": len(found.lines),
-        "lines": sum(found.lines.values()),
-        "files with a single importer": len(found.single_importers),
-        f"files under {SMALL} lines": len(found.small),
+        "Python files": len(structure.lines),
+        "lines": sum(structure.lines.values()),
+        "files with a single importer": len(structure.single_importers),
+        f"files under {SMALL} lines": len(structure.small),
         "loose files at the top": sum(1 for path in package.glob("*.py")),
         "file names used more than once": sum(1 for n in names.values() if n > 1),
-        "module names with two meanings": len(found.ambiguous),
-        "circles of imports": len(found.circles),
-        "imports that run up": len(found.upward) if all(part_of(m) in RANK for m in found.lines if "." in m) else -1,
+        "module names with two meanings": len(structure.ambiguous),
+        "circles of imports": len(structure.circles),
+        "imports that run up": len(structure.upward) if ranked else -1,
         "`getattr(flatpeak, ...)`": occurrences(package, "getattr(flatpeak"),
         "`isinstance(_, RewardSet)`": occurrences(package, ", RewardSet)"),
     }
@@ -194,28 +195,28 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail where docs/architecture.md says otherwise")
     parser.add_argument("--list", action="store_true", help="name the files behind the figures")
     given = parser.parse_args()
-    figures = count(given.package)
+    counts = count(given.package)
     if given.check:
         page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-        stale = [name for name, n in figures.items() if name != "lines" and not _shown(page, name, n)]
+        stale = [name for name, n in counts.items() if name != "lines" and not _is_in_table(page, name, n)]
         if stale:
-            sys.exit(f"docs/architecture.md is out of date: {', '.join(f'{name} {figures[name]}' for name in stale)}")
+            sys.exit(f"docs/architecture.md is out of date: {', '.join(f'{name} {counts[name]}' for name in stale)}")
         return
-    for name, n in figures.items():
+    for name, n in counts.items():
         print(f"| {name} | {n:,} |")
     if given.list:
-        found = read_structure(given.package)
+        structure = read_structure(given.package)
         for title in ("single_importers", "small", "ambiguous", "circles", "upward"):
-            print(title, *_listed(getattr(found, title)), sep="\n  ")
+            print(title, *_listed(getattr(structure, title)), sep="\n  ")
 
 
-def _shown(page: str, name: str, n: int) -> bool:
+def _is_in_table(page: str, name: str, n: int) -> bool:
     rows = [line.split("|") for line in page.splitlines() if line.startswith(f"| {name} |")]
     return any(row[-2].strip() == f"{n:,}" for row in rows)
 
 
-def _listed(found: object) -> list[str]:
-    items = found.items() if isinstance(found, dict) else found
+def _listed(modules: object) -> list[str]:
+    items = modules.items() if isinstance(modules, dict) else modules
     return [str(item) for item in items]  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""What the training tests share: a tiny policy, rollouts by hand, and a trainer around them that writes nothing."""
+"""A tiny policy, rollouts by hand, and a trainer around them that writes nothing."""
 
 from __future__ import annotations
 

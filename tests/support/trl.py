@@ -56,7 +56,7 @@ GRAD_REG = {"grad_reg_strength": STRENGTH, "grad_reg_eps": EPS}
 
 
 def need_trl() -> None:
-    """Where tests have to be whole (CI), a missing TRL is a failure."""
+    """Skip without TRL, but fail in CI, where tests have to be complete."""
     if not os.environ.get("CI"):
         pytest.importorskip("trl")
 
@@ -77,22 +77,22 @@ def shift(model: Any, *, size: float = 0.05) -> None:
 
 def rollout(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
     """The fixed completions of the prompts, each of which TRL asks for once per completion."""
-    places = list(zip(prompts, counted(prompts), strict=True))
+    slots = list(zip(prompts, counted(prompts), strict=True))
     return {
-        "prompt_ids": [list(PROMPTS[name]) for name, _ in places],
-        "completion_ids": [list(COMPLETIONS[name][index]) for name, index in places],
+        "prompt_ids": [list(PROMPTS[name]) for name, _ in slots],
+        "completion_ids": [list(COMPLETIONS[name][index]) for name, index in slots],
         "logprobs": None,
-        "fixed_reward": [REWARDS[name][index] for name, index in places],
+        "fixed_reward": [REWARDS[name][index] for name, index in slots],
     }
 
 
 def counted(names: Sequence[str]) -> list[int]:
-    """How often each name stood before."""
+    """Count the earlier occurrences of each name."""
     return [list(names[:index]).count(name) for index, name in enumerate(names)]
 
 
 def fixed_reward(completions: Any, fixed_reward: list[float], **columns: Any) -> list[float]:
-    """What the rollout says."""
+    """Return the rewards of the rollout."""
     return fixed_reward
 
 
@@ -125,7 +125,7 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 
 def grpo_trainer(directory: Path, *, model: Any = None, **settings: Any) -> Any:
-    """TRL's GRPOTrainer, regularized."""
+    """Make TRL's GRPOTrainer with gradient regularization."""
     from flatpeak.integrations import trl as ours
 
     kinds = ours.GradientRegularizedGRPOTrainer, ours.GradientRegularizedGRPOConfig

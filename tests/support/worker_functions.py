@@ -1,4 +1,4 @@
-"""What workers are given in tests: functions of an importable module, which loads in a moment."""
+"""Functions for workers, in an importable module that loads in a moment."""
 
 from __future__ import annotations
 
@@ -38,31 +38,16 @@ def refuse(text: str) -> None:
     raise UserError(text)
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return state != "" and not state.startswith("Z")
-
-
-def all_end(pids: list[int], *, within: float) -> bool:
-    deadline = time.monotonic() + within
-    while any(alive(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def digits(completion: str) -> float | None:
     """Raises where there is none, and has no score for zeros only."""
-    found = [int(character) for character in completion if character.isdigit()]
-    if not found:
+    digit_texts = [int(character) for character in completion if character.isdigit()]
+    if not digit_texts:
         raise ValueError(f"no digit in {completion!r}")
-    return float(sum(found)) or None
+    return float(sum(digit_texts)) or None
 
 
 def distinct(completions: list[str]) -> list[float]:
-    """How many texts of the call differ: needs all completions of a group, and tells calls apart."""
+    """The number of different texts in the call, which needs all completions of a group."""
     return [float(len(set(completions)))] * len(completions)
 
 
@@ -197,14 +182,14 @@ FAULTS: dict[str, Callable[[], object]] = {
     "text": lambda: "1.0" * 10**6,
     "unpicklable": _Unpicklable,
 }
-"""What a reward function may do instead of returning a score."""
+"""Faults of a reward function that returns no score."""
 QUIRKS: dict[str, Callable[[str], float]] = {
     "prints": lambda directory: _endless_words(),
     "closes stdin": lambda directory: _close_input(),
     "leaves a thread": lambda directory: _leave_thread(),
     "leaves children": _leave_children,
 }
-"""What it may do beside returning one, which is 0.5."""
+"""Side effects of a reward function that returns 0.5."""
 
 
 def hostile(completion: str, directory: str = "") -> object:
@@ -276,7 +261,7 @@ def _load_slowly(deaf: bool) -> Slow:
 
 
 def first_calls(completion: str) -> float:
-    """How often this process has been asked; what a function keeps is the process's own."""
+    """The number of calls in this process, since state belongs to the process."""
     _calls.append(completion)
     return float(len(_calls))
 

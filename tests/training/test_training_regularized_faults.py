@@ -13,7 +13,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.regularized import RegularizedLearner
 from flatpeak.types import Batch
-from support.regularized_training import count_passes, double_qwen2, gradient_of, make_learner, off_policy
+from support.regularized_training import count_backward_tokens, double_qwen2, gradient_of, make_learner, off_policy
 from support.training import gradients, largest_difference, tiny_policy, weights
 
 ADAMW = OptimizerConfig(learning_rate=1e-3)
@@ -60,7 +60,7 @@ def test_whatever_lands_in_the_second_pass_the_weights_are_as_before(
 
 def count_micro_batches(policy: Policy, batch: Batch) -> list[int]:
     """The tokens of each piece of a first pass."""
-    passes = count_passes(policy)
+    passes = count_backward_tokens(policy)
     make_learner(policy, micro_batch_tokens=20).accumulate_gradients(batch)
     policy.model.zero_grad()
     del policy.token_logprobs

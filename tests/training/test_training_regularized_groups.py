@@ -22,7 +22,7 @@ from support.regularized_training import (
     WHOLE,
     Gradient,
     blocks_of,
-    count_passes,
+    count_backward_tokens,
     double_qwen2,
     gradient_of,
     make_learner,
@@ -107,7 +107,7 @@ def test_the_second_pass_costs_the_tokens_of_its_groups(fraction: float, budget:
     policy = double_qwen2()
     batch = off_policy(policy, groups=4)
     groups = chosen_groups(batch, fraction, seed=3)
-    passes = count_passes(policy)
+    passes = count_backward_tokens(policy)
     torch.manual_seed(3)
     make_learner(policy, strength=STRENGTH, group_fraction=fraction, micro_batch_tokens=budget).accumulate_gradients(
         batch

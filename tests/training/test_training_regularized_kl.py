@@ -15,7 +15,7 @@ from flatpeak.types import Batch
 from support.regularized_training import (
     WHOLE,
     blocks_of,
-    count_passes,
+    count_backward_tokens,
     double_qwen2,
     gradient_of,
     make_learner,
@@ -90,7 +90,7 @@ def test_the_penalty_without_kl_is_the_curvature_of_the_policy_loss_written_out(
 def test_only_terms_that_are_there_cost_a_pass_of_their_own(given: dict[str, Any], passes: int) -> None:
     policy = double_qwen2()
     batch = off_policy(policy)
-    counted = count_passes(policy)
+    counted = count_backward_tokens(policy)
     make_learner(policy, strength=STRENGTH, **given).accumulate_gradients(batch)
     assert counted == [len(batch.tokens_T)] * passes
 

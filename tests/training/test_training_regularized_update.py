@@ -17,7 +17,7 @@ from flatpeak.training.objective import Objective
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import (
     blocks_of,
-    count_passes,
+    count_backward_tokens,
     double_qwen2,
     gradient_of,
     make_learner,
@@ -38,7 +38,7 @@ def after_steps(count: int, *, steps: TrainingConfig = TWO_UPDATES, **settings: 
     """The weights after so many steps of the trainer, and how many passes with gradients they took."""
     policy = tiny_policy()
     trainer = make_regularized_trainer(policy, optimizer=ADAMW, training=steps, **settings)
-    passes = count_passes(policy)
+    passes = count_backward_tokens(policy)
     for step in range(1, count + 1):
         trainer.train_step(step)
     return weights(policy), len(passes)
@@ -49,7 +49,7 @@ def test_strength_0_trains_to_the_bits_of_no_regularization_without_a_second_pas
     trainer = make_regularized_trainer(policy, optimizer=ADAMW, training=TWO_UPDATES)
     objective = trainer.learner.objective
     trainer.learner = Learner(policy, objective, ADAMW, temperature=1.0, micro_batch_tokens=12)
-    passes = count_passes(policy)
+    passes = count_backward_tokens(policy)
     for step in range(1, 5):
         trainer.train_step(step)
     off, off_passes = after_steps(4, strength=0.0, step=1e-3, every=2, group_fraction=0.5, kl_in_penalty=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +12,8 @@ import pytest
 
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from support import worker_functions
-from support.worker_functions import Slow, all_end, huge_power
-
-TESTS = Path(__file__).parents[2]
+from support.worker_functions import Slow, huge_power
+from support.workers import alive, all_end, start_script
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +60,7 @@ def test_what_is_said_of_a_forked_worker_is_what_is_said_of_any(
     assert pool.submit(len, "abc").result() == 3
     before = pool.submit(os.getpid).result()
     assert reason(pool, *call, timeout=1 if found[0] == "timeout" else None) == found
-    assert not worker_functions.alive(before)
+    assert not alive(before)
     assert pool.submit(divmod, 9, 7).result() == (1, 2)
 
 
@@ -135,17 +132,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_a_server_and_its_workers_end_with_the_process_that_has_them(how: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(set(pids)) == 3
+    process, pids = start_script(SCRIPT, workers=3)
     if how == "killed":
         process.kill()
     else:

@@ -27,7 +27,8 @@ from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rewards.workers.process import OUTPUT_PREFIX
 from flatpeak.types import Completion, Group, Score
 from support import worker_functions
-from support.worker_functions import FAULTS, QUIRKS, all_end
+from support.worker_functions import FAULTS, QUIRKS
+from support.workers import all_end
 
 LIMIT = 1.0
 BUSY = 5.0

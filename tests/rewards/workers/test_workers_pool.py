@@ -20,7 +20,8 @@ from flatpeak.rewards.reward_set import Failures, RewardSet
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from support import worker_functions
-from support.worker_functions import all_end, digits, distinct, huge_power, treacherous
+from support.worker_functions import digits, distinct, huge_power, treacherous
+from support.workers import alive, all_end, start_script
 
 EXTRACTIONS = ("whole", "answer_tag", "gsm8k_strict", "gsm8k_flexible", "last_number", "boxed")
 TEXTS = (
@@ -34,7 +35,6 @@ TEXTS = (
     "",
     "−18 €",
 )
-TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_lost_worker_is_replaced(
     pool = request.getfixturevalue("strict" if reason == "timeout" else "pool")
     before = pool.submit(os.getpid).result()
     assert outcome(pool, function, *arguments) == (reason, text)
-    assert not worker_functions.alive(before)
+    assert not alive(before)
     assert pool.submit(divmod, 9, 7).result() == (1, 2)
 
 
@@ -196,24 +196,8 @@ except KeyboardInterrupt:
 """
 
 
-def start_script() -> tuple[subprocess.Popen[str], list[int]]:
-    """A process with a worker that idles, one that hangs and one that is busy, and the workers' ids."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(set(pids)) == 3
-    return process, pids
-
-
 def test_workers_end_with_a_process_that_could_not_close_them() -> None:
-    process, pids = start_script()
+    process, pids = start_script(SCRIPT, workers=3)
     process.kill()
     process.communicate(timeout=60)
     # The one that hangs has nobody left to kill it: its own timer does, a second after the deadline.
@@ -221,7 +205,7 @@ def test_workers_end_with_a_process_that_could_not_close_them() -> None:
 
 
 def test_ctrl_c_prints_nothing_of_workers() -> None:
-    process, pids = start_script()
+    process, pids = start_script(SCRIPT, workers=3)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (out, err, process.returncode) == ("stopped\n", "", 0)
