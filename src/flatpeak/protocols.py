@@ -1,4 +1,4 @@
-"""What the parts ask of each other. Any object of the right shape fits: none has to inherit from anything here."""
+"""Protocols between the components. Any object of the right shape fits: none has to inherit from anything here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class StreamingSampler(Sampler, Protocol):
-    """A sampler that gives groups away while it works on others; having `stream` is how it says so."""
+    """A sampler that yields groups while it works on others; recognized by its method `stream`."""
 
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
@@ -43,7 +43,7 @@ class StreamingSampler(Sampler, Protocol):
 
 @runtime_checkable
 class ResumableSampler(Sampler, Protocol):
-    """A sampler with a state that later results depend on; having `state` and `load` is how it says so."""
+    """A sampler with a state that later results depend on; recognized by its methods `state` and `load`."""
 
     def state(self) -> Mapping[str, Any]:
         """The state of now as JSON, saved in every checkpoint."""
@@ -63,7 +63,7 @@ class Reward(Protocol):
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that flatpeak uses."""
+    """The interface of a Hugging Face tokenizer that flatpeak uses."""
 
     eos_token_id: int | None
     chat_template: Any
@@ -77,7 +77,7 @@ class Tokenizer(Protocol):
         ...
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
-        """Many at once."""
+        """Decode many sequences at once."""
         ...
 
     def apply_chat_template(self, conversation: Sequence[Mapping[str, str]], **kwargs: Any) -> Any:
@@ -98,12 +98,12 @@ class DecodeState(Protocol):
         entries: tuple[Sequence[int], Sequence[int]],
         idle: Sequence[int],
     ) -> None:
-        """Move completions and prompts, each (sources, targets); the `idle` slots hold nobody's."""
+        """Move completions and prompts, each (sources, targets); the `idle` slots hold no completion."""
         ...
 
 
 class Decoder(Protocol):
-    """What a rollout engine needs of a policy: read each prompt once, then one token per slot at a time.
+    """The part of a policy that a rollout engine needs: read each prompt once, then one token per slot at a time.
 
     It may have a context manager `decoding()`, entered around a request, during which its weights do not change.
     """
@@ -141,14 +141,14 @@ class Decoder(Protocol):
 
 
 class Tracker(Protocol):
-    """A place metrics go besides `metrics.jsonl` (Weights & Biases, TensorBoard, ...)."""
+    """A destination of metrics besides `metrics.jsonl` (Weights & Biases, TensorBoard, ...)."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record one step's metrics."""
         ...
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush buffers and close the connection."""
         ...
 
 
@@ -156,12 +156,12 @@ class SavesModel(Protocol):
     """Writes a model (and tokenizer) in Hugging Face format into an existing directory."""
 
     def __call__(self, directory: Path) -> None:
-        """Write the files."""
+        """Write the model's files into the directory."""
         ...
 
 
 class Progress(Protocol):
-    """Who watches a run: a live display, or nobody."""
+    """The display of a run: live, or none."""
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """One step of a stage (`sft`, `train`, `eval`) is done; `metrics` are the step's."""

@@ -22,9 +22,9 @@ class Example:
     """One row of a task, before it is worded as a prompt."""
 
     id: str
-    """Unique within the task; groups are told apart by it, never by text."""
+    """Unique within the task; it identifies a group, which its text does not."""
     question: str
-    """What is asked, without instructions."""
+    """The question itself, without instructions."""
     gold: str
     """The reference answer, as graders expect it."""
     rationale: str | None = None
@@ -32,9 +32,9 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the data set's row, by name, for reward functions that ask for it."""
     subsets: Mapping[str, str] = field(default_factory=dict)
-    """What evaluation makes tables by: {"subject": "Algebra", "level": "3"}."""
+    """Subsets that evaluation makes tables of: {"subject": "Algebra", "level": "3"}."""
     preamble: str = ""
-    """What a published protocol says before its worked examples and the question; part of the prompt, as they are."""
+    """The text of a published protocol before its worked examples and the question; part of the prompt."""
     shots: tuple[str, ...] = ()
     """Worked examples between preamble and question. The last ones are left out where a prompt would be too long."""
 
@@ -46,9 +46,9 @@ class Prompt:
     id: str
     """The example's id."""
     token_ids: tuple[int, ...]
-    """What the model reads; at least one token."""
+    """The tokens that the model reads, at least one."""
     text: str
-    """The same, readable; the end of it (a prefilled `<think>`, say) belongs to what format rewards judge."""
+    """The same as text; format rewards judge its end (a prefilled `<think>`, say) together with the completion."""
     example: Example
     """The row the prompt was made from."""
     messages: tuple[Message, ...] | None = None
@@ -57,7 +57,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How completions are drawn."""
+    """Settings by which completions are drawn."""
 
     temperature: float = 1.0
     """0 is greedy decoding."""
@@ -68,7 +68,7 @@ class SamplingParams:
     max_new_tokens: int = 256
     """A completion that reaches it ends with `finish_reason="length"`."""
     min_new_tokens: int = 0
-    """No end-of-sequence token is drawn before this many tokens, and no stop string is heeded."""
+    """No end-of-sequence token is drawn before this many tokens, and no stop string ends a completion."""
     stop: tuple[str, ...] = ()
     """A completion ends at the first token whose decoded text completes one of these; the string is kept."""
 
@@ -111,11 +111,12 @@ class Scores:
     """The rewards of a list of groups; [p][g] is completion g of group p."""
 
     total: list[list[Score]]
-    """The weighted sum of the parts that have a weight; missing where any of them is missing."""
+    """The weighted sum of the components that have a weight; missing where any of them is missing."""
     parts: dict[str, list[list[Score]]]
-    """Every part by its name, unweighted, zero-weight parts included."""
+    """Every component by its name, unweighted, those of weight 0 included."""
     timed_out: Mapping[str, list[list[bool]]] = field(default_factory=dict)
-    """By part, which scores stand for answers that ran out of time or memory; parts without any are left out."""
+    """By component, whether a score stands for an answer that ran out of time or memory; components without any are
+    left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

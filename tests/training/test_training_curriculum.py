@@ -49,7 +49,7 @@ def test_the_main_phase_never_ends() -> None:
 
 @pytest.mark.parametrize(("steps", "pass_rate", "over"), [(4, 0.2, False), (5, 0.2, True), (1, 0.9, True)])
 def test_steps_and_pass_rate_each_end_a_phase(steps: int, pass_rate: float, over: bool) -> None:
-    assert phase(max_steps=5, until_pass_rate=0.8).over(steps=steps, pass_rate=pass_rate) is over
+    assert phase(max_steps=5, until_pass_rate=0.8).is_over(steps=steps, pass_rate=pass_rate) is over
 
 
 def test_each_phase_keeps_a_place_of_its_own_in_its_data() -> None:

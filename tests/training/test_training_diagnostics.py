@@ -51,16 +51,16 @@ DEAD, NONE = rollouts([[0.0, 0.0], [0.5, 0.5]]), torch.zeros(2, 2)
 def test_the_third_step_in_a_row_without_an_informative_group_is_announced_with_its_figures() -> None:
     steps, notices = watched()
     for _ in range(2):
-        steps.see(DEAD, NONE)
+        steps.observe(DEAD, NONE)
     assert notices == []
-    steps.see(DEAD, NONE)
+    steps.observe(DEAD, NONE)
     assert notices == [SENTENCE]
 
 
 def test_then_the_10th_the_30th_and_the_100th() -> None:
     steps, notices = watched()
     for _ in range(120):
-        steps.see(DEAD, NONE)
+        steps.observe(DEAD, NONE)
     assert [text.split()[5] for text in notices] == ["3", "10", "30", "100"]
 
 
@@ -68,22 +68,22 @@ def test_an_informative_step_begins_the_count_again_and_nothing_is_said_twice() 
     steps, notices = watched()
     for count in (2, 4, 9, 10):
         for _ in range(count):
-            steps.see(DEAD, NONE)
-        steps.see(DEAD, torch.tensor([[0.0, 0.0], [1.0, -1.0]]))
+            steps.observe(DEAD, NONE)
+        steps.observe(DEAD, torch.tensor([[0.0, 0.0], [1.0, -1.0]]))
     assert [text.split()[5] for text in notices] == ["3", "10"]
 
 
 def test_steps_without_any_score_have_a_notice_of_their_own() -> None:
     steps, notices = watched()
     for _ in range(5):
-        steps.see(rollouts([[None, None], [None, None]]), NONE)
+        steps.observe(rollouts([[None, None], [None, None]]), NONE)
     assert notices == []
 
 
 def test_a_loss_with_other_terms_moves_weights_all_the_same() -> None:
     steps, notices = watched(other_terms=True, unanswered=None)
     for _ in range(3):
-        steps.see(DEAD, NONE)
+        steps.observe(DEAD, NONE)
     assert "so the rewards changed no weight: the mean reward is 0.25 and 75% are cut" in notices[0]
 
 

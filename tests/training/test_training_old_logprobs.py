@@ -308,11 +308,11 @@ def test_everything_on_the_way_through_a_model_counts() -> None:
 def test_a_distance_that_is_no_rounding_is_told_at_the_first_and_the_tenth_step() -> None:
     told: list[str] = []
     gaps = LogprobGapMonitor(told.append)
-    gaps.see({})
-    gaps.see({"rollout/logprob_gap_mean": GAP_BOUND})
-    gaps.see({"rollout/logprob_gap_mean": float("nan")})
+    gaps.observe({})
+    gaps.observe({"rollout/logprob_gap_mean": GAP_BOUND})
+    gaps.observe({"rollout/logprob_gap_mean": float("nan")})
     assert told == []
     for _ in range(11):
-        gaps.see({"rollout/logprob_gap_mean": 2.7})
+        gaps.observe({"rollout/logprob_gap_mean": 2.7})
     assert ["in 1 step so far" in told[0], "2.7 on average" in told[0], "in 10 steps" in told[1]] == [True] * 3
     assert len(told) == 2

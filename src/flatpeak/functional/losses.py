@@ -167,7 +167,7 @@ class PolicyLoss:
     clipped: TokenFunction = _never_clipped
     """bool: tokens whose gradient the clip takes away or, for CISPO, caps."""
     with_curvature: TokenFunction | None = None
-    """Where `value` detaches the ratio: a loss of the same gradient whose second derivative means something."""
+    """A loss of the same gradient with a meaningful second derivative, where `value` detaches the ratio."""
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

@@ -26,10 +26,9 @@ from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
-from flatpeak.training.recorder import Recorder
+from flatpeak.training.recorder import History, Recorder
 from flatpeak.training.reward_model_trainer import RewardModelTrainer
 from flatpeak.training.sft import SFTTrainer
-from flatpeak.training.state import History
 from flatpeak.training.trainer import Trainer
 from flatpeak.utils.huggingface import no_progress_bar
 

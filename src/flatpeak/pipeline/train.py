@@ -31,10 +31,9 @@ from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_n
 from flatpeak.runs.directory import RunPaths
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.objective import Objective
-from flatpeak.training.recorder import Recorder
+from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
-from flatpeak.training.state import SAMPLER_STATE
 from flatpeak.training.trainer import Trainer, TrainerConfig
 
 StageName = Literal["sft", "train"]

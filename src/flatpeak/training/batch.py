@@ -92,10 +92,10 @@ def minibatches(
 
 
 def micro_batches(batch: Packed, token_budget: int, *, padded: bool = False) -> Iterator[Packed]:
-    """Cut a batch into pieces of at most `token_budget` tokens, prompts included, between completions.
+    """Cut a batch into micro-batches of at most `token_budget` tokens, prompts included, between completions.
 
-    A group that fits into one piece is not split; a completion longer than the budget is a piece of its own. `padded`:
-    for a pass that reads each completion with a prompt of its own, padded to the longest, so that is what is counted.
+    A group that fits into one is not split; a completion longer than the budget has one of its own. `padded`: for a
+    pass that reads each completion with a prompt of its own, padded to the longest, and these tokens are counted.
     """
     cuts = _padded_cuts(batch, token_budget) if padded else _packed_cuts(batch, token_budget)
     count = len(batch.lengths_N)
@@ -105,7 +105,7 @@ def micro_batches(batch: Packed, token_budget: int, *, padded: bool = False) -> 
 
 
 def _packed_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:
-    """Where pieces begin, each prompt counted once in a piece."""
+    """First completions of the micro-batches, in each of which a prompt counts once."""
     prompts, lengths = batch.prompt_N.tolist(), batch.lengths_N.tolist()
     group_tokens = [len(prompt) for prompt in batch.prompts]
     for prompt, length in zip(prompts, lengths, strict=True):
@@ -124,7 +124,7 @@ def _packed_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:
 
 
 def _padded_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:
-    """Where pieces begin, of which each takes its completions times its longest row."""
+    """First completions of the micro-batches, each of which costs its completions times its longest row."""
     cuts, longest = [0], 0
     for index, (prompt, length) in enumerate(zip(batch.prompt_N.tolist(), batch.lengths_N.tolist(), strict=True)):
         row = len(batch.prompts[prompt]) + length

@@ -1,4 +1,4 @@
-"""The rollout half of a step: draw prompts, sample groups, score them, replace those that teach nothing."""
+"""The rollout half of a step: draw prompts, sample groups, score them, replace those without signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatpeak.training.curriculum import Phase, take_prompts
 from flatpeak.types import Group, Prompt, Score, Scores
 
 _Drawn = tuple[Group, int, Scores]
-"""A group, with the scores of its round and its place among them."""
+"""A group, its index in its round of rollouts, and the scores of that round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +26,22 @@ class Rollouts:
     groups: list[Group]
     scores: Scores
     cursor: int
-    """Where the next step goes on in the data."""
+    """Position in the data at which the next step begins."""
     drawn: int
     """Groups sampled, replaced ones included."""
     pass_rate: float
-    """Mean of the phase's accuracy part over all groups sampled, since those that dynamic sampling keeps are never
+    """Mean of the phase's accuracy component over all groups sampled, since those that dynamic sampling keeps are never
     solved; 0 where nothing says right or wrong."""
     rollout_seconds: float
     reward_seconds: float
-    """What grading took after the last group was sampled."""
+    """Grading time after the last group was sampled."""
     failed: Mapping[str, int] = field(default_factory=dict)
-    """By reward part, the completions without a score because something failed; of all that were drawn. Parts
-    without any are left out."""
+    """By reward component, the completions without a score because something failed, of all that were drawn; without
+    components that have none."""
     timed_out: Mapping[str, int] = field(default_factory=dict)
-    """By reward part, the answers scored for having run out of time or memory; likewise."""
+    """By reward component, the answers scored for having run out of time or memory; likewise."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """What the reward measured of itself, by metric: a judge's calls, cost, distance from the truth."""
+    """Metrics that the reward reports of itself: a judge's calls, cost, distance from the truth."""
 
 
 def collect(
@@ -56,11 +56,11 @@ def collect(
 ) -> Rollouts:
     """Sample and score `prompts_per_step` groups.
 
-    With a resample budget (dynamic sampling, DAPO), groups that teach nothing are replaced by fresh prompts, at most
+    With a resample budget (dynamic sampling, DAPO), groups without signal are replaced by fresh prompts, at most
     `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
     """
-    kept, dead = list[_Drawn](), list[_Drawn]()
-    verdicts, timed_out = list[float](), Counter[str]()
+    kept, without_signal = list[_Drawn](), list[_Drawn]()
+    accuracies, timed_out = list[float](), Counter[str]()
     drawn, rollout_seconds, reward_seconds = 0, 0.0, 0.0
     before, budget = failures(phase.reward), phase.reward.step_budget()
     for round_ in range(max_resamples + 1):
@@ -73,20 +73,20 @@ def collect(
         timed_out.update({name: sum(map(sum, flags)) for name, flags in scores.timed_out.items()})
         rollout_seconds += graded.sampled_at - started
         reward_seconds += time.perf_counter() - graded.sampled_at
-        verdicts.extend(_known(scores.parts.get(phase.accuracy or "", ())))
-        alive = has_signal(groups, scores) if max_resamples else [True] * len(groups)
+        accuracies.extend(_known(scores.parts.get(phase.accuracy or "", ())))
+        informative = has_signal(groups, scores) if max_resamples else [True] * len(groups)
         for index, group in enumerate(groups):
-            (kept if alive[index] else dead).append((group, index, scores))
+            (kept if informative[index] else without_signal).append((group, index, scores))
         if len(kept) == config.prompts_per_step:
             break
-    chosen = kept + dead[: config.prompts_per_step - len(kept)]
+    chosen = kept + without_signal[: config.prompts_per_step - len(kept)]
     scores = _scores(chosen)
     return Rollouts(
         groups=[group for group, _, _ in chosen],
         scores=scores,
         cursor=cursor,
         drawn=drawn,
-        pass_rate=sum(verdicts) / len(verdicts) if verdicts else 0.0,
+        pass_rate=sum(accuracies) / len(accuracies) if accuracies else 0.0,
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
         measured=phase.reward.measured(scores),
@@ -104,8 +104,8 @@ def _scores(drawn: Sequence[_Drawn]) -> Scores:
 
 
 def failures(reward: RewardSet) -> dict[str, int]:
-    """How many completions each part of a reward has failed on so far."""
-    return {name: found.count for name, found in reward.failures.items()}
+    """Number of completions that each reward component has failed on so far."""
+    return {name: failure.count for name, failure in reward.failures.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class _Graded:
     groups: list[Group]
     scores: Scores
     sampled_at: float
-    """When the last group was sampled."""
+    """Time at which the last group was sampled."""
 
 
 def _graded(
@@ -128,17 +128,17 @@ def _graded(
     """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can."""
     size, sampling = config.group_size, config.sampling()
     if isinstance(sampler, StreamingSampler) and (grading := reward.grading()):
-        found: dict[int, Group] = {}
+        sampled: dict[int, Group] = {}
         for index, group in sampler.stream(prompts, group_size=size, sampling=sampling, seed=seed):
             grading.add(index, group)
-            found[index] = group
+            sampled[index] = group
         sampled_at = time.perf_counter()
-        groups = [found[index] for index in range(len(prompts))]
+        groups = [sampled[index] for index in range(len(prompts))]
         return _Graded(groups=groups, scores=reward.finish(groups, grading, budget=budget), sampled_at=sampled_at)
     groups = sampler.generate(prompts, group_size=size, sampling=sampling, seed=seed)
     sampled_at = time.perf_counter()
     return _Graded(groups=groups, scores=reward(groups, budget=budget), sampled_at=sampled_at)
 
 
-def _known(part: Sequence[Sequence[Score]]) -> list[float]:
-    return [score for row in part for score in row if score is not None]
+def _known(scores: Sequence[Sequence[Score]]) -> list[float]:
+    return [score for row in scores for score in row if score is not None]

@@ -26,7 +26,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdvantageConfig(StrictConfig):
-    """From rewards to advantages; see functional.group_advantages."""
+    """Baseline and scale of the advantages; see functional.group_advantages."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     scale: Literal["std", "batch_std", "none"] = "std"
@@ -92,7 +92,7 @@ class OptimizerConfig(StrictConfig):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """What linear and cosine end at, as a fraction of learning_rate."""
+    """Final learning rate of linear and cosine, as a fraction of learning_rate."""
 
 
 class SFTOptimizerConfig(OptimizerConfig):
@@ -105,7 +105,7 @@ class DynamicSamplingConfig(StrictConfig):
     """DAPO: groups whose rewards are all equal are replaced by fresh prompts, up to a budget."""
 
     max_resamples: Annotated[int, Field(ge=0)] = 0
-    """How many more rounds of rollouts a step may draw; 0 is off."""
+    """Number of further rounds of rollouts that a step may draw; 0 is off."""
 
 
 class TrainingConfig(StrictConfig):
@@ -158,7 +158,7 @@ class SFTConfig(StrictConfig):
     batch_size: Annotated[int, Field(ge=1)] = 64
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     normalization: Normalization = "token_mean"
-    """As `objective.normalization`; constant divides by the tokens of the longest demonstration of all."""
+    """Normalization as in `objective.normalization`; constant divides by the tokens of the longest demonstration."""
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once greedy accuracy on training problems set aside for it reaches this; checked every `check_every`."""
     check_every: Annotated[int, Field(ge=1)] = 50
@@ -181,11 +181,11 @@ class RewardModelConfig(StrictConfig):
     """Longest text, question and answer. Of a longer one the beginning of the question is left out, never a part of
     the answer; a pair with an answer that does not fit by itself is dropped. Both are counted. null: the context."""
     template: str = "auto"
-    """How a pair is worded, recorded with the model. auto: the tokenizer's chat template if it has one, else plain.
+    """Wording of a pair, recorded with the model. auto: the tokenizer's chat template if it has one, else plain.
     chat; plain: question and answer with an empty line between; or a text file with {prompt} and {completion}."""
     optimizer: RewardModelOptimizerConfig = RewardModelOptimizerConfig()
     margin: Annotated[float, Field(ge=0)] = 0.0
-    """By how much the chosen answer has to win: -log sigmoid(chosen - rejected - margin)."""
+    """Margin by which the chosen answer has to win: -log sigmoid(chosen - rejected - margin)."""
     center: Annotated[float, Field(ge=0)] = 0.0
     """Adds center * (chosen + rejected)^2, which keeps the scores around 0 (Eisenstein et al. 2023; 0.01 is usual)."""
     evaluate_every: Annotated[int, Field(ge=0)] = 50

@@ -1,4 +1,4 @@
-"""Which task a step draws from: a first one until a step or a pass rate is reached, then the main one."""
+"""The curriculum: a first task until a step or a pass rate is reached, then the main one; and the order of the data."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Phase:
     prompts: Stream[Prompt]
     reward: RewardSet
     accuracy: str | None
-    """The reward part whose mean is the pass rate; None where none says right or wrong."""
+    """The reward component whose mean is the pass rate; None where none says right or wrong."""
     max_steps: int | None = None
     """The phase ends after so many steps; None never ends."""
     until_pass_rate: float | None = None
     """The phase ends as soon as a step's pass rate reaches this."""
 
-    def over(self, *, steps: int, pass_rate: float) -> bool:
+    def is_over(self, *, steps: int, pass_rate: float) -> bool:
         """Whether the phase ends after `steps` steps, the last of which passed at `pass_rate`."""
         if self.max_steps is None:
             return False
@@ -71,7 +71,7 @@ class Phase:
 
 @dataclass(kw_only=True, slots=True)
 class Progression:
-    """Where a run stands in its curriculum and its data. Saved in checkpoints."""
+    """Position of a run in its curriculum and its data, saved in checkpoints."""
 
     phase: int = 0
     phase_steps: int = 0
@@ -85,6 +85,6 @@ class Progression:
     def step_done(self, phases: Sequence[Phase], *, pass_rate: float) -> None:
         """Count the step, and move on where the phase is over."""
         self.phase_steps += 1
-        if phases[self.phase].over(steps=self.phase_steps, pass_rate=pass_rate):
+        if phases[self.phase].is_over(steps=self.phase_steps, pass_rate=pass_rate):
             self.phase += 1
             self.phase_steps = 0

@@ -1,9 +1,9 @@
-"""Notices of a run that learns nothing because no group has rewards that differ."""
+"""Monitors of a run: notices of steps without signal or rewards, skipped updates, and a sampler that disagrees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +17,21 @@ from flatpeak.types import Group
 ANNOUNCED = ("3", "1")
 """Leading digits of the step counts that are announced: 3, 10, 30, 100, ..."""
 
+FIX = (
+    "lower optimizer.learning_rate (sft.optimizer.learning_rate in SFT) or look for a loss or reward that overflows, "
+    "and start anew or fork the run from an earlier checkpoint: flatpeak fork RUN STEP --name NEW key=value"
+)
+
+GAP_BOUND = 0.1
+"""Nats per token: a mean distance of sampler and trainer above it is no rounding."""
+
 Unanswered = Callable[[Group], Sequence[bool]]
-"""For each completion of a group, whether its grader finds no answer in it."""
+"""Returns, for each completion of a group, whether its grader finds no answer in it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Sums:
-    """Over the completions of the steps in a row."""
+    """Sums over the completions of consecutive steps."""
 
     steps: int = 0
     completions: int = 0
@@ -34,7 +42,7 @@ class _Sums:
 
 
 class ZeroAdvantageMonitor:
-    """Counts the steps in a row whose advantages are all 0, and announces the third, the 10th, the 30th, ..."""
+    """Counter of consecutive steps whose advantages are all 0; gives a notice of the third, the 10th, the 30th, ..."""
 
     def __init__(
         self, notice: Callable[[str], None], *, limit: int, other_terms: bool, unanswered: Unanswered | None
@@ -47,8 +55,8 @@ class ZeroAdvantageMonitor:
         self._sums = _Sums()
         self._announced = 0
 
-    def see(self, rollouts: Rollouts, advantages_PG: Tensor) -> None:
-        """Take one step in. Steps in which no completion has a score have a notice of their own."""
+    def observe(self, rollouts: Rollouts, advantages_PG: Tensor) -> None:
+        """Count one step. Steps in which no completion has a score have a notice of their own."""
         scores = [score for row in rollouts.scores.total for score in row if score is not None]
         if not scores:
             return
@@ -83,31 +91,25 @@ def _announced(steps: int) -> bool:
     return steps >= 3 and digits[0] in ANNOUNCED and not digits[1:].strip("0")
 
 
-FIX = (
-    "lower optimizer.learning_rate (sft.optimizer.learning_rate in SFT) or look for a loss or reward that overflows, "
-    "and start anew or fork the run from an earlier checkpoint: flatpeak fork RUN STEP --name NEW key=value"
-)
-
-
 @dataclass(kw_only=True, slots=True)
 class SkippedUpdateMonitor:
-    """Counts them over a stage of a run."""
+    """Counter of the skipped updates over a stage of a run."""
 
     updates: int = 0
     skipped: int = 0
     in_a_row: int = 0
-    """Up to the last update."""
-    told: int = 0
+    """Consecutive skipped updates up to the last update."""
+    reported: int = 0
     """Number of skipped updates at the last notice."""
-    here: int = 0
+    since_start: int = 0
     """Updates since the run was started or resumed last."""
 
-    def see(self, skipped: Iterable[bool]) -> None:
+    def observe(self, skipped: Iterable[bool]) -> None:
         """Count the updates of a step, in their order."""
-        for one in skipped:
-            self.updates, self.here = self.updates + 1, self.here + 1
-            self.skipped += one
-            self.in_a_row = self.in_a_row + 1 if one else 0
+        for was_skipped in skipped:
+            self.updates, self.since_start = self.updates + 1, self.since_start + 1
+            self.skipped += was_skipped
+            self.in_a_row = self.in_a_row + 1 if was_skipped else 0
 
     def check(self, stage: str, step: int, *, limit: int, at_end: bool, notice: Callable[[str], None]) -> None:
         """Give a notice of the first skipped update, the 10th, the 100th, ...
@@ -115,8 +117,8 @@ class SkippedUpdateMonitor:
         Raises RunError where `limit` in a row were skipped, or, at the end of the stage, all since the run was started
         or resumed.
         """
-        if reaches_power_of_ten(self.told, self.skipped):
-            self.told = self.skipped
+        if reaches_power_of_ten(self.reported, self.skipped):
+            self.reported = self.skipped
             notice(
                 f"{stage} step {step}: {self.skipped} of {self.updates} updates so far skipped, because the gradient "
                 "was NaN or infinite; the weights are left as they were"
@@ -126,7 +128,7 @@ class SkippedUpdateMonitor:
                 f"the last {self.in_a_row} updates were skipped, because the gradient was NaN or infinite "
                 f"(training.max_skipped_updates={limit}); the weights are those of the last finite one: {FIX}"
             )
-        if at_end and self.here and self.in_a_row >= self.here:
+        if at_end and self.since_start and self.in_a_row >= self.since_start:
             raise RunError(
                 f"all {self.in_a_row} updates up to the end were skipped, because the gradient was NaN or infinite, so "
                 f"nothing was learned: {FIX}"
@@ -134,23 +136,24 @@ class SkippedUpdateMonitor:
 
     def state(self) -> dict[str, int]:
         """The counts that a checkpoint keeps."""
-        return {name: count for name, count in asdict(self).items() if name != "here"}
+        return {"updates": self.updates, "skipped": self.skipped, "in_a_row": self.in_a_row, "told": self.reported}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SkippedUpdateMonitor:
-        """From the state of a stage, which has none where an earlier version wrote it."""
-        return cls(**state.get("skipped_updates", {}))
+        """Restore the counts from the state of a stage, which has none where an earlier version wrote it."""
+        counts = dict(state.get("skipped_updates", {}))
+        return cls(reported=counts.pop("told", 0), **counts)
 
 
 class MissingRewardMonitor:
-    """Tells of steps in which no completion has a reward: from those nothing is learned, and no error says so."""
+    """Counter of steps in which no completion has a reward: they train nothing, and no error says so."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self.count = 0
         self._notice = notice
 
-    def see(self, rollouts: Rollouts) -> None:
-        """Count the step if it is one; the first is told of, and then the 10th, the 100th, ..."""
+    def observe(self, rollouts: Rollouts) -> None:
+        """Count the step if it is one; a notice is given of the first, the 10th, the 100th, ..."""
         if all(score is None for row in rollouts.scores.total for score in row):
             self.count += 1
             if reaches_power_of_ten(self.count - 1, self.count):
@@ -160,19 +163,15 @@ class MissingRewardMonitor:
                 self._notice(f"{self.count} {steps} so far without a reward for any completion, and so no update{why}")
 
 
-GAP_BOUND = 0.1
-"""Nats per token: a mean distance of sampler and trainer above it is no rounding."""
-
-
 class LogprobGapMonitor:
-    """Tells of steps in which the sampler's log-probabilities are not the trainer's, rounding aside."""
+    """Counter of steps in which the sampler's log-probabilities are not the trainer's, rounding aside."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self.count = 0
         self._notice = notice
 
-    def see(self, metrics: Mapping[str, float]) -> None:
-        """Count the step if it is one; the first is told of, and then the 10th, the 100th, ..."""
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Count the step if it is one; a notice is given of the first, the 10th, the 100th, ..."""
         gap = metrics.get("rollout/logprob_gap_mean", 0.0)
         if not gap > GAP_BOUND:  # or is not a number
             return

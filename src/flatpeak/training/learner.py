@@ -14,7 +14,7 @@ from flatpeak.gradreg.regularizer import Report
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.objective import Objective, TokenStatistics, with_old
+from flatpeak.training.objective import Objective, TokenStatistics, with_old_logprobs
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics
 from flatpeak.types import Batch, PackedCompletions
 
@@ -60,26 +60,26 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         self.policy.save(directory)
 
     def divide(self, minibatch: Batch) -> tuple[Batch, ...]:
-        """The parts of a minibatch that an update cuts into micro-batches by themselves, in their order; here one.
+        """The subsets of a minibatch that an update cuts into micro-batches by themselves, in their order; here one.
 
         Not to be divided again: dividing may draw random numbers.
         """
         return (minibatch,)
 
-    def accumulate_gradients(self, *parts: Batch) -> PolicyStatistics:
+    def accumulate_gradients(self, *batches: Batch) -> PolicyStatistics:
         """Add the gradient of sum_i w_i sum_t loss_it to `.grad`, one micro-batch at a time."""
         statistics = PolicyStatistics()
-        for part in parts:
-            for loss in self.losses(part, statistics):
+        for batch in batches:
+            for loss in self.losses(batch, statistics):
                 loss.backward()
         return statistics
 
     def losses(self, minibatch: Batch, statistics: PolicyStatistics) -> Iterator[Tensor]:
         """The weighted loss of each micro-batch, to be backpropagated before the next is drawn."""
-        for micro in self.micro_batches(minibatch):
-            logprobs_T, entropy_T = self.token_logprobs(micro)
-            loss_T, tokens = self.objective(logprobs_T, entropy_T, with_old(micro, logprobs_T))
-            loss = weighted_sum(loss_T, micro)
+        for micro_batch in self.micro_batches(minibatch):
+            logprobs_T, entropy_T = self.token_logprobs(micro_batch)
+            loss_T, tokens = self.objective(logprobs_T, entropy_T, with_old_logprobs(micro_batch, logprobs_T))
+            loss = weighted_sum(loss_T, micro_batch)
             yield loss
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
@@ -89,14 +89,14 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         padded = not self.policy.native or self.twice_differentiable
         return micro_batches(batch, self.micro_batch_tokens, padded=padded)
 
-    def token_logprobs(self, micro: Batch) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
         """The policy's log-probabilities and entropies, the same way in every pass of an update."""
         return self.policy.token_logprobs(
-            micro, temperature=self.temperature, twice_differentiable=self.twice_differentiable
+            micro_batch, temperature=self.temperature, twice_differentiable=self.twice_differentiable
         )
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
-        """The log-probabilities [T] that an update's passes over this batch would find with `model`, bit for bit."""
+        """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
         return score(
             model,
             batch,
@@ -133,45 +133,45 @@ def score(
     twice_differentiable: bool = False,
 ) -> Tensor:
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
-    pieces, padded = [], twice_differentiable or not policy.native
-    for micro in micro_batches(batch, micro_batch_tokens, padded=padded):
+    scores, padded = [], twice_differentiable or not policy.native
+    for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded):
         with policy.scoring():
             logprobs_T, _ = policy.token_logprobs(
-                micro, temperature=temperature, twice_differentiable=twice_differentiable
+                micro_batch, temperature=temperature, twice_differentiable=twice_differentiable
             )
-        pieces.append(logprobs_T.detach())
-    return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.tokens_T.device)
+        scores.append(logprobs_T.detach())
+    return torch.cat(scores) if scores else torch.zeros(0, device=batch.tokens_T.device)
 
 
-def trainer_is_old(policy: Policy) -> bool:
+def uses_trainer_logprobs(policy: Policy) -> bool:
     """Whether the old log-probabilities are the trainer's own rather than the sampler's; decided here and nowhere else.
 
-    Whoever adds samplers that are not the trainer's own weights (another engine, another machine) says so here.
+    A sampler with other weights than the trainer's (another engine, another machine) has to be distinguished here.
     """
     return policy.below_float32
 
 
-def with_comparisons(
+def score_minibatches(
     learner: Learner, minibatches: Iterable[Batch], *, reference: Policy | None
 ) -> Iterator[tuple[Batch, ...]]:
-    """The step's minibatches of all epochs, each in the parts that an update takes, with old and reference log-probs.
+    """The step's minibatches of all epochs, each in the subsets that an update takes, with old and reference log-probs.
 
     Where the trainer's own are the old ones, those of the first minibatch are left to the update itself, whose pass
-    finds them for nothing; all others are computed before the first is given away, while no weight has changed.
+    computes them anyway; all others are computed before the first is yielded, while no weight has changed.
     """
-    if not trainer_is_old(learner.policy):
+    if not uses_trainer_logprobs(learner.policy):
         yield from map(learner.divide, minibatches)
         return
     divided = [learner.divide(minibatch) for minibatch in minibatches]
     yield from [
-        tuple(_scored(learner, part, reference=reference, first=index == 0) for part in parts)
-        for index, parts in enumerate(divided)
+        tuple(_scored(learner, batch, reference=reference, first=index == 0) for batch in batches)
+        for index, batches in enumerate(divided)
     ]
 
 
-def _scored(learner: Learner, part: Batch, *, reference: Policy | None, first: bool) -> Batch:
+def _scored(learner: Learner, batch: Batch, *, reference: Policy | None, first: bool) -> Batch:
     return replace(
-        part,
-        old_logprobs_T=None if first else learner.score(learner.policy, part),
-        reference_logprobs_T=None if reference is None else learner.score(reference, part),
+        batch,
+        old_logprobs_T=None if first else learner.score(learner.policy, batch),
+        reference_logprobs_T=None if reference is None else learner.score(reference, batch),
     )

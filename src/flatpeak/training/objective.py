@@ -17,7 +17,7 @@ KL_ESTIMATORS = {"k1": F.kl_k1, "k2": F.kl_k2, "k3": F.kl_k3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenStatistics:
-    """Sums over the tokens of a micro-batch, so that a step's figures cover the whole step."""
+    """Sums over the tokens of a micro-batch, so that a step's metrics cover the whole step."""
 
     tokens: int
     entropy: Tensor
@@ -57,7 +57,7 @@ class Objective:
         """Whether the loss has a KL term."""
         return self.kl.coefficient > 0 and self.kl.placement == "loss"
 
-    def policy_part(self) -> Objective:
+    def without_regularizers(self) -> Objective:
         """The same without KL and entropy terms; itself where it has none."""
         if not self.needs_all_tokens:
             return self
@@ -65,9 +65,9 @@ class Objective:
         return Objective(config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}))
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> tuple[Tensor, TokenStatistics]:
-        """The loss of every token, to be weighted and summed, and what is logged of it.
+        """The loss of every token, to be weighted and summed, and the statistics that are logged of it.
 
-        Like all of the methods below it needs `batch` to have old log-probabilities; see `with_old`.
+        Like all of the methods below it needs `batch` to have old log-probabilities; see `with_old_logprobs`.
         """
         loss_T = self.policy_loss(logprobs_T, batch)
         others_T = self.other_terms(logprobs_T, entropy_T, batch)
@@ -104,7 +104,7 @@ class Objective:
 
     @torch.no_grad()
     def statistics(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> TokenStatistics:
-        """What is logged of a micro-batch."""
+        """Sums over the tokens of a micro-batch, for the metrics."""
         ratio_T = self.ratio(logprobs_T, batch)
         token_ratio_T = F.importance_ratio(logprobs_T, _old(batch))
         sampled_T = batch.sampler_logprobs_T
@@ -128,11 +128,11 @@ class Objective:
 
     def _kl(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The KL of every token to the reference."""
-        assert batch.reference_logprobs_T is not None  # whoever asks for KL keeps a reference
+        assert batch.reference_logprobs_T is not None  # a recipe with KL keeps a reference
         return KL_ESTIMATORS[self.kl.estimator](logprobs_T, batch.reference_logprobs_T)
 
 
-def with_old(batch: Batch, logprobs_T: Tensor) -> Batch:
+def with_old_logprobs(batch: Batch, logprobs_T: Tensor) -> Batch:
     """The batch with these as old log-probabilities, detached, where it has none."""
     return batch if batch.old_logprobs_T is not None else replace(batch, old_logprobs_T=logprobs_T.detach())
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flatpeak.errors import UserError
+from flatpeak.errors import DIVERGED, DivergedError, UserError
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.utils.tensors import split_prefix, with_prefix
 
@@ -80,7 +80,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave."""
+    """Put back the state that `optimizer_tensors` returned."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         index, name = key.split(".", 1)
@@ -109,7 +109,7 @@ class MasterWeights:
     """
 
     def __init__(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Begin from the weights as they are: they are all that the stage before, or a checkpoint's model, left."""
+        """Copy the weights as they are: the stage before, or a checkpoint's model, has left nothing else."""
         self.stepped = list(masters.values())
         """The tensors that the optimizer steps, in the parameters' order."""
         self.pairs = {index: (w, m) for index, (w, m) in enumerate(masters.items()) if m is not w}
@@ -139,7 +139,7 @@ class MasterWeights:
         return {str(index): master for index, (_, master) in self.pairs.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from `tensors`, and round them into the weights."""
+        """Continue from saved masters, and round them into the weights."""
         own = self.tensors()
         if own.keys() != tensors.keys():
             raise UserError(
@@ -230,3 +230,10 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         self.masters.load(masters)
         # A fork may have left gradient regularization, whose tensors have names of their own.
         load_optimizer_tensors(self.optimizer, {name: t for name, t in others.items() if name[0].isdecimal()})
+
+
+def check_finite(optimizer: torch.optim.Optimizer, *, step: int) -> None:
+    """Raise DivergedError where a trained weight is NaN or infinite: such a checkpoint could not be trained on."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    if not all(bool(torch.isfinite(weight).all()) for weight in weights):
+        raise DivergedError(f"the weights are NaN or infinite after step {step} and are not saved: {DIVERGED}")

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: metrics, rollouts, evaluations, checkpoints, and its summary."""
+"""The recorder of a run: metrics, rollouts, evaluations, checkpoints, summary, and the state that a resume needs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from flatpeak.errors import DIVERGED, DivergedError
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.protocols import Progress
@@ -41,11 +39,90 @@ from flatpeak.training.diagnostics import (
     SkippedUpdateMonitor,
     ZeroAdvantageMonitor,
 )
-from flatpeak.training.state import CompletedStep, History, Stage
+from flatpeak.training.optimizer import BaseLearner, check_finite
+
+SAMPLER_STATE = "expected_lengths"
+"""Key of the sampler's state in a stage's; named after the native engine's, which are the lengths it expects."""
+
+
+class Stage(Protocol):
+    """A part of a run that takes steps and can be saved."""
+
+    name: str
+
+    @property
+    def learner(self) -> BaseLearner[Any, Any]:
+        """The optimizer and the model that it trains."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Everything but weights and learner that the next step depends on, as JSON."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that it depends on and is in tensors, but the policy's weights."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class History:
+    """The history of a run so far, saved in every checkpoint for the resumed run."""
+
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int | None = None
+    best_value: float | None = None
+    last_step: int = 0
+    seconds: float = 0.0
+    """Wall time of SFT and RL, their evaluations and checkpoints included."""
+
+    def copy(self) -> History:
+        """Copy the present state; evaluations are replaced in the list, never changed."""
+        return replace(self, evaluations=list(self.evaluations))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedStep:
+    """State at the end of a step, without its tensors: it can be saved until an update changes these.
+
+    The state is taken at once because sampling moves what decides the order of work, and an evaluation may fail
+    halfway.
+    """
+
+    stage: Stage
+    step: int
+    evaluated: bool
+    """Whether the evaluation that was due after the step, if one was, is in the history."""
+    state: Mapping[str, Any]
+    learner_state: Mapping[str, Any]
+    history: History
+    updates: int
+    """The learner's updates so far."""
+
+    @classmethod
+    def capture(cls, stage: Stage, step: int, *, evaluated: bool, history: History) -> CompletedStep:
+        """Capture the present state of a stage."""
+        return cls(
+            stage=stage,
+            step=step,
+            evaluated=evaluated,
+            state=stage.state(),
+            learner_state=stage.learner.state(),
+            history=history.copy(),
+            updates=stage.learner.updates,
+        )
+
+    def intact(self, *, interrupted: bool) -> bool:
+        """Whether weights and optimizer are still as the step left them.
+
+        An error in an update is raised before the optimizer steps, once perturbed weights are put back. An interrupt
+        may have come while they were.
+        """
+        learner = self.stage.learner
+        return learner.updates == self.updates and not (interrupted and learner.updating)
 
 
 class Recorder:
-    """Records a run. It never changes what training does."""
+    """Recorder of a run, which never changes what training does."""
 
     def __init__(
         self,
@@ -97,35 +174,35 @@ class Recorder:
     def complete(
         self, stage: Stage, step: int, total: int, metrics: Mapping[str, float], *, evaluation_due: bool
     ) -> None:
-        """Log and show a step that is done. From here on it can be saved, whatever happens before the next update."""
+        """Log and show a completed step. It can be saved from here on, whatever happens before the next update."""
         self.metrics.write(step, stage.name, metrics)
-        self.logprob_gaps.see(metrics)
+        self.logprob_gaps.observe(metrics)
         if stage.name == "train" and self.config.log_rollouts_every:
             self.rollout_log.announce_size(step, total=total, every=self.config.log_rollouts_every)
         self.evaluated = not evaluation_due
-        self._completed = self._now(stage, step)
+        self._completed = self._capture(stage, step)
         self.progress.update(stage.name, step=step, total=total, metrics=metrics)
 
-    def _now(self, stage: Stage, step: int) -> CompletedStep:
-        return CompletedStep.now(stage, step, evaluated=self.evaluated, history=self.history)
+    def _capture(self, stage: Stage, step: int) -> CompletedStep:
+        return CompletedStep.capture(stage, step, evaluated=self.evaluated, history=self.history)
 
     def check_skipped(self, stage: str, step: int, skipped: SkippedUpdateMonitor, *, limit: int, at_end: bool) -> None:
-        """Give a notice of skipped updates, or RunError where they are too many."""
+        """Give a notice of skipped updates, or raise RunError where they are too many."""
         skipped.check(stage, step, limit=limit, at_end=at_end, notice=self.progress.notice)
 
     def rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
-        """Log every completion of a step, where `run.log_rollouts_every` asks for it, and announce steps that teach
-        nothing."""
-        self.missing_rewards.see(rollouts)
+        """Log every completion of a step, where `run.log_rollouts_every` asks for it, and announce steps without
+        signal."""
+        self.missing_rewards.observe(rollouts)
         if self.zero_advantages is not None:
-            self.zero_advantages.see(rollouts, advantages_PG)
+            self.zero_advantages.observe(rollouts, advantages_PG)
         if self.config.log_rollouts_every and step % self.config.log_rollouts_every == 0:
             self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
 
     def begin(self, stage: Stage, *, goal: float | None = None) -> bool:
-        """Before the first step of RL: the model as it starts is evaluated, saved, and is the first candidate.
+        """Evaluate and save the model before the first step of RL: it is the first candidate for the best checkpoint.
 
-        Whether it reaches the goal already.
+        Returns whether it reaches the goal already.
         """
         self.begin_step(stage, 0)
         self.evaluate_start(size=self._large_size)
@@ -146,26 +223,26 @@ class Recorder:
             self.evaluate("start", 0, size=size, robustness=True)
 
     def evaluate_after_sft(self, step: int) -> None:
-        """Evaluate what SFT made of the model."""
+        """Evaluate the model at the end of SFT."""
         self.evaluate("sft", step, size=self._large_size, robustness=True)
 
     def evaluate(self, stage: EvaluationStage, step: int, *, size: int | None, robustness: bool) -> float:
-        """Evaluate now, write the answers down, and return the metric that chooses checkpoints."""
+        """Evaluate now, log the answers, and return the metric that chooses checkpoints."""
         started = time.perf_counter()
         evaluation = self.evaluator.evaluate(size=size, robustness=robustness)
         seconds = time.perf_counter() - started
         choice = evaluation.first(self._compared_size).mean(self.evaluation.metric)
-        figures = evaluation.as_dict()
+        results = evaluation.as_dict()
         for index, earlier in enumerate(self.history.evaluations):
             # Tables of every checkpoint would drown the summary; the rows they are made of stay.
             if stage == "train" == earlier["stage"] and earlier["step"] != self.history.best_step:
                 self.history.evaluations[index] = {**earlier, "subsets": {}}
-        self.history.evaluations.append({"stage": stage, "step": step, **figures, "choice": choice})
+        self.history.evaluations.append({"stage": stage, "step": step, **results, "choice": choice})
         self._write_rows(f"{stage}_{step:06d}", evaluation.rows)
         perturbed = [row for one in evaluation.robustness.values() for row in one.rows]
         if perturbed:
             self._write_rows(f"{stage}_{step:06d}_perturbed", perturbed)
-        named = {f"eval/{evaluation.task}/{name}": value for name, value in figures["metrics"].items()}
+        named = {f"eval/{evaluation.task}/{name}": value for name, value in results["metrics"].items()}
         self.record("eval", step, step, {**named, "time/eval": seconds})
         if stage == "train":
             self._consider(step, choice)
@@ -181,12 +258,12 @@ class Recorder:
             self.progress.notice(f"{path}: {error.strerror}; the answers of this evaluation are not kept")
 
     def evaluation_due(self, step: int, *, total: int) -> bool:
-        """Every `evaluation.every` steps and at the end."""
+        """Whether a step is evaluated: every `evaluation.every` steps and at the end."""
         every = self.evaluation.every
         return step == total or bool(every and step % every == 0)
 
     def evaluate_if_due(self, stage: EvaluationStage, step: int, *, total: int, goal: float | None) -> bool:
-        """Evaluate where it is due, and no signal asks to stop; whether the goal is reached.
+        """Evaluate where it is due and no signal asks to stop; returns whether the goal is reached.
 
         A signal leaves little time, which the checkpoint needs: a resumed run makes up for the evaluation.
         """
@@ -203,9 +280,9 @@ class Recorder:
 
     def goal_reached(self, goal: float | None) -> bool:
         """Whether the saved step's evaluation reaches this goal, which in a fork may be another than its run had."""
-        place = ("train", self.history.last_step)
-        found = [row["choice"] for row in self.history.evaluations if (row["stage"], row["step"]) == place]
-        return goal is not None and any(value >= goal for value in found)
+        last = ("train", self.history.last_step)
+        values = [row["choice"] for row in self.history.evaluations if (row["stage"], row["step"]) == last]
+        return goal is not None and any(value >= goal for value in values)
 
     @property
     def _large_size(self) -> int | None:
@@ -213,7 +290,7 @@ class Recorder:
 
     @property
     def _compared_size(self) -> int | None:
-        """Of so many questions every evaluation has the answers: the first ones, by which checkpoints are compared."""
+        """Number of questions that every evaluation answers: the first ones, by which checkpoints are compared."""
         sizes = [size for size in (self.evaluation.size, self.evaluation.final_size) if size is not None]
         return min(sizes, default=None)
 
@@ -229,14 +306,14 @@ class Recorder:
         if due or last or self.stopped or self.history.best_step == step:
             self.checkpoint(stage, step)
         else:
-            self._completed = self._now(stage, step)
+            self._completed = self._capture(stage, step)
 
     def checkpoint(self, stage: Stage, step: int) -> None:
         """Save the policy and everything the next step depends on; RL's checkpoints carry `best` and `last`.
 
         Raises DivergedError, and saves nothing, where a weight is NaN or infinite.
         """
-        self._save(self._now(stage, step))
+        self._save(self._capture(stage, step))
 
     def save_completed(self, *, interrupted: bool = False) -> None:
         """Save the last completed step, unless it is saved, or an update has changed what it left."""
@@ -288,7 +365,7 @@ class Recorder:
             link_checkpoint(self.run.checkpoints, BEST, self.run.checkpoints / checkpoint_name(self.history.best_step))
 
     def summarize(self, status: Status) -> RunSummary:
-        """Write summary.json."""
+        """Write summary.json and return its content."""
         self._count_time()
         evaluations: Sequence[dict[str, Any]] = self.history.evaluations
         summary = RunSummary(
@@ -318,10 +395,3 @@ class Recorder:
         now = time.perf_counter()
         self.history.seconds += now - self._since
         self._since = now
-
-
-def check_finite(optimizer: torch.optim.Optimizer, *, step: int) -> None:
-    """DivergedError where a trained weight is NaN or infinite: such a checkpoint could not be trained on."""
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    if not all(bool(torch.isfinite(weight).all()) for weight in weights):
-        raise DivergedError(f"the weights are NaN or infinite after step {step} and are not saved: {DIVERGED}")

@@ -1,4 +1,4 @@
-"""Reference resets: now and then the policy takes the place of the model that KL is measured against."""
+"""Reference resets: now and then the policy replaces the model that KL is measured against."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flatpeak.training.learner import Learner
 from flatpeak.utils.tensors import with_prefix
 
 PREFIX = "reference."
-"""Before the names of the reference's tensors in a checkpoint."""
+"""Prefix of the reference's tensors in a checkpoint."""
 
 
 class ReferenceResets:
     """The rule by which the reference is reset, and how often it was.
 
-    KL to a fixed reference holds the policy near its start for good. After a reset it is the recent policy that holds
-    it, so that it can go any distance, in steps that stay small (ProRL, arXiv 2505.24864; arXiv 2602.18037).
+    KL to a fixed reference holds the policy near its start for good. After a reset it is the recent policy, so that
+    training can go any distance, in steps that stay small (ProRL, arXiv 2505.24864; arXiv 2602.18037).
     """
 
     def __init__(self, rule: ReferenceConfig) -> None:
@@ -40,7 +40,7 @@ class ReferenceResets:
         """The reference of the next step: the same, or the policy as it is now."""
         if not self.due(step, metrics):
             return reference
-        assert reference is not None  # whoever asks for resets keeps a reference
+        assert reference is not None  # a recipe with resets keeps a reference
         self.count += 1
         if self.rule.reset_optimizer:
             learner.optimizer.state.clear()
@@ -51,7 +51,7 @@ class ReferenceResets:
         return {"reference/resets": float(self.count)} if self.rule.resets else {}
 
     def tensors(self, reference: Policy | None) -> dict[str, Tensor]:
-        """What a checkpoint keeps: before the first reset nothing, as the reference is still where it came from."""
+        """The reference for a checkpoint; nothing before the first reset, as it is still that of the beginning."""
         if not self.count or reference is None:
             return {}
         assert isinstance(reference, Snapshot)  # as every reset leaves it
@@ -60,7 +60,7 @@ class ReferenceResets:
     def load(
         self, count: int, tensors: Mapping[str, Tensor], *, reference: Policy | None, policy: Policy
     ) -> Policy | None:
-        """Go on from a saved `count` and `tensors`; returns the reference of that time."""
+        """Continue from a saved `count` and `tensors`; returns the reference of that time."""
         if reference is None:  # a fork may have left KL behind, and another may take it up again
             return None
         self.count = count

@@ -1,4 +1,4 @@
-"""The learner with gradient regularization: the same update, its gradient found in two passes."""
+"""The learner with gradient regularization: the same update, its gradient computed in two passes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from flatpeak.policy.model import Policy
 from flatpeak.training.batch import take
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, PolicyStatistics, weighted_sum
-from flatpeak.training.objective import Objective, with_old
+from flatpeak.training.objective import Objective, with_old_logprobs
 from flatpeak.types import Batch
 from flatpeak.utils.tensors import split_prefix, with_prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstPass:
-    """What a micro-batch's first pass leaves for its second."""
+    """Results of a micro-batch's first pass that its second pass needs."""
 
     logprobs_T: Tensor
     coefficients_T: Tensor
     """d policy loss / d log-probability of each token, before weights."""
     capped_T: Tensor
-    """Where CISPO's cap had taken the ratio's place."""
+    """bool: tokens whose ratio CISPO's cap had replaced."""
 
 
 def record_first_pass(objective: Objective, logprobs_T: Tensor, batch: Batch) -> FirstPass:
-    """Record a first pass; costs no pass through the model."""
+    """Record a first pass, without another pass through the model."""
     leaf_T = logprobs_T.detach().requires_grad_()
     with torch.enable_grad():
         (coefficients_T,) = torch.autograd.grad(objective.policy_loss(leaf_T, batch).sum(), leaf_T)
@@ -48,33 +48,33 @@ def record_first_pass(objective: Objective, logprobs_T: Tensor, batch: Batch) ->
 
 
 def second_pass_loss(
-    objective: Objective, frozen: FirstPass, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
+    objective: Objective, first: FirstPass, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
 ) -> Tensor:
     """The loss of every token in the second pass. KL and entropy terms are evaluated as they are written."""
     if mode == "importance_clipped":
         loss_T = objective.policy_loss_with_curvature(logprobs_T, batch)
     else:
-        loss_T = F.frozen_policy_loss(logprobs_T, frozen.coefficients_T)
+        loss_T = F.frozen_policy_loss(logprobs_T, first.coefficients_T)
         if mode == "importance":
-            loss_T = torch.where(frozen.capped_T, loss_T, _reweighted(objective, frozen, logprobs_T, batch))
+            loss_T = torch.where(first.capped_T, loss_T, _reweighted(objective, first, logprobs_T, batch))
     others_T = objective.other_terms(logprobs_T, entropy_T, batch)
     return loss_T if others_T is None else loss_T + others_T
 
 
-def _reweighted(objective: Objective, frozen: FirstPass, logprobs_T: Tensor, batch: Batch) -> Tensor:
+def _reweighted(objective: Objective, first: FirstPass, logprobs_T: Tensor, batch: Batch) -> Tensor:
     if objective.config.ratio == "token":
-        return F.reweighted_policy_loss(logprobs_T, frozen.logprobs_T, frozen.coefficients_T)
+        return F.reweighted_policy_loss(logprobs_T, first.logprobs_T, first.coefficients_T)
     return F.reweighted_policy_loss(
         logprobs_T,
-        frozen.logprobs_T,
-        frozen.coefficients_T,
+        first.logprobs_T,
+        first.coefficients_T,
         sequence_T=batch.sequence_T,
         num_sequences=len(batch.lengths_N),
     )
 
 
 PREFIX = "gradreg."
-"""Before the names of the regularizer's tensors in a checkpoint."""
+"""Prefix of the regularizer's tensors in a checkpoint."""
 
 
 class RegularizedLearner(Learner):
@@ -96,7 +96,7 @@ class RegularizedLearner(Learner):
         perturbed = set(self.regularizer.parameters)
         self.outside = [p for p in self.regularizer.trainable if p not in perturbed]
         self.twice_differentiable = config.difference == "exact"
-        self.penalized = objective if config.kl_in_penalty else objective.policy_part()
+        self.penalized = objective if config.kl_in_penalty else objective.without_regularizers()
         """The loss whose gradient is penalized."""
 
     def divide(self, minibatch: Batch) -> tuple[Batch, ...]:
@@ -104,68 +104,70 @@ class RegularizedLearner(Learner):
         chosen, rest, _ = split_groups(minibatch, self.regularizer.config.group_fraction)
         return (chosen,) if rest is None else (chosen, rest)
 
-    def accumulate_gradients(self, *parts: Batch) -> PolicyStatistics:
+    def accumulate_gradients(self, *batches: Batch) -> PolicyStatistics:
         """Leave the gradient of loss and penalty in `.grad`, before any clipping."""
         statistics = PolicyStatistics()
-        frozen: list[FirstPass] = []
-        chosen, *others = parts if len(parts) > 1 else self.divide(*parts)
+        recorded: list[FirstPass] = []
+        chosen, *others = batches if len(batches) > 1 else self.divide(*batches)
         rest = others[0] if others else None
         scale = 1.0 if rest is None else (count_groups(chosen) + count_groups(rest)) / count_groups(chosen)
         statistics.regularization = self.regularizer.accumulate(
-            lambda: self.first_pass(chosen, statistics, frozen),
-            again=lambda: self.second_pass(chosen, frozen),
+            lambda: self.first_pass(chosen, statistics, recorded),
+            again=lambda: self.second_pass(chosen, recorded),
             rest=None if rest is None else lambda: self.first_pass(rest, statistics, []),
             scale=scale,
             informative=bool(chosen.advantages_N.any()),
         )
         if self.penalized is not self.objective:
-            for part in (chosen, *others):
-                backward(self.other_losses(part, statistics))
+            for batch in (chosen, *others):
+                backward(self.other_losses(batch, statistics))
         return statistics
 
-    def first_pass(self, batch: Batch, statistics: PolicyStatistics, frozen: list[FirstPass]) -> Iterator[Tensor]:
-        """The losses of the plain update; leaves in `frozen` what the second pass needs of each micro-batch."""
-        for micro in self.micro_batches(batch):
-            logprobs_T, entropy_T = self.token_logprobs(micro)
-            micro = with_old(micro, logprobs_T)
-            loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro)
-            frozen.append(record_first_pass(self.penalized, logprobs_T, micro))
-            loss = weighted_sum(loss_T, micro)
+    def first_pass(self, batch: Batch, statistics: PolicyStatistics, recorded: list[FirstPass]) -> Iterator[Tensor]:
+        """The losses of the plain update; appends to `recorded` the results that the second pass needs."""
+        for micro_batch in self.micro_batches(batch):
+            logprobs_T, entropy_T = self.token_logprobs(micro_batch)
+            micro_batch = with_old_logprobs(micro_batch, logprobs_T)
+            loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro_batch)
+            recorded.append(record_first_pass(self.penalized, logprobs_T, micro_batch))
+            loss = weighted_sum(loss_T, micro_batch)
             yield loss
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
 
-    def second_pass(self, batch: Batch, frozen: list[FirstPass]) -> Iterator[Tensor]:
+    def second_pass(self, batch: Batch, recorded: list[FirstPass]) -> Iterator[Tensor]:
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
         with without_gradients(self.outside if config.outside == "g1" else ()):
-            for micro, first in zip(self.micro_batches(batch), frozen, strict=True):
-                logprobs_T, entropy_T = self.token_logprobs(micro)
-                micro = with_old(micro, first.logprobs_T)
-                loss_T = second_pass_loss(self.penalized, first, logprobs_T, entropy_T, micro, mode=config.ratio_mode)
-                yield weighted_sum(loss_T, micro)
+            for micro_batch, first in zip(self.micro_batches(batch), recorded, strict=True):
+                logprobs_T, entropy_T = self.token_logprobs(micro_batch)
+                micro_batch = with_old_logprobs(micro_batch, first.logprobs_T)
+                loss_T = second_pass_loss(
+                    self.penalized, first, logprobs_T, entropy_T, micro_batch, mode=config.ratio_mode
+                )
+                yield weighted_sum(loss_T, micro_batch)
 
     def other_losses(self, batch: Batch, statistics: PolicyStatistics) -> Iterator[Tensor]:
         """The KL and entropy terms by themselves, where the penalty is to leave them out."""
-        for micro in self.micro_batches(batch):
-            logprobs_T, entropy_T = self.token_logprobs(micro)
-            others_T = self.objective.other_terms(logprobs_T, entropy_T, with_old(micro, logprobs_T))
+        for micro_batch in self.micro_batches(batch):
+            logprobs_T, entropy_T = self.token_logprobs(micro_batch)
+            others_T = self.objective.other_terms(logprobs_T, entropy_T, with_old_logprobs(micro_batch, logprobs_T))
             if others_T is None:
                 return
-            loss = weighted_sum(others_T, micro)
+            loss = weighted_sum(others_T, micro_batch)
             yield loss
             statistics.loss += float(loss.detach())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's, and the regularizer's."""
+        """The tensors of the optimizer and of the regularizer."""
         return super().tensors() | with_prefix(PREFIX, self.regularizer.tensors())
 
     def state(self) -> dict[str, Any]:
-        """The regularizer's."""
+        """The state of the regularizer, as JSON."""
         return self.regularizer.state()
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a saved `state` and `tensors`."""
+        """Continue from a saved `state` and `tensors`."""
         own, others = split_prefix(PREFIX, tensors)
         super().load(state, others)
         if state:  # a fork's run may have had no regularization
@@ -174,7 +176,7 @@ class RegularizedLearner(Learner):
 
 @contextmanager
 def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters that keep g1 need none of the second pass: the output layer's is a good part of its cost."""
+    """Switch off gradients of parameters that keep g1: the output layer's is a good part of the second pass's cost."""
     held = [p for p in parameters if p.requires_grad]
     for parameter in held:
         parameter.requires_grad_(False)
@@ -195,7 +197,7 @@ def build_learner(
     micro_batch_tokens: int | None,
     notice: Callable[[str], None],
 ) -> Learner:
-    """The plain learner at strength 0, so that nothing of regularization runs there."""
+    """Build the learner, the plain one at strength 0, so that nothing of regularization runs there."""
     if not regularization.enabled:
         return Learner(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
     return RegularizedLearner(

@@ -1,9 +1,7 @@
-"""A reward model from preference pairs: `train_step` is the algorithm box, `train` repeats it.
+"""Training of a reward model on preference pairs: `train_step` is the algorithm box, `train` repeats it.
 
-Its learner is its own. `Learner` raises the likelihood of a policy's tokens, and all of it is about them: batches of
-packed completions, log-probabilities, weights per completion. A reward model has one number per text, two texts per
-pair, and no policy. What the two have in common stands in the optimizer, the masters of bfloat16 weights, the stream,
-and the recorder, which are used here as they are.
+A reward model has one number per text, two texts per pair, and no policy, so that batches, loss and micro-batches are
+its own. The update, the stream of data and the recorder are those of all training.
 """
 
 from __future__ import annotations
@@ -54,28 +52,28 @@ class EncodedPair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedPairs:
-    """The pairs that fit, and what was done to those that did not."""
+    """The pairs that fit, with counts of those that were shortened or dropped."""
 
     pairs: tuple[EncodedPair, ...]
     truncated: int
-    """How many had their question shortened."""
+    """Number of pairs whose question was shortened."""
     dropped: int
-    """How many have an answer that does not fit."""
+    """Number of pairs with an answer that does not fit."""
 
 
 def encode_pairs(pairs: Sequence[PreferencePair], wording: Wording) -> EncodedPairs:
-    """Word both answers of every pair."""
-    found: list[EncodedPair] = []
+    """Encode both answers of every pair as the model reads them."""
+    encoded: list[EncodedPair] = []
     truncated = 0
     for pair in pairs:
-        asked: str | Sequence[Message] = pair.prompt
+        question: str | Sequence[Message] = pair.prompt
         if wording.template == CHAT:
-            asked = conversation(pair.columns) or pair.prompt
-        chosen, rejected = (wording.encode(asked, answer) for answer in (pair.chosen, pair.rejected))
+            question = conversation(pair.columns) or pair.prompt
+        chosen, rejected = (wording.encode(question, answer) for answer in (pair.chosen, pair.rejected))
         if chosen is None or rejected is None:
             continue
         truncated += chosen.truncated or rejected.truncated
-        found.append(
+        encoded.append(
             EncodedPair(
                 id=pair.id,
                 chosen_ids=chosen.token_ids,
@@ -83,7 +81,7 @@ def encode_pairs(pairs: Sequence[PreferencePair], wording: Wording) -> EncodedPa
                 extra_length=len(pair.chosen) - len(pair.rejected),
             )
         )
-    return EncodedPairs(pairs=tuple(found), truncated=truncated, dropped=len(pairs) - len(found))
+    return EncodedPairs(pairs=tuple(encoded), truncated=truncated, dropped=len(pairs) - len(encoded))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +162,7 @@ class SavedClassifier:
     batch_tokens: int | None
 
     def save(self, directory: Path) -> None:
-        """Write model, tokenizer and record."""
+        """Write the model, its tokenizer and its record."""
         texts = [text for pair in self.reference for text in (pair.chosen_ids, pair.rejected_ids)]
         scores = self.classifier.score_all(texts, batch_tokens=self.batch_tokens)
         self.classifier.save(directory, scores=spread(scores))
@@ -230,7 +228,7 @@ class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
 
 
 class RewardModelTrainer:
-    """Teaches a model which of two answers is preferred."""
+    """Trainer of a reward model: the preferred one of two answers gets the higher score."""
 
     name = "train"
 
@@ -256,7 +254,7 @@ class RewardModelTrainer:
         if first_step == 1:
             self.recorder.begin(self)
         elif not self.recorder.evaluated:
-            self.finish_step(first_step - 1)
+            self.evaluate_and_save(first_step - 1)
         for step in range(first_step, total + 1):
             if self.recorder.stopped:
                 break
@@ -264,9 +262,9 @@ class RewardModelTrainer:
             metrics = self.train_step(step)
             due = self.recorder.evaluation_due(step, total=total)
             self.recorder.complete(self, step, total, metrics, evaluation_due=due)
-            self.finish_step(step)
+            self.evaluate_and_save(step)
 
-    def finish_step(self, step: int) -> None:
+    def evaluate_and_save(self, step: int) -> None:
         """Evaluate and save where it is due."""
         last, limit = step == self.config.steps, self.max_skipped_updates
         self.recorder.check_skipped("reward_model", step, self.skipped, limit=limit, at_end=last)
@@ -280,7 +278,7 @@ class RewardModelTrainer:
         pairs = [pair for _, pair in self.stream.take((step - 1) * size, size)]
         rate = learning_rate(self.config.optimizer, step=step, total_steps=self.config.steps)
         update = self.learner.update(pairs, rate=rate)
-        self.skipped.see([update.skipped])
+        self.skipped.observe([update.skipped])
         return {
             "reward_model/loss": update.loss,
             "reward_model/accuracy": update.accuracy,
@@ -293,7 +291,7 @@ class RewardModelTrainer:
         }
 
     def state(self) -> dict[str, Any]:
-        """Only counts: all that the next step depends on is in weights, optimizer and step."""
+        """The counts alone: all that the next step depends on is in weights, optimizer and step."""
         return {"skipped_updates": self.skipped.state()}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -20,8 +20,7 @@ from flatpeak.training.diagnostics import SkippedUpdateMonitor
 from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
-from flatpeak.training.recorder import Recorder
-from flatpeak.training.state import SAMPLER_STATE
+from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.step_metrics import Clock, policy_metrics
 from flatpeak.types import Batch, Prompt
 
@@ -41,10 +40,10 @@ class Demonstration:
 def demonstrations(
     prompts: Sequence[Prompt], policy: Policy, *, max_tokens: int | None
 ) -> tuple[list[Demonstration], int]:
-    """Those of the prompts that have a rationale and fit into the context, and how many do not fit."""
+    """Demonstrations of the prompts that have a rationale and fit into the context, and the number that do not fit."""
     eos = policy.tokenizer.eos_token_id
     end = min(policy.eos_token_ids) if eos is None else eos
-    found = [
+    encoded = [
         Demonstration(
             prompt_ids=prompt.token_ids,
             target_ids=(*policy.tokenizer.encode(prompt.example.rationale, add_special_tokens=False), end),
@@ -52,12 +51,12 @@ def demonstrations(
         for prompt in prompts
         if prompt.example.rationale
     ]
-    fitting = [d for d in found if max_tokens is None or len(d.prompt_ids) + len(d.target_ids) <= max_tokens]
-    return fitting, len(found) - len(fitting)
+    fitting = [d for d in encoded if max_tokens is None or len(d.prompt_ids) + len(d.target_ids) <= max_tokens]
+    return fitting, len(encoded) - len(fitting)
 
 
 class SFTTrainer:
-    """Imitates demonstrations."""
+    """Trainer that imitates demonstrations, by their likelihood."""
 
     name = "sft"
 
@@ -83,7 +82,7 @@ class SFTTrainer:
         self.check = check
         """Measures the pass rate that `sft.stop_at` is compared with."""
         self.sampler = sampler
-        """What `check` and evaluations draw from."""
+        """The sampler of `check` and of evaluations, whose state checkpoints keep."""
         self.recorder = recorder
         self.max_skipped_updates = max_skipped_updates
         self.skipped = SkippedUpdateMonitor()
@@ -94,7 +93,7 @@ class SFTTrainer:
         if first_step == 1:
             self.recorder.evaluate_start(size=self.recorder.evaluation.size)
         elif not self.recorder.evaluated:
-            self.finish_step(first_step - 1)
+            self.evaluate_and_save(first_step - 1)
         for step in range(first_step, self.config.steps + 1):
             if self.finished or self.recorder.stopped:
                 break
@@ -104,10 +103,10 @@ class SFTTrainer:
             self.learner.zero_grad()
             due = step == self.config.steps or self.check_due(step)
             self.recorder.complete(self, step, self.config.steps, metrics, evaluation_due=due)
-            self.finish_step(step)
+            self.evaluate_and_save(step)
 
-    def finish_step(self, step: int) -> None:
-        """Check and evaluate where it is due, and save. RunError where too many updates were skipped."""
+    def evaluate_and_save(self, step: int) -> None:
+        """Check and evaluate where it is due, and save. Raises RunError where too many updates were skipped."""
         last, limit = step == self.config.steps, self.max_skipped_updates
         self.recorder.check_skipped(self.name, step, self.skipped, limit=limit, at_end=last)
         if not self.recorder.stopped:  # else there is time for the checkpoint alone
@@ -125,7 +124,7 @@ class SFTTrainer:
         batch = demonstration_batch(drawn, self.config, longest=self.longest, device=self.learner.policy.device)
         rate = learning_rate(self.learner.config, step=step, total_steps=self.config.steps)
         update = self.learner.update(batch, rate=rate)
-        self.skipped.see([update.skipped])
+        self.skipped.observe([update.skipped])
         policy = policy_metrics([update])
         return {
             "sft/loss": policy["policy/loss"],
@@ -137,7 +136,7 @@ class SFTTrainer:
         }
 
     def check_due(self, step: int) -> bool:
-        """Every `sft.check_every` steps where `sft.stop_at` is set."""
+        """Whether the step is checked: every `sft.check_every` steps where `sft.stop_at` is set."""
         return self.config.stop_at is not None and step % self.config.check_every == 0
 
     def good_enough(self, step: int) -> bool:
@@ -154,12 +153,12 @@ class SFTTrainer:
         }
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint; the policy is the one saved there already."""
+        """Continue from a checkpoint; the policy is the one saved there already."""
         self.learner.load(state["learner"], tensors)
         self.skipped = SkippedUpdateMonitor.of(state["stage"])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The learner's."""
+        """The learner's tensors, for a checkpoint."""
         return self.learner.tensors()
 
 

@@ -1,4 +1,4 @@
-"""What a training step reports. Every name is defined in docs/metrics.md."""
+"""The metrics of a training step. Every name is defined in docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flatpeak.types import Score
 
 
 class Clock:
-    """Wall time since it was made."""
+    """Stopwatch that starts when it is made."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
 
     def seconds(self) -> float:
-        """So far."""
+        """Seconds since the clock was made."""
         return time.perf_counter() - self.started
 
 
@@ -46,7 +46,7 @@ def step_metrics(
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std()) if len(known) > 1 else float("nan"),
         "reward/missing_fraction": _mean(missing),
-        **{f"reward/{name}": _mean_known(part) for name, part in rollouts.scores.parts.items()},
+        **{f"reward/{name}": _mean_known(scores) for name, scores in rollouts.scores.parts.items()},
         **{f"reward/{name}/failed": float(count) for name, count in rollouts.failed.items()},
         **{f"reward/{name}/timeouts": float(count) for name, count in rollouts.timed_out.items()},
         **rollouts.measured,
@@ -137,5 +137,5 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def _mean_known(part: Sequence[Sequence[Score]]) -> float:
-    return _mean([score for row in part for score in row if score is not None])
+def _mean_known(scores: Sequence[Sequence[Score]]) -> float:
+    return _mean([score for row in scores for score in row if score is not None])

@@ -20,12 +20,11 @@ from flatpeak.training.collect import Rollouts, collect
 from flatpeak.training.config import AdvantageConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression
 from flatpeak.training.diagnostics import SkippedUpdateMonitor
-from flatpeak.training.learner import Learner, PolicyStatistics, seeded, trainer_is_old, with_comparisons
+from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, seeded, uses_trainer_logprobs
 from flatpeak.training.optimizer import learning_rate
-from flatpeak.training.recorder import Recorder
+from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.reference_resets import PREFIX, ReferenceResets
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
-from flatpeak.training.state import SAMPLER_STATE
 from flatpeak.training.step_metrics import Clock, step_metrics
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
 from flatpeak.utils.tensors import split_prefix
@@ -43,7 +42,7 @@ class TrainerConfig:
 
 
 class Trainer:
-    """Improves a policy by reinforcement learning."""
+    """Trainer of a policy by reinforcement learning."""
 
     name = "train"
 
@@ -75,7 +74,7 @@ class Trainer:
         if first_step == 1:
             self.reached = self.recorder.begin(self, goal=config.stop_at)
         elif not self.recorder.evaluated:
-            self.finish_step(first_step - 1)
+            self.evaluate_and_save(first_step - 1)
         for step in range(first_step, config.steps + 1):
             if self.reached or self.recorder.stopped:
                 break
@@ -85,10 +84,10 @@ class Trainer:
             self.learner.zero_grad()  # evaluation and the next rollouts can have the memory
             due = self.recorder.evaluation_due(step, total=config.steps)
             self.recorder.complete(self, step, config.steps, metrics, evaluation_due=due)
-            self.finish_step(step)
+            self.evaluate_and_save(step)
 
-    def finish_step(self, step: int) -> None:
-        """Evaluate and save where it is due. RunError where too many updates were skipped."""
+    def evaluate_and_save(self, step: int) -> None:
+        """Evaluate and save where it is due. Raises RunError where too many updates were skipped."""
         config = self.config.training
         last = step == config.steps
         self.recorder.check_skipped(self.name, step, self.skipped, limit=config.max_skipped_updates, at_end=last)
@@ -105,7 +104,7 @@ class Trainer:
 
         rate = learning_rate(self.learner.config, step=step, total_steps=self.config.training.steps)
         minibatches = self.minibatches(step, completions, rewards, advantages_PG)
-        scored = with_comparisons(self.learner, minibatches, reference=self.reference)
+        scored = score_minibatches(self.learner, minibatches, reference=self.reference)
         updates = [self.learner.update(*batches, rate=rate) for batches in scored]
 
         metrics = step_metrics(rollouts, rewards, updates, clock=clock, learning_rate=rate)
@@ -113,19 +112,19 @@ class Trainer:
 
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
-        place = self.progression
+        progression = self.progression
         resamples = self.config.training.dynamic_sampling.max_resamples
         rollouts = collect(
             self.sampler,
-            self.phases[place.phase],
+            self.phases[progression.phase],
             self.config.rollout,
-            cursor=place.cursors[place.phase],
+            cursor=progression.cursors[progression.phase],
             seed=derive_seed(self.config.seed, "step", step),
             has_signal=self.has_signal,
             # Without a baseline a group of equal rewards has a gradient like any other.
             max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
         )
-        place.cursors[place.phase] = rollouts.cursor
+        progression.cursors[progression.phase] = rollouts.cursor
         return rollouts
 
     def has_signal(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
@@ -150,7 +149,7 @@ class Trainer:
         Where each minibatch is scored by itself, only a KL in the reward needs the reference beforehand.
         """
         completions = collate(groups, rewards.valid_PG, device=self.learner.policy.device)
-        by_minibatch = trainer_is_old(self.learner.policy)
+        by_minibatch = uses_trainer_logprobs(self.learner.policy)
         if self.reference is None or (by_minibatch and not self.learner.objective.kl_in_reward):
             return completions
         return replace(completions, reference_logprobs_T=self.learner.score(self.reference, completions))
@@ -174,7 +173,7 @@ class Trainer:
         trained_N = rewards.trained_PG[rewards.valid_PG]
         if not bool(trained_N.all()):
             completions = take(completions, torch.nonzero(trained_N)[:, 0])
-        by_minibatch = trainer_is_old(self.learner.policy)
+        by_minibatch = uses_trainer_logprobs(self.learner.policy)
         for epoch in range(self.config.training.epochs_per_rollout):
             yield from minibatches(
                 completions,
@@ -197,14 +196,14 @@ class Trainer:
         metrics: Mapping[str, float],
     ) -> dict[str, float]:
         """Log the rollouts, move the curriculum on, reset the reference where that is due; all metrics of the step."""
-        self.skipped.see(update.skipped for update in updates)
+        self.skipped.observe(update.skipped for update in updates)
         self.recorder.rollouts(step, rollouts, advantages_PG)
         self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
         self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
         return {**metrics, **self.resets.metrics()}
 
     def state(self) -> dict[str, Any]:
-        """Where the run stands in its curriculum and data; steps derive all their randomness from their number."""
+        """The position in curriculum and data; steps derive all their randomness from their number."""
         return asdict(self.progression) | {
             "reached": self.reached,
             "resets": self.resets.count,
@@ -213,19 +212,19 @@ class Trainer:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """The learner's, and the reference's once it was reset."""
+        """The learner's tensors, and the reference's once it was reset."""
         return self.learner.tensors() | self.resets.tensors(self.reference)
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint; the policy is the one saved there already."""
+        """Continue from a checkpoint; the policy is the one saved there already."""
         reference, others = split_prefix(PREFIX, tensors)
         self.learner.load(state["learner"], others)
-        place = dict(state["stage"])
-        self.reached = place.pop("reached") and self.recorder.goal_reached(self.config.training.stop_at)
-        self.skipped = SkippedUpdateMonitor.of(place)
-        place.pop("skipped_updates", None)
-        place.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
+        progression = dict(state["stage"])
+        self.reached = progression.pop("reached") and self.recorder.goal_reached(self.config.training.stop_at)
+        self.skipped = SkippedUpdateMonitor.of(progression)
+        progression.pop("skipped_updates", None)
+        progression.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
         self.reference = self.resets.load(
-            place.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
+            progression.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
         )
-        self.progression = Progression(**place)
+        self.progression = Progression(**progression)
