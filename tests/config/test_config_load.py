@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -17,6 +18,7 @@ from flatpeak.config.load import (
 )
 from flatpeak.config.messages import known_keys
 from flatpeak.errors import UserError
+from flatpeak.training.config import PolicyLossName
 from support.recipes import unsaid
 
 MODEL = {"model": {"path": "somewhere"}}
@@ -330,8 +332,8 @@ def test_a_mapping_extends_recipes_like_a_file(shipped, tmp_path, monkeypatch):
         ),
         (
             {"objective": {"loss": "cliped_surrogate"}},
-            "objective.loss=cliped_surrogate: did you mean clipped_surrogate? allowed values are clipped_surrogate, "
-            "unclipped_surrogate, policy_gradient, truncated_policy_gradient",
+            "objective.loss=cliped_surrogate: did you mean clipped_surrogate? allowed values are "
+            + ", ".join(get_args(PolicyLossName)),
         ),
         (
             {"task": {"type": "rows", "train": "x.jsonl"}},
