@@ -136,7 +136,7 @@ class _Reader:
         self._reach = 2 * max(map(len, self._longest_first), default=0) + 40
 
     def of_block(self, content: str) -> str | None:
-        """An answer block is a letter, an option written out, or a text that states one."""
+        """The letter of an answer block: alone, with its option written out, or stated in a text."""
         return self._one_option(content, any_text=True) or self.last(content)
 
     def last(self, text: str) -> str | None:
@@ -186,12 +186,12 @@ class _Reader:
                 return
 
     def _stands_alone(self, direct: re.Match[str], said: str) -> bool:
-        """A is an article and I a pronoun unless the sentence ends there or goes on as after a letter."""
+        """Whether it is a letter: A is an article, I a pronoun, unless the sentence ends or continues as after one."""
         small = direct["letter"].islower() and not direct["named"].strip()
         return (_ENDS if small else _GOES_ON).match(said, direct.end()) is not None
 
     def _unless_another(self, letter: str, text: str, rest: str, *, at: int) -> _Statement:
-        """No letter where the text goes on with `or (D)`, `/D`, `, D`, `(D)`, or with the words of another option."""
+        """A statement of the letter; of none if the text continues with `or (D)`, `/D`, `(D)` or another option."""
         words = _BEFORE_WORDS.match(text, at)
         if self._begins_with(text, words.end() if words else at) not in (None, letter):
             return _Statement(at, None)
@@ -237,7 +237,7 @@ class _Reader:
         return max(((at, letter) for at, letter in mentions if letter is not None), default=(0, None))[1]
 
     def _begins_with(self, text: str, at: int) -> str | None:
-        """The letter of the option whose words stand there, if a sentence or line ends after them."""
+        """The letter of the option whose words begin at a position, if a sentence or line ends after them."""
         line = text[at : at + self._reach].lstrip().partition("\n")[0]
         words = " ".join(line.casefold().split()).lstrip("\"'“‘")
         for option in self._longest_first:
@@ -249,7 +249,7 @@ class _Reader:
         return self._texts[self._letters.index(letter)] if self._texts is not None else ""
 
     def _named_by(self, text: str) -> str | None:
-        """The letter of the one option whose words a text is."""
+        """The letter of the one option whose words are the whole text."""
         words = _normal(text) if len(text) <= 2000 else ""
         if not words or not self._texts or self._texts.count(words) != 1:
             return None
@@ -261,12 +261,12 @@ class _Reader:
         return self._alone(text) or self._written_out(text, any_text=any_text)
 
     def _alone(self, text: str) -> str | None:
-        """The text is a letter: `C`, `(c)`, `C.`"""
+        """The letter that the whole text is: `C`, `(c)`, `C.`"""
         match = _WHOLE.fullmatch(text.strip()) if len(text) <= 2000 else None
         return None if match is None else self._known(match["letter"])
 
     def _written_out(self, text: str, *, any_text: bool) -> str | None:
-        """The text is an option with its letter, `C. Paris`; with `any_text`, any words that name no other letter."""
+        """The letter before an option, `C. Paris`; with `any_text`, before any words that name no other letter."""
         match = _LABELED.fullmatch(text.strip()) if len(text) <= 2000 else None
         letter = None if match is None else self._known(match["letter"])
         if match is None or letter is None:
@@ -286,7 +286,7 @@ def _normal(option: str) -> str:
 
 
 def official_letter(text: str) -> str | None:
-    """MMLU-Pro's published extraction (TIGER-AI-Lab/MMLU-Pro, `evaluate_from_local.py`), quirks and all.
+    """MMLU-Pro's published extraction (TIGER-AI-Lab/MMLU-Pro, `evaluate_from_local.py`), with its quirks.
 
     The first `answer is (X)`; else, in the first line with an `answer: X`, the last one; else the last lone capital
     from A to J. So `answer is Definitely (C)` is D, a hypothesis before the conclusion wins, the pronoun I is an

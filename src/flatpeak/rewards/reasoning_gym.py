@@ -173,7 +173,7 @@ def _parsed(program: str) -> ast.expr:
 
 
 def _is_formula(node: ast.expr, *, depth: int = 0) -> bool:
-    """Numbers, names, the four operations, powers and well-known functions; `depth` of these are around the node."""
+    """Whether it has only numbers, names, four operations, powers and known functions; `depth` of these are outside."""
     match node:
         case ast.Constant(value=int() | float() as number):
             allowed = not isinstance(number, bool) and abs(number) <= _LARGEST_NUMBER
@@ -194,7 +194,7 @@ def _is_formula(node: ast.expr, *, depth: int = 0) -> bool:
 
 
 def _is_exponent(node: ast.expr, *, most: int) -> bool:
-    """A small number, a name, a product of one with a name, or a fraction of these: nothing that could grow large."""
+    """Whether it is a small number, a name, a product of one with a name, or a fraction: nothing that grows large."""
     match node:
         case ast.Constant(value=int() | float() as number):
             allowed = not isinstance(number, bool) and abs(number) <= most

@@ -24,7 +24,7 @@ from flatpeak.utils.huggingface import pick_device
 
 
 class ModelScorer(Scorer):
-    """Scores completions by a sequence-classification model that reads them with its own template and tokenizer.
+    """Scorer by a sequence-classification model, which reads completions with its own template and tokenizer.
 
     The chat messages behind a prompt where there are any, else the example's question, and the completion's text: the
     policy's token ids mean nothing to another tokenizer. A score that is not finite is missing.
@@ -82,7 +82,7 @@ class ModelScorer(Scorer):
 
 
 def _asked(prompt: Prompt, template: str) -> str | Sequence[Message]:
-    """The question as the model's template takes it: text, or for a chat template messages where there are any."""
+    """The question for the model's template: its text, or for a chat template its messages where there are any."""
     if template != CHAT:
         return prompt.example.question
     return conversation(prompt.example.columns) or prompt.messages or prompt.example.question
