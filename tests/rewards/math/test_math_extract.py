@@ -18,6 +18,8 @@ from flatpeak.rewards.math.nodes import MAX_BOXES, OverLimitError
         (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"so \fbox{42}", "42"),
         (r"so $\boxed 5$", "5"),
+        (r"\boxed{\boxed 5}", "5"),
+        (r"\\boxed{6} twice escaped", "6"),
         (r"so \boxed 42.", "42"),
         (r"First \boxed{3}, corrected: \boxed{4}", "4"),
         (r"\boxed{3} and \boxed{4", "3"),

@@ -187,7 +187,7 @@ class JudgePanel:
         return text if scrub is None else scrub(text)
 
     async def verdicts(self, requests: Sequence[JudgeRequest], *, fresh: bool = False) -> list[Verdict]:
-        """A verdict for each request, in order. Equal requests are asked once; `fresh` ignores what the cache holds.
+        """A verdict for each request, in order. Equal requests are asked once; `fresh` ignores the cache.
 
         A UserError of the judge ends the whole batch, and pending requests are cancelled.
         """
@@ -251,7 +251,7 @@ class JudgePanel:
         return replies
 
     def _read(self, reply: JudgeReply) -> tuple[Verdict, str | None]:
-        """(verdict, what is wrong with a reply that holds none); None for a good reply, and where there is no reply."""
+        """(verdict, the fault of a reply without one); no fault where the reply is good or missing."""
         if reply.text is None:
             return Verdict(score=None, reason=reply.reason or "no reply"), None
         try:
