@@ -19,6 +19,9 @@ from flatpeak.utils.redaction import Secret, redact
         ("ask-me-anything", "ask-me-anything"),
         ("https://example.org:80/a@b", "https://example.org:80/a@b"),
         ("hf_small", "hf_small"),
+        ("url?key%3dsk-abcdefghijkl", "url?key%3d[redacted]"),
+        ("a task-oriented-dialog, risk-adjusted-returns-2024", "a task-oriented-dialog, risk-adjusted-returns-2024"),
+        ("the bearer instruments", "the bearer instruments"),
     ],
 )
 def test_text_shaped_like_a_secret_is_hidden_in_runs_and_in_judges_replies(text, clean):

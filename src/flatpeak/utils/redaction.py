@@ -12,11 +12,13 @@ from flatpeak.errors import UserError
 HIDDEN: Final = "[redacted]"
 NO_KEY: Final = "none"
 """The key of a request that names none: local servers want some text."""
+# Rollouts are redacted too, so ordinary words ("task-oriented-dialog", "a bearer instrument") must not look like keys.
 _PATTERNS: Final = re.compile(
     r"""(?<=://)[^/\s:@]+:[^/\s@]+(?=@)                # user:password@ in a URL; first, for a user shaped like a token
-    |   (?:sk-|hf_|gsk_|AIza|xai-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Hugging Face, Groq, Google, xAI; starred out
+    |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # within a word none begins, but for a percent-escape before it
+        (?:sk-|hf_|gsk_|AIza|xai-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Hugging Face, Groq, Google, xAI; starred out
     |   gh[pousr]_[A-Za-z0-9]{20,}                     # GitHub
-    |   (?i:bearer)\s+[A-Za-z0-9._~+/=*-]{8,}          # an Authorization header
+    |   (?i:bearer)\s+(?=\S*[0-9*=])[A-Za-z0-9._~+/=*-]{8,}  # an Authorization header
     """,
     re.VERBOSE,
 )
