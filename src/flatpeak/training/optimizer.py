@@ -14,7 +14,20 @@ from torch import Tensor, nn
 
 from flatpeak.errors import DIVERGED, DivergedError, UserError
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.utils.tensors import split_prefix, with_prefix
+
+_Value = TypeVar("Value")
+
+
+def with_prefix(prefix: str, tensors: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Put a prefix before every name."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def split_prefix(prefix: str, tensors: Mapping[str, _Value]) -> tuple[dict[str, _Value], dict[str, _Value]]:
+    """Split off the tensors under a prefix, named without it, from all others."""
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return own, {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+
 
 MASTERS = "master."
 """Prefix of the masters' names in a checkpoint."""

@@ -10,7 +10,7 @@ from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import Snapshot, renewed
 from flatpeak.training.learner import Learner
-from flatpeak.utils.tensors import with_prefix
+from flatpeak.training.optimizer import with_prefix
 
 PREFIX = "reference."
 """Prefix of the reference's tensors in a checkpoint."""

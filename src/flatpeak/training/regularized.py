@@ -19,8 +19,8 @@ from flatpeak.training.batch import take
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, PolicyStatistics, weighted_sum
 from flatpeak.training.objective import Objective, with_old_logprobs
+from flatpeak.training.optimizer import split_prefix, with_prefix
 from flatpeak.types import Batch
-from flatpeak.utils.tensors import split_prefix, with_prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

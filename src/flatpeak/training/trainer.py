@@ -21,13 +21,12 @@ from flatpeak.training.config import AdvantageConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression
 from flatpeak.training.diagnostics import SkippedUpdateMonitor
 from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, seeded, uses_trainer_logprobs
-from flatpeak.training.optimizer import learning_rate
+from flatpeak.training.optimizer import learning_rate, split_prefix
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.reference_resets import PREFIX, ReferenceResets
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.training.step_metrics import Clock, step_metrics
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
-from flatpeak.utils.tensors import split_prefix
 
 
 @dataclass(frozen=True, kw_only=True)
