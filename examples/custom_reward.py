@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.number import extract_answer, parse_number
+from flatpeak.rewards.reward_set import as_reward
 from flatpeak.types import Completion, Example, Group, Prompt
 
 

@@ -15,7 +15,7 @@ import pytest
 import flatpeak.pipeline.build
 from flatpeak.pipeline import build as pipeline_build
 from flatpeak.protocols import Sampler
-from flatpeak.rewards.build import as_reward
+from flatpeak.rewards.reward_set import as_reward
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.collect import collect

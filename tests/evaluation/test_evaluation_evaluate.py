@@ -12,7 +12,7 @@ from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.functional import bootstrap_interval, wilson_interval
-from flatpeak.rewards.build import as_reward
+from flatpeak.rewards.reward_set import as_reward
 from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 

@@ -21,7 +21,7 @@ from flatpeak.policy import model as policy_model
 from flatpeak.policy.config import NewModelConfig, TokenizerConfig
 from flatpeak.policy.loading import make_model
 from flatpeak.policy.model import Policy
-from flatpeak.rewards.build import build_reward
+from flatpeak.rewards.reward_set import build_reward
 from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Example, Group, Prompt
 from support.models import RUN_SIZES

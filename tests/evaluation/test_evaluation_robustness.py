@@ -17,7 +17,7 @@ from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.tables import Comparison
 from flatpeak.evaluation.text_perturbations import DISTRACTORS
 from flatpeak.functional import paired_bootstrap, wilson_interval
-from flatpeak.rewards.build import as_reward
+from flatpeak.rewards.reward_set import as_reward
 from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 

@@ -9,8 +9,8 @@ import pytest
 
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import PolicyEvaluator
-from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import MathConfig
+from flatpeak.rewards.reward_set import build_reward
 from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 

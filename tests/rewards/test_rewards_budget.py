@@ -12,10 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import GradingBudget
-from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import FunctionConfig, RewardConfig
 from flatpeak.rewards.math.grader import Outcome, Pair, grade_within
-from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.reward_set import RewardSet, build_reward
 from flatpeak.rewards.workers import grading
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Group

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import CountdownConfig, FormatConfig, FunctionConfig, LengthConfig, NumberConfig
 from flatpeak.rewards.number import NumberReward
-from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.types import Scores
 
 

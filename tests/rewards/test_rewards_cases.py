@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.countdown import CountdownReward, evaluate
 from flatpeak.rewards.format import FormatReward
 from flatpeak.rewards.number import NumberReward, extract_answer
+from flatpeak.rewards.reward_set import as_reward
 
 P = "<think>x</think>\n<answer>"
 TAG = NumberReward(extraction="answer_tag")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import CountdownConfig
 from flatpeak.rewards.countdown import MAX_CHARACTERS, CountdownReward, evaluate
+from flatpeak.rewards.reward_set import build_reward
 
 
 @pytest.mark.parametrize(

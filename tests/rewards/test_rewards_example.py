@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import FunctionConfig
+from flatpeak.rewards.reward_set import build_reward
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"
 

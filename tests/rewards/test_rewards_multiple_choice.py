@@ -8,9 +8,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.multiple_choice import ChoiceReward, answer_letter, first_letter, official_letter
+from flatpeak.rewards.reward_set import as_reward, build_reward
 
 CITIES = ["Paris", "Rome", "Vitamin C", "42"]
 TEN = [f"option {n}" for n in range(10)]

@@ -11,7 +11,6 @@ import time
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import ReasoningGymRewardConfig
 from flatpeak.rewards.reasoning_gym import (
     ARITHMETIC,
@@ -23,6 +22,7 @@ from flatpeak.rewards.reasoning_gym import (
     admissible,
     restore,
 )
+from flatpeak.rewards.reward_set import as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.tasks.reasoning_gym import ReasoningGymConfig, plain
 from flatpeak.types import Completion, Group, Prompt

@@ -25,7 +25,6 @@ from transformers import (
 from flatpeak.errors import UserError
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
-from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.classifier import (
     PLAIN,
     RECORD,
@@ -42,6 +41,7 @@ from flatpeak.rewards.classifier import (
 )
 from flatpeak.rewards.config import SequenceClassifierConfig
 from flatpeak.rewards.reward_model import ModelScorer
+from flatpeak.rewards.reward_set import build_reward
 from flatpeak.types import Group
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz :\n?{}<|>"

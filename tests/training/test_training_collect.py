@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from flatpeak.rewards.build import as_reward
 from flatpeak.rewards.number import NumberReward
-from flatpeak.rewards.reward_set import CallersReward, RewardSet
+from flatpeak.rewards.reward_set import CallersReward, RewardSet, as_reward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training import collect as training_collect
 from flatpeak.training.collect import Rollouts, collect

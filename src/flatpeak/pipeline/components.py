@@ -17,9 +17,8 @@ from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Tokenizer
-from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import RewardConfig
-from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine

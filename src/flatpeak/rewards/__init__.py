@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from flatpeak.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.build import as_reward as as_reward
-    from flatpeak.rewards.build import build_reward as build_reward
     from flatpeak.rewards.config import RewardConfig as RewardConfig
     from flatpeak.rewards.functions import FunctionReward as FunctionReward
     from flatpeak.rewards.reward_set import RewardSet as RewardSet
+    from flatpeak.rewards.reward_set import as_reward as as_reward
+    from flatpeak.rewards.reward_set import build_reward as build_reward
 
 __getattr__ = lazy_names(
     __name__,
@@ -17,7 +17,7 @@ __getattr__ = lazy_names(
         "FunctionReward": "functions",
         "RewardConfig": "config",
         "RewardSet": "reward_set",
-        "as_reward": "build",
-        "build_reward": "build",
+        "as_reward": "reward_set",
+        "build_reward": "reward_set",
     },
 )

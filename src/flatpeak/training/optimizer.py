@@ -15,20 +15,7 @@ from torch import Tensor, nn
 from flatpeak.errors import DIVERGED, DivergedError, UserError
 from flatpeak.training.config import OptimizerConfig
 
-_Value = TypeVar("Value")
-
-
-def with_prefix(prefix: str, tensors: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Put a prefix before every name."""
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def split_prefix(prefix: str, tensors: Mapping[str, _Value]) -> tuple[dict[str, _Value], dict[str, _Value]]:
-    """Split off the tensors under a prefix, named without it, from all others."""
-    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return own, {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
-
-
+_Value = TypeVar("_Value")
 MASTERS = "master."
 """Prefix of the masters' names in a checkpoint."""
 
@@ -250,3 +237,14 @@ def check_finite(optimizer: torch.optim.Optimizer, *, step: int) -> None:
     weights = (weight for group in optimizer.param_groups for weight in group["params"])
     if not all(bool(torch.isfinite(weight).all()) for weight in weights):
         raise DivergedError(f"the weights are NaN or infinite after step {step} and are not saved: {DIVERGED}")
+
+
+def with_prefix(prefix: str, tensors: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Put a prefix before every name."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def split_prefix(prefix: str, tensors: Mapping[str, _Value]) -> tuple[dict[str, _Value], dict[str, _Value]]:
+    """Split off the tensors under a prefix, named without it, from all others."""
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return own, {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}

@@ -8,10 +8,10 @@ import pytest
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.judge.build import build_judge_reward, judge_reward
 from flatpeak.rewards.judge.reward import Safety
 from flatpeak.rewards.judge.rubrics import load_rubric
+from flatpeak.rewards.reward_set import build_reward
 from support.judges import FunctionJudge, config, group
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

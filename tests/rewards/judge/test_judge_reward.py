@@ -7,14 +7,13 @@ import time
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.judge.build import judge_reward
 from flatpeak.rewards.judge.canaries import canaries
 from flatpeak.rewards.judge.panel import ReplyCache
 from flatpeak.rewards.judge.protocol import JudgeInterruptedError, JudgeReply
 from flatpeak.rewards.judge.reward import Safety
 from flatpeak.rewards.judge.scoring import Candidate, RequestSettings
-from flatpeak.rewards.reward_set import shadow_metrics
+from flatpeak.rewards.reward_set import as_reward, build_reward, shadow_metrics
 from flatpeak.types import Example
 from support.judge_server import BLOCK, JudgeServer
 from support.judges import FunctionJudge, config, group, reward

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from flatpeak.rewards.build import build_reward
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.math import grader as math_grader
 from flatpeak.rewards.math.grader import MathGrader, Symbolic
 from flatpeak.rewards.math.math_reward import MathReward, question_only_reward, r1_zero_reward
+from flatpeak.rewards.reward_set import build_reward
 from flatpeak.types import Completion, Group, Prompt
 from support import worker_functions
 

@@ -18,10 +18,9 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.rewards.base import Component, ComponentScores, Scorer
-from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.calls import PATIENCE
 from flatpeak.rewards.config import FunctionConfig, NumberConfig
-from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers import grading
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rewards.workers.process import OUTPUT_PREFIX

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.build import as_reward, build_reward
 from flatpeak.rewards.config import CountdownConfig, FormatConfig, FunctionConfig, LengthConfig, NumberConfig
 from flatpeak.rewards.number import NumberReward
-from flatpeak.rewards.reward_set import Failures, RewardSet
+from flatpeak.rewards.reward_set import Failures, RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from support import worker_functions
