@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatpeak.rewards.number import extract_answer, parse_number
+from flatpeak.rewards.numeric_answer import extract_answer, parse_number
 from flatpeak.rewards.reward_set import as_reward
 from flatpeak.types import Completion, Example, Group, Prompt
 

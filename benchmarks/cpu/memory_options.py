@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from flatpeak.policy.config import ModelConfig
-from flatpeak.policy.layers import training_layers
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import training_layers
 from flatpeak.runs.manifest import describe_start
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
 from flatpeak.training.learner import Learner

@@ -16,8 +16,8 @@ from benchmarks.harness.runner import Row
 from benchmarks.harness.workloads import FIRST_WORD
 from flatpeak.functional.advantages import group_advantages
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.policy.layers import training_layers
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import training_layers
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate, minibatches
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flatpeak.errors import UserError
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
-    from flatpeak.pipeline.fork import fork
+    from flatpeak.pipeline.fork_run import fork
     from flatpeak.pipeline.lifecycle import RunResult
     from flatpeak.pipeline.train import sft, train
     from flatpeak.pipeline.train_reward_model import train_reward_model
@@ -36,7 +36,7 @@ _HOMES = {
     "RunConfig": "flatpeak.config.run_config",
     "RunResult": "flatpeak.pipeline.lifecycle",
     "UserError": "flatpeak.errors",
-    "fork": "flatpeak.pipeline.fork",
+    "fork": "flatpeak.pipeline.fork_run",
     "sft": "flatpeak.pipeline.train",
     "train": "flatpeak.pipeline.train",
     "train_reward_model": "flatpeak.pipeline.train_reward_model",

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from flatpeak.config import load as recipe
+from flatpeak.config.error_messages import known_keys
 from flatpeak.config.load import (
     apply_overrides,
     apply_settings,
@@ -16,7 +17,6 @@ from flatpeak.config.load import (
     read_recipe,
     shipped_recipes,
 )
-from flatpeak.config.messages import known_keys
 from flatpeak.errors import UserError
 from flatpeak.training.config import PolicyLossName
 from support.recipes import unsaid

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from flatpeak.evaluation.number_perturbations import question_numbers
-from flatpeak.evaluation.number_roles import find_origins, read_steps, recompute
 from flatpeak.evaluation.robustness import perturb
+from flatpeak.evaluation.solution_steps import find_origins, read_steps, recompute
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.math import GSM8KConfig
 from flatpeak.types import Example

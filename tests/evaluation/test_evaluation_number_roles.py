@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from flatpeak.evaluation.number_roles import ambiguous_word, keeps_order
 from flatpeak.evaluation.robustness import perturb
+from flatpeak.evaluation.solution_steps import ambiguous_word, keeps_order
 from flatpeak.types import Example
 
 SEEDS = range(12)

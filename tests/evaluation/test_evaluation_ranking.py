@@ -12,9 +12,9 @@ import torch
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
+from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import PolicyEvaluator
-from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.tables import Comparison
 from flatpeak.policy import model as policy_model

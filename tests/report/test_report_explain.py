@@ -13,7 +13,7 @@ from flatpeak.cli.main import app
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.pipeline.train import train
-from flatpeak.report.explain import ExplainedCompletion, Explanation, explain, render, visible_token
+from flatpeak.report.explain_group import ExplainedCompletion, Explanation, explain, render, visible_token
 from support.runs import tiny_recipe
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.config import CountdownConfig, FormatConfig, FunctionConfig, LengthConfig, NumberConfig
-from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.types import Scores
 

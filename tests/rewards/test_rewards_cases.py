@@ -8,7 +8,7 @@ import pytest
 
 from flatpeak.rewards.countdown import CountdownReward, evaluate
 from flatpeak.rewards.format import FormatReward
-from flatpeak.rewards.number import NumberReward, extract_answer
+from flatpeak.rewards.numeric_answer import NumberReward, extract_answer
 from flatpeak.rewards.reward_set import as_reward
 
 P = "<think>x</think>\n<answer>"

@@ -100,7 +100,7 @@ def test_each_configuration_builds_its_scorer(config: Any) -> None:
 def test_reading_configurations_loads_no_grader_and_no_torch() -> None:
     code = (
         "import sys, flatpeak.rewards.config\n"
-        "heavy = {'torch', 'asyncio', 'flatpeak.rewards.number', 'flatpeak.rewards.math.nodes'}\n"
+        "heavy = {'torch', 'asyncio', 'flatpeak.rewards.numeric_answer', 'flatpeak.rewards.math.syntax_tree'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

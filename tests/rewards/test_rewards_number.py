@@ -6,14 +6,8 @@ from fractions import Fraction
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.number import (
-    MAX_CHARACTERS,
-    NumberReward,
-    extract_answer,
-    numbers_equal,
-    parse_number,
-)
-from flatpeak.rewards.number import read_number_answer as read_answer
+from flatpeak.rewards.numeric_answer import MAX_CHARACTERS, NumberReward, extract_answer, numbers_equal, parse_number
+from flatpeak.rewards.numeric_answer import read_number_answer as read_answer
 from flatpeak.utils.answers import last_boxed
 
 

@@ -25,7 +25,10 @@ from transformers import (
 from flatpeak.errors import UserError
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
-from flatpeak.rewards.classifier import (
+from flatpeak.rewards.config import SequenceClassifierConfig
+from flatpeak.rewards.reward_model import ModelScorer
+from flatpeak.rewards.reward_set import build_reward
+from flatpeak.rewards.sequence_classifier import (
     PLAIN,
     RECORD,
     Classifier,
@@ -39,9 +42,6 @@ from flatpeak.rewards.classifier import (
     make_wording,
     read_record,
 )
-from flatpeak.rewards.config import SequenceClassifierConfig
-from flatpeak.rewards.reward_model import ModelScorer
-from flatpeak.rewards.reward_set import build_reward
 from flatpeak.types import Group
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz :\n?{}<|>"

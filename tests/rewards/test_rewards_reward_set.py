@@ -9,7 +9,7 @@ from flatpeak.errors import UserError
 from flatpeak.rewards import reward_set
 from flatpeak.rewards.base import Component
 from flatpeak.rewards.functions import FunctionReward
-from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.rewards.reward_set import RewardSet
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.rewards.reward_set import CallersReward, RewardSet, as_reward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training import collect as training_collect

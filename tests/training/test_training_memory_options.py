@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from flatpeak.errors import UserError
-from flatpeak.policy import layers as passes
-from flatpeak.policy.layers import TrainingForward, decoder_layers, training_layers
+from flatpeak.policy import model_settings as passes
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import TrainingForward, decoder_layers, training_layers
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.config import ObjectiveConfig

@@ -14,9 +14,9 @@ from peft import LoraConfig, get_peft_model
 from test_training_masters import coarse_model, coarse_policy
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-from flatpeak.policy.layers import training_layers
 from flatpeak.policy.loading import cast_weights
 from flatpeak.policy.model import Policy, below_float32
+from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.reference import snapshot
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig

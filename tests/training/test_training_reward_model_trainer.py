@@ -19,8 +19,8 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
-from flatpeak.rewards.classifier import PLAIN, Classifier, Spread, Wording, read_record
 from flatpeak.rewards.reward_model import load_scorer
+from flatpeak.rewards.sequence_classifier import PLAIN, Classifier, Spread, Wording, read_record
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from flatpeak.tasks.preferences import PreferencePair

@@ -179,7 +179,7 @@ def _grade_math(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[C
 
 
 def _grade_numbers(rows: Sequence[_Row], timeout: float, evaluated: bool) -> list[Correct]:
-    from flatpeak.rewards.number import extract_answer, leaves_work, parse_number
+    from flatpeak.rewards.numeric_answer import extract_answer, leaves_work, parse_number
 
     verdicts: list[Correct] = []
     for where, answer, gold, question in rows:

@@ -37,7 +37,7 @@ def explain(
     """Show one group of a step as the algorithm saw it: rewards, advantages, tokens."""
     from rich.console import Console
 
-    from flatpeak.report.explain import explain, render
+    from flatpeak.report.explain_group import explain, render
 
     console = Console()
     width = console.width if console.is_terminal else UNLIMITED

@@ -95,7 +95,7 @@ def fork(
     as_json: AsJson = False,
 ) -> None:
     """Train a new run on from a checkpoint of another one, with changed settings."""
-    from flatpeak.pipeline.fork import metric_of
+    from flatpeak.pipeline.fork_run import metric_of
 
     output = RunOutput(label="fork", metric=metric_of(run), as_json=as_json)
     with output.progress() as progress:

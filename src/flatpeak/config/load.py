@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from flatpeak.config.messages import describe_errors
+from flatpeak.config.error_messages import describe_errors
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import without_superseded
 from flatpeak.errors import UserError, nearest

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from flatpeak.utils.lazy import lazy_names
+from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from flatpeak.evaluation.config import EvaluationConfig as EvaluationConfig

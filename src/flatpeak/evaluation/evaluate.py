@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from flatpeak.errors import UserError
+from flatpeak.evaluation.choice_ranking import LetterRanker, Ranked
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.evaluation.ranking import LetterRanker, Ranked
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.robustness import Judged, measure
 from flatpeak.functional.estimators import maj_at_k, pass_at_k

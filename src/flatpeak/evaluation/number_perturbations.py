@@ -15,7 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from flatpeak.evaluation.number_roles import (
+from flatpeak.evaluation.solution_steps import (
     Number,
     ambiguous_word,
     bounds,

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
+from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
-from flatpeak.evaluation.ranking import LetterRanker
 from flatpeak.pipeline.components import (
     SamplerFactory,
     build_sampler,

@@ -21,9 +21,9 @@ from flatpeak.pipeline.lifecycle import (
     resolve_config,
     restore_trainer,
 )
-from flatpeak.policy.layers import training_layers
 from flatpeak.policy.loading import restore_weights
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.reference import snapshot
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Task
 from flatpeak.rollout.randomness import derive_seed

@@ -23,7 +23,7 @@ from flatpeak.pipeline.lifecycle import (
 )
 from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory
 from flatpeak.protocols import Progress
-from flatpeak.rewards.classifier import (
+from flatpeak.rewards.sequence_classifier import (
     COMPLETION,
     PROMPT,
     Classifier,

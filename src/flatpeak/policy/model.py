@@ -18,8 +18,8 @@ from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
 from flatpeak.policy.kv_cache import KeyValueCache, fitting_buckets, graded_buckets
-from flatpeak.policy.layers import ModelSettings, plain_layers, register_holder, scoring, unregister_holder
 from flatpeak.policy.linears import make_fast, packed_weights, read_head
+from flatpeak.policy.model_settings import ModelSettings, plain_layers, register_holder, scoring, unregister_holder
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts, padded_token_logprobs
 from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedContext, register_attention
 from flatpeak.protocols import Tokenizer

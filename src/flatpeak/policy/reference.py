@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError
-from flatpeak.policy.layers import scoring
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import scoring
 
 
 class Snapshot(Policy):

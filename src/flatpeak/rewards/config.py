@@ -125,7 +125,7 @@ class NumberConfig(StrictConfig):
 
     def build(self, name: str) -> Scorer:
         """The rule that compares numbers."""
-        from flatpeak.rewards.number import NumberReward
+        from flatpeak.rewards.numeric_answer import NumberReward
 
         return NumberReward(extraction=self.extraction, evaluated=self.evaluated)
 

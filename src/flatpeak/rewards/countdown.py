@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import Rule
-from flatpeak.rewards.number import parse_number
+from flatpeak.rewards.numeric_answer import parse_number
 from flatpeak.utils.answers import judged_text, last_answer
 
 if TYPE_CHECKING:

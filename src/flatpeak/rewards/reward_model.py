@@ -9,7 +9,7 @@ import torch
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import ComponentScores, Scorer
-from flatpeak.rewards.classifier import (
+from flatpeak.rewards.sequence_classifier import (
     CHAT,
     Classifier,
     Record,

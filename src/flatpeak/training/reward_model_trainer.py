@@ -25,7 +25,7 @@ from flatpeak.functional.bradley_terry import (
     centering_penalty,
     preference_accuracy,
 )
-from flatpeak.rewards.classifier import CHAT, Classifier, Spread, Wording, conversation, length_batches
+from flatpeak.rewards.sequence_classifier import CHAT, Classifier, Spread, Wording, conversation, length_batches
 from flatpeak.tasks.preferences import PreferencePair
 from flatpeak.training.config import RewardModelConfig
 from flatpeak.training.curriculum import Stream

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.limits import (
+from flatpeak.rewards.judge.protocol import JudgeDownError
+from flatpeak.rewards.judge.rate_limits import (
     RETRIED_STATUSES,
     Budget,
     BudgetSpentError,
@@ -18,7 +19,6 @@ from flatpeak.rewards.judge.limits import (
     RetryPolicy,
     read_retry_after,
 )
-from flatpeak.rewards.judge.protocol import JudgeDownError
 from support.judges import VirtualClock
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from flatpeak.rewards.math.extract import block_answer, extract_answer, gold_answer
-from flatpeak.rewards.math.nodes import MAX_BOXES, OverLimitError
+from flatpeak.rewards.math.syntax_tree import MAX_BOXES, OverLimitError
 
 
 @pytest.mark.parametrize(

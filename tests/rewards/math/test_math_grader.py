@@ -14,12 +14,12 @@ import pytest
 from math_verify import grader as math_verify_grader
 
 from flatpeak.rewards.math import grader as math_grader
+from flatpeak.rewards.math.expression_values import Expression, same_value
 from flatpeak.rewards.math.grader import MathGrader, verify
-from flatpeak.rewards.math.nodes import OverLimitError, UndefinedError, UnreadableError
 from flatpeak.rewards.math.normalize import clean, without_redundant_brackets
 from flatpeak.rewards.math.parser import parse_expression
 from flatpeak.rewards.math.rule_grader import normalized, rule_verdict
-from flatpeak.rewards.math.values import Expression, same_value
+from flatpeak.rewards.math.syntax_tree import OverLimitError, UndefinedError, UnreadableError
 from flatpeak.rewards.workers.pool import WorkerError
 
 SLOW = r"\sum_{n=1}^{10^9} \frac{1}{n^2}"

@@ -14,7 +14,7 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.config import CountdownConfig, FormatConfig, FunctionConfig, LengthConfig, NumberConfig
-from flatpeak.rewards.number import NumberReward
+from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.rewards.reward_set import Failures, RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.types import Completion, Example, Group, Prompt, Score

@@ -109,7 +109,7 @@ def _judge(name: str, config: JudgeConfig) -> Judge:
 def endpoint_judge(name: str, config: JudgeConfig, backend: EndpointConfig) -> Judge:
     """The client of an endpoint, with its rate limits, retries, circuit breaker and budget."""
     from flatpeak.rewards.judge.client import Endpoint, EndpointJudge
-    from flatpeak.rewards.judge.limits import Budget, CircuitBreaker, RateLimiter, RetryPolicy
+    from flatpeak.rewards.judge.rate_limits import Budget, CircuitBreaker, RateLimiter, RetryPolicy
     from flatpeak.utils.redaction import Secret
 
     clock = SystemClock()

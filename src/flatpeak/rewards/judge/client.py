@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.limits import (
+from flatpeak.rewards.judge.protocol import Clock, JudgeReply, JudgeRequest, SystemClock
+from flatpeak.rewards.judge.rate_limits import (
     LONGEST_PAUSE,
     RETRIED_STATUSES,
     Budget,
@@ -21,7 +22,6 @@ from flatpeak.rewards.judge.limits import (
     RetryPolicy,
     read_retry_after,
 )
-from flatpeak.rewards.judge.protocol import Clock, JudgeReply, JudgeRequest, SystemClock
 from flatpeak.utils.redaction import Secret
 
 _MESSAGE_TOKENS: Final = 8

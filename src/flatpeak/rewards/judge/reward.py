@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rewards.judge.canaries import CanaryReport, check_judge, run_canaries
-from flatpeak.rewards.judge.limits import BackgroundLoop
 from flatpeak.rewards.judge.prompt import Show, visible_text
 from flatpeak.rewards.judge.protocol import JudgeError
+from flatpeak.rewards.judge.rate_limits import BackgroundLoop
 from flatpeak.rewards.judge.scoring import Candidate, JudgeScoring
 
 if TYPE_CHECKING:

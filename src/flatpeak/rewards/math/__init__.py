@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from flatpeak.utils.lazy import lazy_names
+from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from flatpeak.rewards.math.grader import MathGrader as MathGrader

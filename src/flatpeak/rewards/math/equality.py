@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Final
 
+from flatpeak.rewards.math.expression_values import Expression, proportional, same_value
 from flatpeak.rewards.math.intervals import Reading, merged, plain
-from flatpeak.rewards.math.nodes import Node, UndefinedError, integer, operation
-from flatpeak.rewards.math.values import Expression, proportional, same_value
+from flatpeak.rewards.math.syntax_tree import Node, UndefinedError, integer, operation
 
 Equality = bool | None
 _MONEY: Final = frozenset({"usd", "eur", "gbp", "jpy", "inr", "cny", "cent"})

@@ -6,7 +6,7 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from flatpeak.rewards.math.nodes import MAX_BOXES, MAX_CHARACTERS, OverLimitError
+from flatpeak.rewards.math.syntax_tree import MAX_BOXES, MAX_CHARACTERS, OverLimitError
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, after_thinking, find_boxes, last_block
 
 if TYPE_CHECKING:

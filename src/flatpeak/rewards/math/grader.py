@@ -10,10 +10,10 @@ from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.rewards.base import GradingBudget, stopwatch
-from flatpeak.rewards.math.evaluated import only_evaluated
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
-from flatpeak.rewards.math.nodes import MAX_CHARACTERS, OverLimitError
 from flatpeak.rewards.math.rule_grader import read_answer, rule_verdict, suits_math_verify
+from flatpeak.rewards.math.syntax_tree import MAX_CHARACTERS, OverLimitError
+from flatpeak.rewards.math.unevaluated import only_evaluated
 from flatpeak.rewards.workers.pool import NOT_CALLED, WorkerError, WorkerPool
 from flatpeak.rewards.workers.process import LIMITS
 from flatpeak.utils.user_code import one_line

@@ -10,10 +10,10 @@ from functools import cmp_to_key
 from math import inf
 from typing import Final, Literal
 
-from flatpeak.rewards.math.nodes import UndefinedError
+from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.normalize import FUNCTIONS
+from flatpeak.rewards.math.syntax_tree import UndefinedError
 from flatpeak.rewards.math.units import Unit
-from flatpeak.rewards.math.values import Expression
 
 Kind = Literal[
     "scalar",

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from flatpeak.rewards.base import ComponentScores, MathExtraction, Scorer
-from flatpeak.rewards.math.evaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.math.extract import block_answer, extract_answer, gold_answer
 from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extract_or_none, score_of
-from flatpeak.rewards.math.nodes import OverLimitError
 from flatpeak.rewards.math.rule_grader import normalized
+from flatpeak.rewards.math.syntax_tree import OverLimitError
+from flatpeak.rewards.math.unevaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.workers.pool import WorkerError
 from flatpeak.utils.answers import judged_text
 
@@ -43,7 +43,7 @@ def r1_zero_reward(
     """format_reward, answer_reward and reward, each 0 or 1; the last two are None where the gold answer is to blame.
 
     `grader` keeps its workers and its cache over many calls; without one, each call that needs a worker starts one.
-    `evaluated` refuses answers with operations left to do (see `flatpeak.rewards.math.evaluated`) and copies from the
+    `evaluated` refuses answers with operations left to do (see `flatpeak.rewards.math.unevaluated`) and copies from the
     `question`.
     """
     return _rewards(r1_zero_answer(response), gold, grader, question if evaluated else None)

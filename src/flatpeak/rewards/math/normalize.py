@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Final
 
-from flatpeak.rewards.math.nodes import MAX_CHARACTERS, MAX_DEPTH, MAX_RAW_CHARACTERS, OverLimitError, nesting
+from flatpeak.rewards.math.syntax_tree import MAX_CHARACTERS, MAX_DEPTH, MAX_RAW_CHARACTERS, OverLimitError, nesting
 from flatpeak.rewards.math.units import ABBREVIATIONS
 
 ROW_END: Final = "\ue000"

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Final
 
-from flatpeak.rewards.math.nodes import (
+from flatpeak.rewards.math.normalize import FUNCTIONS
+from flatpeak.rewards.math.syntax_tree import (
     MAX_DEPTH,
     MAX_EXPONENT,
     Node,
@@ -21,7 +22,6 @@ from flatpeak.rewards.math.nodes import (
     is_mixed,
     operation,
 )
-from flatpeak.rewards.math.normalize import FUNCTIONS
 
 _NUMBER: Final = re.compile(r"(?P<digits>\d+\.?\d*|\.\d+)(?:[eE](?P<exponent>[+-]?\d+)(?![\d.A-Za-z\\^(!]))?")
 _REPEATING: Final = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?")

@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import Final
 
 from flatpeak.rewards.math.equality import equal
+from flatpeak.rewards.math.expression_values import PRECISE
 from flatpeak.rewards.math.intervals import Reading, has_words
-from flatpeak.rewards.math.nodes import Node, OverLimitError, UndefinedError, integer
 from flatpeak.rewards.math.normalize import clean
-from flatpeak.rewards.math.structures import contradict, read
+from flatpeak.rewards.math.structured_answers import contradict, read
+from flatpeak.rewards.math.syntax_tree import Node, OverLimitError, UndefinedError, integer
 from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
-from flatpeak.rewards.math.values import PRECISE
 
 _TEXT: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
 _GOLD_LETTER: Final = re.compile(r"\(?\s*([A-J])\s*\)?\.?")

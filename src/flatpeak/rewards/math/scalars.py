@@ -7,9 +7,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
+from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.intervals import TEXT_GROUP, Reading, has_functions, has_words, split
-from flatpeak.rewards.math.nodes import Node, UnreadableError, operation
 from flatpeak.rewards.math.parser import parse_expression
+from flatpeak.rewards.math.syntax_tree import Node, UnreadableError, operation
 from flatpeak.rewards.math.units import (
     ABBREVIATIONS,
     CANONICAL,
@@ -21,7 +22,6 @@ from flatpeak.rewards.math.units import (
     unit_name,
     word_unit,
 )
-from flatpeak.rewards.math.values import Expression
 
 _WORD: Final = (
     r"(?:\\mu\s*)?\\text\s*\{\s*[A-Za-z]{1,12}(?: [A-Za-z]{1,12}){0,2}\s*\}"

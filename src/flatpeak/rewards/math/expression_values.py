@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Final
 
-from flatpeak.rewards.math.nodes import (
+from flatpeak.rewards.math.syntax_tree import (
     EXACT,
     ROUGH,
     InexactError,

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.extract import gold_answer
 from flatpeak.rewards.math.intervals import Reading, split
-from flatpeak.rewards.math.nodes import (
+from flatpeak.rewards.math.normalize import clean
+from flatpeak.rewards.math.rule_grader import read_answer
+from flatpeak.rewards.math.syntax_tree import (
     Node,
     OverLimitError,
     UndefinedError,
@@ -33,9 +36,6 @@ from flatpeak.rewards.math.nodes import (
     top_level_factors,
     walk,
 )
-from flatpeak.rewards.math.normalize import clean
-from flatpeak.rewards.math.rule_grader import read_answer
-from flatpeak.rewards.math.values import Expression
 
 _KINDS: Final = {
     **dict.fromkeys(("sin", "cos", "tan", "cot", "sec", "csc"), "trigonometric"),

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import Rule
 from flatpeak.rewards.math import read_number
-from flatpeak.rewards.math.evaluated import is_evaluated
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
-from flatpeak.rewards.math.nodes import OverLimitError
+from flatpeak.rewards.math.syntax_tree import OverLimitError
+from flatpeak.rewards.math.unevaluated import is_evaluated
 from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
 from flatpeak.utils.answers import after_thinking, judged_text
 
@@ -61,7 +61,7 @@ class NumberReward(Rule):
 
     extraction: NumberExtraction = "whole"
     evaluated: bool = False
-    """Whether an answer has to be worked out (see `flatpeak.rewards.math.evaluated`)."""
+    """Whether an answer has to be worked out (see `flatpeak.rewards.math.unevaluated`)."""
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
         """1.0 or 0.0; a gold answer that is no number is a UserError naming the row."""
@@ -164,7 +164,7 @@ def _without_latex(text: str) -> str:
 
 
 def leaves_work(text: str, extraction: NumberExtraction, *, gold: str, question: str) -> bool:
-    """Whether the answer is an expression that is not worked out (see `flatpeak.rewards.math.evaluated`)."""
+    """Whether the answer is an expression that is not worked out (see `flatpeak.rewards.math.unevaluated`)."""
     answer = whole_text(text, extraction)
     return answer is not None and not is_evaluated(answer, gold, question)
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.intervals import TEXT_GROUP, Kind, Reading, enclosed, has_words, intersection, plain, split
-from flatpeak.rewards.math.nodes import Node, UndefinedError, UnreadableError, operation
 from flatpeak.rewards.math.normalize import ROW_END
 from flatpeak.rewards.math.parser import parse_expression
 from flatpeak.rewards.math.scalars import read_number_words, read_scalar, scalar
-from flatpeak.rewards.math.values import Expression
+from flatpeak.rewards.math.syntax_tree import Node, UndefinedError, UnreadableError, operation
 
 _APPROXIMATE: Final = 0.05
 """Largest relative difference of two numbers joined by an approximation sign."""
