@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 HEADING = "## From the command to the train step"
 MOST_HOPS = 15
+LONGEST_TRAIN_STEP = 18
 LINK = re.compile(r"\d+\. \[`(?P<name>[\w.]+)`\]\((?P<path>[\w./]+)\)")
 
 
@@ -49,3 +50,9 @@ def test_every_function_of_the_list_calls_the_next():
     functions = [definition(name, path) for name, path in hops]
     for (name, _), function, following in zip(hops, functions, functions[1:], strict=False):
         assert following.name in called(function), f"{name} does not call {following.name}"
+
+
+def test_the_train_step_reads_as_an_algorithm_box():
+    step = definition(*listed()[-1])
+    assert step.end_lineno is not None
+    assert step.end_lineno - step.lineno < LONGEST_TRAIN_STEP

@@ -65,6 +65,12 @@ class Report:
     seconds: float = 0.0
     """Wall time of everything after the first pass."""
 
+    def __getattr__(self, name: str) -> int:
+        if name != "passes":
+            raise AttributeError(name)
+        warnings.warn("Report.passes is now pass_count", DeprecationWarning, stacklevel=2)
+        return self.pass_count
+
     def metrics(self) -> dict[str, float]:
         """The metrics by the names of docs/metrics.md; empty in updates without penalty."""
         if not self.pass_count and self.skipped is None and math.isnan(self.penalty_ratio):
