@@ -1,4 +1,4 @@
-"""A judge of your own is any object with `identity` and `async ask(requests)`; this one asks nobody.
+"""A judge of your own is any object with `identity` and `async ask(requests)`; this one counts words.
 
     rewards:
       judge:
@@ -37,8 +37,8 @@ class WordJudge:
         """The texts to be graded stand between lines with a code that no answer can know."""
         texts = {name: text for name, _, text in BLOCK.findall(content)}
         words = set(texts["reference answer"].lower().split())
-        found = words & set(texts["answer"].lower().split())
-        return f'{{"correct": {int(len(found) >= self.enough * len(words))}}}'
+        shared = words & set(texts["answer"].lower().split())
+        return f'{{"correct": {int(len(shared) >= self.enough * len(words))}}}'
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main() -> None:
     group = example_group()
     scores = reward([group])
     for index, completion in enumerate(group.completions):
-        parts = ", ".join(f"{name} {part[0][index]:.2f}" for name, part in scores.parts.items())
+        parts = ", ".join(f"{name} {values[0][index]:.2f}" for name, values in scores.parts.items())
         print(f"{completion.text!r}: total {scores.total[0][index]:.2f} ({parts})")
 
 

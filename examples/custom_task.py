@@ -60,5 +60,5 @@ def as_example(drawn: list[int]) -> Example:
 
 
 if __name__ == "__main__":
-    for shown in largest_number().test[:3]:
-        print(shown.question, shown.gold)
+    for example in largest_number().test[:3]:
+        print(example.question, example.gold)

@@ -66,8 +66,8 @@ class Judge:
                 content = json.load(reply)["choices"][0]["message"]["content"]
         except (OSError, ValueError, KeyError, IndexError, TypeError):
             return None
-        found = re.findall(r"^SCORE: (\d+(?:\.\d+)?)\s*$", content, flags=re.MULTILINE)
-        return float(found[0]) / 10 if len(found) == 1 and float(found[0]) <= 10 else None
+        marks = re.findall(r"^SCORE: (\d+(?:\.\d+)?)\s*$", content, flags=re.MULTILINE)
+        return float(marks[0]) / 10 if len(marks) == 1 and float(marks[0]) <= 10 else None
 
 
 def exact(*, completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:

@@ -52,10 +52,10 @@ def read(path: Path) -> str:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != Path("__init__.py")], ids=str)
 def test_imports_point_one_way(path):
-    part = part_of(module_name(PACKAGE / path, PACKAGE))
-    assert part in RANK, f"{part} has no place in LAYERS of tests/support/structure.py: give it one"
+    component = part_of(module_name(PACKAGE / path, PACKAGE))
+    assert component in RANK, f"{component} has no place in LAYERS of tests/support/structure.py: give it one"
     # A package's public names are looked up when they are asked for; those of `utils.lazy` serve every package.
-    assert offences(part, read(path)) == []
+    assert offences(component, read(path)) == []
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def general(name: str) -> str:
     """A metric's name as the documents write it."""
     name = re.sub(r"@\d+$", "@k", name.replace(f"eval/{TASK}/", "eval/<task>/"))
     name = re.sub(r"(robustness)/\w+$", r"\1/<kind>", name)
-    for part in PARTS:
-        name = name.replace(f"reward/{part}/", "reward/<part>/")
+    for component in PARTS:
+        name = name.replace(f"reward/{component}/", "reward/<part>/")
     head, _, last = name.rpartition("/")
     return f"{head}/<part>" if last in PARTS else name
 
@@ -147,15 +147,15 @@ def test_recipes_shown_parse_to_what_they_say(block: str, tmp_path: Path) -> Non
 
 def training_commands() -> list[Any]:
     """(recipe, overrides) of every `flatpeak train` and `flatpeak sft` that the documents show."""
-    found = []
+    result = []
     for path in DOCUMENTS:
         for block in blocks(path, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:2] in (["flatpeak", "train"], ["flatpeak", "sft"]):
                     recipe, *overrides = [word for word in words[2:] if not word.startswith("--")]
-                    found.append(pytest.param(recipe, overrides, id=f"{path.stem}-{len(found)}"))
-    return found
+                    result.append(pytest.param(recipe, overrides, id=f"{path.stem}-{len(result)}"))
+    return result
 
 
 @pytest.mark.parametrize(("recipe", "overrides"), training_commands())
@@ -215,10 +215,10 @@ def test_readme_is_short_and_its_afternoon_is_sixteen_files() -> None:
     afternoon = readme.partition("## GRPO in an afternoon")[2]
     files = re.findall(r"\]\((src/flatpeak/[\w/]+\.py)\)", afternoon)
     assert len(set(files)) == 16
-    stated = re.search(r"about ([\d,]+) lines", afternoon)
-    assert stated is not None
+    written = re.search(r"about ([\d,]+) lines", afternoon)
+    assert written is not None
     lines = sum(len(read(ROOT / file).splitlines()) for file in files)
-    assert int(stated[1].replace(",", "")) == pytest.approx(lines, abs=150)
+    assert int(written[1].replace(",", "")) == pytest.approx(lines, abs=150)
 
 
 def test_readme_counts_the_model_families() -> None:

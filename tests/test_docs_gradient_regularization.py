@@ -93,7 +93,7 @@ def test_the_pages_figures_are_measured_again(name: str, measured: dict[str, Row
         for head, before, after in zip(now[0], old, new, strict=True):
             # What the rounding of low precision decides differs between machines.
             low = {"bf16": 3.0, "float32": 2.0} if name == "steps" else {}
-            factor = next((limit for part, limit in low.items() if part in head), 1.12)
+            factor = next((limit for component, limit in low.items() if component in head), 1.12)
             assert agree(after, before, factor=factor), f"{name}, {head}: {before} -> {after}"
 
 
@@ -200,12 +200,12 @@ def test_metrics_that_are_named_are_defined() -> None:
 
 def test_keys_that_are_shown_in_prose_are_accepted() -> None:
     fields = GradientRegularizationConfig.model_fields
-    shown = [yaml.safe_load(text) for text in re.findall(r"`(\w+: [^`]+)`", PAGE)]
-    settings = [one for one in shown if set(one) <= set(fields)]
+    displayed = [yaml.safe_load(text) for text in re.findall(r"`(\w+: [^`]+)`", PAGE)]
+    settings = [one for one in displayed if set(one) <= set(fields)]
     assert len(settings) > 8
     for one in settings:
         GradientRegularizationConfig.model_validate({"step": 1e-3, "strength": 1.0} | one)
-    assert [one for one in shown if one not in settings] == [{"ratio": "sequence"}]
+    assert [one for one in displayed if one not in settings] == [{"ratio": "sequence"}]
 
 
 def blocks() -> list[str]:
@@ -269,10 +269,10 @@ def test_the_second_pass_that_is_shown_penalizes_the_reweighted_loss() -> None:
     def loss() -> torch.Tensor:
         return (coefficients * importance_ratio(model.logprobs(), first)).sum()
 
-    found = model.theta.grad
+    result = model.theta.grad
     (g,) = torch.autograd.grad(loss(), model.theta)
     (Hg,) = hessian_vector_product(loss, [model.theta], [g])
-    torch.testing.assert_close(found, g + 0.5 * Hg, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(result, g + 0.5 * Hg, rtol=1e-7, atol=1e-9)
 
 
 def test_arguments_of_the_drop_in_exist() -> None:
@@ -291,8 +291,8 @@ def test_the_drop_in_has_the_names_that_are_shown(tmp_path: Path) -> None:
         "GRPOGradRegConfig",
         "GRPOTrainerGradreg",
     }
-    shown = re.findall(r"from flatpeak\.integrations\.trl import (.+)", blocks()[2])[0].split(", ")
+    displayed = re.findall(r"from flatpeak\.integrations\.trl import (.+)", blocks()[2])[0].split(", ")
     assert names <= set(re.findall(r"`(\w+)`", PAGE))
-    assert {*names, *shown} <= set(drop_in.__all__)
+    assert {*names, *displayed} <= set(drop_in.__all__)
     arguments = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "grad_reg_strength": "ratio:0.3"}
     assert drop_in.GradientRegularizedGRPOConfig(**arguments).grad_reg_enabled

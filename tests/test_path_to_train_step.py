@@ -25,8 +25,8 @@ def definition(name: str, path: Path) -> ast.FunctionDef:
     module = ".".join(path.relative_to(ROOT / "src" / "flatpeak").with_suffix("").parts)
     assert name.startswith(f"{module}."), f"{name} does not lie in {path}"
     body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
-    for part in name.removeprefix(f"{module}.").split("."):
-        [node] = [one for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name == part]
+    for component in name.removeprefix(f"{module}.").split("."):
+        [node] = [one for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name == component]
         body = node.body
     assert isinstance(node, ast.FunctionDef)
     return node

@@ -80,12 +80,12 @@ def test_a_bad_command_is_exit_code_2_and_says_why(tmp_path, arguments, message)
 
 def test_print_config_shows_the_whole_recipe_and_can_be_read_back(tmp_path):
     (tmp_path / "r.yaml").write_text("model: {path: x}\n")
-    shown = flatpeak("train", "r.yaml", "optimizer.learning_rate=1e-5", "--print-config", cwd=tmp_path)
-    assert shown.returncode == 0
-    assert "learning_rate: 1.0e-05\n" in shown.stdout
-    assert "  group_size: 8\n" in shown.stdout
-    (tmp_path / "all.yaml").write_text(shown.stdout)
-    assert flatpeak("sft", "all.yaml", "--print-config", cwd=tmp_path).stdout == shown.stdout
+    displayed = flatpeak("train", "r.yaml", "optimizer.learning_rate=1e-5", "--print-config", cwd=tmp_path)
+    assert displayed.returncode == 0
+    assert "learning_rate: 1.0e-05\n" in displayed.stdout
+    assert "  group_size: 8\n" in displayed.stdout
+    (tmp_path / "all.yaml").write_text(displayed.stdout)
+    assert flatpeak("sft", "all.yaml", "--print-config", cwd=tmp_path).stdout == displayed.stdout
 
 
 def test_the_version_is_the_package_s():

@@ -33,12 +33,12 @@ def test_plain_lines_are_ten_seconds_apart_and_the_last_step_is_always_shown():
     for step in range(1, 101):
         progress.update("train", step=step, total=100, metrics=STEP)
         clock.now += 0.25
-    figures = "reward 0.500, informative groups 84%, length 12.3, cut off 93%, tokens/s 4568"
+    values = "reward 0.500, informative groups 84%, length 12.3, cut off 93%, tokens/s 4568"
     assert stream.getvalue().splitlines() == [
-        f"train 1/100 (0 s): {figures}",
-        f"train 41/100 (10 s, 15 s left): {figures}",
-        f"train 81/100 (20 s, 5 s left): {figures}",
-        f"train 100/100 (25 s): {figures}",
+        f"train 1/100 (0 s): {values}",
+        f"train 41/100 (10 s, 15 s left): {values}",
+        f"train 81/100 (20 s, 5 s left): {values}",
+        f"train 100/100 (25 s): {values}",
     ]
 
 
@@ -115,8 +115,8 @@ def test_where_nothing_is_said_about_the_metric_the_best_there_is_is_shown():
 
 
 def test_a_figure_that_is_missing_is_unknown_and_replaces_the_one_before():
-    found = lines_of({"eval/t/accuracy": 0.5}, {"eval/t/accuracy": float("nan")}, metric="accuracy")
-    assert found == ["accuracy 0.500", "accuracy unknown", "accuracy unknown, reward 1.000"]
+    result = lines_of({"eval/t/accuracy": 0.5}, {"eval/t/accuracy": float("nan")}, metric="accuracy")
+    assert result == ["accuracy 0.500", "accuracy unknown", "accuracy unknown, reward 1.000"]
 
 
 def test_the_live_display_shows_what_chooses_checkpoints_too():

@@ -171,8 +171,8 @@ def test_an_override_drops_what_it_leaves_without_effect_of_a_preset(
     name: str, overrides: list[str], section: str, values: dict[str, Any]
 ) -> None:
     config = parse_config(load_recipe(f"flatpeak:algorithms/{name}", ["model.path=x", *overrides]))
-    found = getattr(config, section).model_dump()
-    assert {key: found[key] for key in values} == values
+    result = getattr(config, section).model_dump()
+    assert {key: result[key] for key in values} == values
 
 
 def test_overrides_of_task_recipes_drop_what_they_leave_without_effect() -> None:

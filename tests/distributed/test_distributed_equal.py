@@ -118,8 +118,8 @@ def test_a_second_pass_runs_exactly_when_it_is_needed(both, way, settings, passe
 @pytest.mark.parametrize("way", WAYS)
 def test_strength_zero_is_the_plain_gradient_bit_for_bit(ranks, way):
     wanted = case("llama", strength=0, steps=1)
-    for found, gradient in zip(ranks(run, wanted, way), ranks(plain, wanted, way), strict=True):
-        assert same_bits(found.gradients[0], gradient)
+    for result, gradient in zip(ranks(run, wanted, way), ranks(plain, wanted, way), strict=True):
+        assert same_bits(result.gradients[0], gradient)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])

@@ -115,22 +115,22 @@ def test_the_second_pass_sees_the_perturbed_weights_though_the_first_left_gather
 
 def test_bfloat16_compute_over_float32_shards_is_refused_at_a_step_that_rounding_swallows(ranks):
     plain_gradient = ranks(mixed, case("llama", dtype=torch.float32, strength=0))[0][2]
-    for told, intact, gradient in ranks(
+    for messages, intact, gradient in ranks(
         mixed, case("llama", dtype=torch.float32, step=3e-4, min_perturbation_kept=0.7)
     ):
-        assert "rounding keeps too little of the perturbation" in told
-        assert "weights in float32, computed in bfloat16" in told
+        assert "rounding keeps too little of the perturbation" in messages
+        assert "weights in float32, computed in bfloat16" in messages
         assert intact
         assert same_bits(gradient, plain_gradient)
 
 
 def test_bfloat16_compute_at_a_step_that_survives_it_gives_about_the_penalty_of_float32(ranks):
     wanted, off = (case("llama", dtype=torch.float32, strength=strength) for strength in (0.05, 0))
-    (report, intact, found), (_, _, found_g1) = ranks(mixed, wanted)[0], ranks(mixed, off)[0]
+    (report, intact, result), (_, _, found_g1) = ranks(mixed, wanted)[0], ranks(mixed, off)[0]
     one, g1 = run(wanted, "single").gradients[0], plain(off, "single")
     assert intact
     assert 0.95 < report.kept.cosine < 0.999
-    penalties = [{name: a[name] - b[name] for name in b} for a, b in ((found, found_g1), (one, g1))]
+    penalties = [{name: a[name] - b[name] for name in b} for a, b in ((result, found_g1), (one, g1))]
     assert distance(*penalties) < 0.1
 
 

@@ -75,22 +75,22 @@ def by_hand(models: Path) -> ByHand:
     def steps(name: str) -> tuple[list[dict[str, Tensor]], list[float]]:
         case = CASES[name]
         model: Any = start(case, models)
-        found, moves = [], []
+        result, moves = [], []
         if case.loss == "plain":
             loss = partial(cross_entropy, model)
             rate = case.settings.get("learning_rate", RATE)
             size = {"strength": STRENGTH, "eps": EPS, "rate": rate, "perturbed": PERTURBED.get(name, in_blocks)}
             for _ in range(STEPS):
                 moves.append(regularized_step(model, loss, loss, **size))
-                found.append(weights(model))
-            return found, moves
+                result.append(weights(model))
+            return result, moves
         mu = case.settings.get("num_iterations", 1)
         reference = load(models, "reference") if HANDS[name].beta else None
         size = {"steps": STEPS, "strength": STRENGTH, "eps": EPS, "rate": RATE, "mu": mu}
         for move, _ in HANDS[name].run(model, **size, reference=reference):
             moves.append(move)
-            found.append(weights(model))
-        return found, moves
+            result.append(weights(model))
+        return result, moves
 
     return steps
 
@@ -240,10 +240,10 @@ def test_a_penalty_that_is_used_again_and_what_is_saved_of_it_are_those_of_one_p
     for step, other, one in zip(first.steps, second.steps, alone("looksam").steps, strict=True):
         assert distance(step, one) <= 1e-6
         assert same_bits(step, other)
-    one, found = (outputs("looksam", where) / "checkpoint-3" for where in ("single", way))
-    assert kept(found) == kept(one) == ["gradient_regularization", "gradient_regularization.json"]
-    places = (directory / "gradient_regularization" / "memory.safetensors" for directory in (one, found))
-    wanted, memory = map(load_file, places)
+    one, result = (outputs("looksam", where) / "checkpoint-3" for where in ("single", way))
+    assert kept(result) == kept(one) == ["gradient_regularization", "gradient_regularization.json"]
+    positions = (directory / "gradient_regularization" / "memory.safetensors" for directory in (one, result))
+    wanted, memory = map(load_file, positions)
     assert len(wanted) > 10
     assert distance(memory, wanted) <= 1e-3 * max(tensor.abs().max().item() for tensor in wanted.values())
 
@@ -263,5 +263,5 @@ def test_autocast_that_swallows_the_perturbation_is_refused_on_both_ranks(way: W
 
 
 def test_bf16_under_fsdp2_is_refused_at_float32_precision(ranks: Ranks, models: Path, outputs: Outputs) -> None:
-    for told in ranks(refused, "grpo bf16", "fsdp", models, outputs("grpo bf16", "fsdp")):
-        assert "FSDP2 casts weights to bfloat16, which swallows the perturbation; set bf16=False" in told
+    for messages in ranks(refused, "grpo bf16", "fsdp", models, outputs("grpo bf16", "fsdp")):
+        assert "FSDP2 casts weights to bfloat16, which swallows the perturbation; set bf16=False" in messages

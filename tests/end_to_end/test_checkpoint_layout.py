@@ -151,7 +151,7 @@ def test_vllm_loads_a_trained_checkpoint_and_continues_prompts_as_flatpeak_does(
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [len(tokens) for tokens in found] == [8, 8, 8]
-    assert len({token for tokens in found for token in tokens}) > 4
-    assert found == greedy_tokens(last, prompts)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [len(tokens) for tokens in result] == [8, 8, 8]
+    assert len({token for tokens in result for token in tokens}) > 4
+    assert result == greedy_tokens(last, prompts)

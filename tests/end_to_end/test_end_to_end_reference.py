@@ -33,8 +33,8 @@ def saved(make_tiny_model: Callable[..., Any], tmp_path: Path) -> Callable[[int]
 
     def save(seed: int) -> Path:
         directory = tmp_path / f"model-{seed}"
-        for part in make_tiny_model(seed=seed, initializer_range=0.3):
-            part.save_pretrained(directory)
+        for component in make_tiny_model(seed=seed, initializer_range=0.3):
+            component.save_pretrained(directory)
         return directory
 
     return save
@@ -171,8 +171,8 @@ def test_a_reference_that_cannot_be_used_is_refused_before_a_run_begins(
 ) -> None:
     directory = tmp_path / "reference"
     if broken == "other vocabulary":
-        for part in make_tiny_model(vocab_size=31):
-            part.save_pretrained(directory)
+        for component in make_tiny_model(vocab_size=31):
+            component.save_pretrained(directory)
     config = recipe(reference={"model": str(directory)}, kl={"coefficient": 0.1})
     with pytest.raises(UserError, match=r"reference\.model"):
         train(config, reward=varied)

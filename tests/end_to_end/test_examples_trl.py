@@ -119,9 +119,9 @@ def test_a_verdict_is_a_score_or_missing(judge: tuple[str, list[dict[str, Any]]]
     example = runpy.run_path(str(EXAMPLES / "trl_judge.py"))
     ask = example["Judge"](url=url, model="j")
     answers = {"prompts": ["q"] * 5, "completions": ["abc", "ab", "a", "x", "abcd"], "answer": ["1"] * 5}
-    found = ask(**answers)
-    assert sorted(found, key=str).count(None) == 1
-    assert {score for score in found if score is not None} <= {0.2, 1.0}
+    result = ask(**answers)
+    assert sorted(result, key=str).count(None) == 1
+    assert {score for score in result if score is not None} <= {0.2, 1.0}
     gone = example["Judge"](url="http://127.0.0.1:9/v1", model="j", timeout=1.0)
     assert gone(**answers) == [None] * 5
     question = asked[0]["messages"][1]["content"].split("\n")

@@ -42,10 +42,10 @@ def parity(completion: str) -> float:
 
 def left_behind(path: Path) -> dict[str, Any]:
     """All that a run leaves behind, but for times."""
-    found = outcome(path)
-    for row in found["metrics"]:
+    result = outcome(path)
+    for row in result["metrics"]:
         row.pop("gradreg/time_share", None)
-    return found
+    return result
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_not_a_number_never_reaches_the_weights(
         assert progress.values(name) == [0.0, at_step_2, 0.0]
     assert torch.equal(before[0], before[1]) == bool(skips["optimizer/skipped"])
     assert not torch.equal(before[1], before[2])
-    assert all(bool(part.isfinite().all()) for part in model.parameters())
+    assert all(bool(component.isfinite().all()) for component in model.parameters())
     # Step 2 has nothing to say about a penalty; the others do.
     assert [math.isfinite(value) for value in progress.values("gradreg/penalty_ratio")] == [True, False, True]
 

@@ -51,13 +51,13 @@ def test_a_run_from_python_shows_its_steps_and_notices_on_stderr(
 ) -> None:
     config = recipe(sft={"steps": 2, "batch_size": 4}, prompt={"max_tokens": 3, "overlong": "truncate_left"})
     getattr(flatpeak.pipeline.train, start)(config, reward=odd)
-    shown = capsys.readouterr()
-    lines = shown.err.splitlines()
+    displayed = capsys.readouterr()
+    lines = displayed.err.splitlines()
     assert any(line.startswith("arithmetic train: 0 overlong prompts dropped, ") for line in lines)
     assert any(line.startswith("sft 2/2 (") for line in lines)
     assert any(line.startswith("eval at step 0: accuracy 0.") for line in lines)
     assert any(line.startswith("train 2/2 (") for line in lines) == (start == "train")
-    assert shown.out == ""
+    assert displayed.out == ""
 
 
 def test_silence_is_asked_for_by_false_and_keeps_the_notices(
@@ -141,8 +141,8 @@ def test_what_only_a_resumed_run_has_to_say_is_dated_by_its_step(recipe: Recipe,
     for _ in range(2):
         train(config, reward=odd, progress=False, resume=True)
         (steps_of(path)[-1] / "config.json").unlink()
-    found = [(stage, step) for stage, step, text in notices(path) if text.endswith("an older checkpoint is used")]
-    assert found == [("train", 2)]
+    result = [(stage, step) for stage, step, text in notices(path) if text.endswith("an older checkpoint is used")]
+    assert result == [("train", 2)]
 
 
 def test_a_fork_takes_the_notices_up_to_its_step_along(recipe: Recipe, train: Train) -> None:
@@ -178,8 +178,8 @@ def test_a_new_run_of_the_same_name_forgets_the_notices_of_the_old_one(recipe: R
 
 def test_the_report_shows_the_notices(recipe: Recipe, train: Train) -> None:
     result = train(recipe(), reward=Failing(6), progress=False)
-    shown = page_content(RunPaths(result.path))["notices"]
-    assert [place for place, _ in shown] == ["training step 2"]
+    displayed = page_content(RunPaths(result.path))["notices"]
+    assert [place for place, _ in displayed] == ["training step 2"]
     page = write_report(result.path).read_text(encoding="utf-8")
     assert "<h2>Notices</h2>" in page
     assert "oops in the reward" in page

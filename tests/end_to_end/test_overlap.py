@@ -114,7 +114,7 @@ def test_a_run_with_workers_leaves_what_one_without_them_leaves(
         samplers.append(Backwards(build(*arguments)))
         return samplers[-1]
 
-    found = []
+    result = []
     for name, workers, builder in (("here", 0, build_backwards), ("own", 2, build), ("backwards", 1, build_backwards)):
         monkeypatch.setattr(pipeline_build, "build_sampler", builder)
         run = make_run(
@@ -126,12 +126,12 @@ def test_a_run_with_workers_leaves_what_one_without_them_leaves(
             evaluation={"metric": "reward", "samples": 2, "k": [1, 2]},
         )
         assert train(run.config).exit_code == 0
-        found.append(outcome(run.path))
-        found[-1]["state"]["stage"].pop("expected_lengths")  # what the engine itself remembers; these wrappers do not
-    assert_same(found[1], found[0])
-    assert_same(found[2], found[0])
+        result.append(outcome(run.path))
+        result[-1]["state"]["stage"].pop("expected_lengths")  # what the engine itself remembers; these wrappers do not
+    assert_same(result[1], result[0])
+    assert_same(result[2], result[0])
     assert [sampler.streamed > 3 for sampler in samplers] == [False, True]
-    rows = [row for row in found[0]["metrics"] if row["stage"] == "train"]
+    rows = [row for row in result[0]["metrics"] if row["stage"] == "train"]
     assert max(row["groups/drawn"] for row in rows) > 4
     assert [row["reward/missing_fraction"] for row in rows] == [0.0] * 3
     assert {name for row in rows for name in row if name.startswith("reward/")} >= {"reward/brevity", "reward/tags"}

@@ -91,8 +91,8 @@ def test_a_damaged_checkpoint_is_passed_over(make_run: MakeRun, uninterrupted: d
     model = run.path / "checkpoints" / "step_000005" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"x")
     assert run.start(resume=True).exit_code == 0
-    found = outcome(run.path)
-    stage, step, text = found["notices"].pop()
+    result = outcome(run.path)
+    stage, step, text = result["notices"].pop()
     assert (stage, step) == ("train", 4)
     assert text.endswith("an older checkpoint is used")
-    assert_same(found, uninterrupted)
+    assert_same(result, uninterrupted)

@@ -99,8 +99,8 @@ def test_without_its_masters_a_resumed_run_would_end_elsewhere(
     run.start(stop={("train", 3): send(signal.SIGTERM)})
     monkeypatch.setattr(MasterWeights, "load", lambda self, tensors: None)
     run.start(resume=True)
-    found = outcome(run.path)["optimizer"]
-    assert any(not torch.equal(found[name], tensor) for name, tensor in whole["optimizer"].items())
+    result = outcome(run.path)["optimizer"]
+    assert any(not torch.equal(result[name], tensor) for name, tensor in whole["optimizer"].items())
 
 
 def test_regularization_that_remembers_resumes_to_the_same_bits(make_coarse_run: MakeRun, send: Any) -> None:

@@ -118,9 +118,9 @@ def test_a_run_that_goes_on_with_another_engine_says_so(
     train(recipe(training={"steps": 3}), reward=odd, resume=True, progress=same)
     monkeypatch.setattr(policy_model, "probe", lambda policy: "logits differ by 0.1")
     train(recipe(training={"steps": 4}), reward=odd, resume=True, progress=other)
-    told = [[notice for notice in watcher.notices if "another engine" in notice] for watcher in (same, other)]
-    assert told[0] == []
-    assert told[1][0].startswith(
+    messages = [[notice for notice in watcher.notices if "another engine" in notice] for watcher in (same, other)]
+    assert messages[0] == []
+    assert messages[1][0].startswith(
         "the run goes on with another engine than it had, generate in place of native (logits differ by 0.1)"
     )
 
@@ -130,8 +130,8 @@ def test_what_sft_needed_is_freed_before_rl_begins(recipe: Recipe, train: Train,
 
     def look() -> None:
         gc.collect()
-        found = [type(one) for one in gc.get_objects()]
-        seen.append((found.count(torch.optim.AdamW), found.count(SFTTrainer)))
+        result = [type(one) for one in gc.get_objects()]
+        seen.append((result.count(torch.optim.AdamW), result.count(SFTTrainer)))
 
     look()
     config = recipe(sft={"steps": 2, "batch_size": 4})
@@ -161,8 +161,8 @@ def test_a_resumed_checkpoints_tensors_are_freed_once_they_are_loaded(
 
     def look() -> None:
         gc.collect()
-        found = [one for one in gc.get_objects() if type(one) is CheckpointState]
-        held.append(sum(tensor.nbytes for one in found for tensor in one.tensors.values()))
+        result = [one for one in gc.get_objects() if type(one) is CheckpointState]
+        held.append(sum(tensor.nbytes for one in result for tensor in one.tensors.values()))
 
     look()
     train(recipe(training={"steps": 3}), reward=odd, resume=True, progress=watch({("train", 3): look}))

@@ -124,8 +124,8 @@ def test_a_named_reference_is_replaced_and_stays_so_when_resumed(
     paths = {seed: tmp_path / f"model-{seed}" for seed in (0, 1)}
     for seed, path in paths.items():
         # Another number of layers: the reference is not just the policy with other weights.
-        for part in make_tiny_model(seed=seed, num_hidden_layers=1 + seed, initializer_range=0.3):
-            part.save_pretrained(path)
+        for component in make_tiny_model(seed=seed, num_hidden_layers=1 + seed, initializer_range=0.3):
+            component.save_pretrained(path)
     sections = {
         "model": {"new": None, "path": str(paths[0])},
         "reference": {"model": str(paths[1]), "reset_every": 2},
@@ -182,18 +182,18 @@ def test_a_reset_at_the_last_step_is_there_when_the_run_is_made_longer(
     assert run.start().summary.last_step == 4
     longer = make_run(**sections)
     assert longer.start(resume=True).summary.last_step == RL_STEPS
-    found = outcome(longer.path)
-    assert train_rows(found, "reference/resets") == train_rows(expected, "reference/resets")
+    result = outcome(longer.path)
+    assert train_rows(result, "reference/resets") == train_rows(expected, "reference/resets")
     for what in ("weights", "optimizer"):
-        assert found[what].keys() == expected[what].keys()
-        assert all(torch.equal(found[what][name], tensor) for name, tensor in expected[what].items())
+        assert result[what].keys() == expected[what].keys()
+        assert all(torch.equal(result[what][name], tensor) for name, tensor in expected[what].items())
 
 
 def test_nothing_is_stored_without_a_rule(whole: Callable[..., dict[str, Any]]) -> None:
-    found = whole(reference={"keep": True})
-    assert max(train_rows(found, "policy/kl_reference")) > 0
-    assert not any(name.startswith(PREFIX) for name in found["optimizer"])
-    assert all("reference/resets" not in row for row in found["metrics"])
+    result = whole(reference={"keep": True})
+    assert max(train_rows(result, "policy/kl_reference")) > 0
+    assert not any(name.startswith(PREFIX) for name in result["optimizer"])
+    assert all("reference/resets" not in row for row in result["metrics"])
 
 
 @pytest.mark.parametrize("rule", [{"reset_every": 1}, {"reset_at_kl": 1e-9}])

@@ -82,9 +82,9 @@ def stage_state(path: Path) -> dict[str, Any]:
 def test_a_run_stopped_between_steps_reads_prompts_in_the_order_of_the_uninterrupted_one(
     make_run: MakeRun, prefills: list[Any], send: Any
 ) -> None:
-    whole, cut, expected, found = whole_and_cut(make_run, prefills, send)
+    whole, cut, expected, result = whole_and_cut(make_run, prefills, send)
     assert len(expected) > 2 * (RL_STEPS - CUT)  # prompts did wait
-    assert found == expected
+    assert result == expected
     assert_same(outcome(cut.path), outcome(whole.path))
 
 
@@ -95,8 +95,8 @@ def test_a_run_stopped_in_sft_reads_prompts_in_the_order_of_the_uninterrupted_on
     """After a check, and after the last step of SFT, when RL's sampler is given what SFT's checks have seen."""
     checked = {"steps": 4, "stop_at": 1.0, "check_every": 1, "check_size": 6}
     config = CROWDED | {"task": {"train_size": 10}, "sft": checked}
-    whole, cut, expected, found = whole_and_cut(make_run, prefills, send, at=("sft", step), config=config)
-    assert found == expected
+    whole, cut, expected, result = whole_and_cut(make_run, prefills, send, at=("sft", step), config=config)
+    assert result == expected
     assert_same(outcome(cut.path), outcome(whole.path))
 
 
@@ -106,12 +106,12 @@ def test_a_checkpoint_holds_the_expected_lengths_and_without_them_the_order_woul
     def forget() -> None:
         monkeypatch.setattr(NativeEngine, "load", lambda self, state: None)
 
-    whole, _, expected, found = whole_and_cut(make_run, prefills, send, before_resume=forget)
+    whole, _, expected, result = whole_and_cut(make_run, prefills, send, before_resume=forget)
     lengths = stage_state(whole.path)["expected_lengths"]
     assert set(lengths.values()) != {0.0}
     assert all(1 <= length <= 8 for length in lengths.values())
-    assert found != expected
-    assert sorted(p for piece in found for p in piece) == sorted(p for piece in expected for p in piece)
+    assert result != expected
+    assert sorted(p for piece in result for p in piece) == sorted(p for piece in expected for p in piece)
 
 
 def test_a_training_prompt_that_comes_again_is_expected_to_be_as_long_as_before(

@@ -67,8 +67,10 @@ def differing(policy: Policy, lengths: Sequence[int], tried: Sequence[Any], samp
     assert len(set(drawn)) > 4
     wrong = []
     for some, settings in tried:
-        found = sample(policy, some, sampling=sampling, seed=3, **settings)
-        same = all(one == other for length in some for one, other in zip(found[length], expected[length], strict=False))
+        result = sample(policy, some, sampling=sampling, seed=3, **settings)
+        same = all(
+            one == other for length in some for one, other in zip(result[length], expected[length], strict=False)
+        )
         if not same:
             wrong.append((some, settings))
     return wrong

@@ -102,10 +102,10 @@ def test_log_probs_are_the_plain_models_for_any_length_and_more_completions_than
     cap = 24
     sampling = SamplingParams(max_new_tokens=cap, temperature=temperature)
     lengths = (1, 300, 2, 130, 17)
-    found = sample(policy, lengths, sampling=sampling, seed=2, max_rows=8, group_size=16)
-    drawn = [len(c.token_ids) for group in found.values() for c in group]
+    result = sample(policy, lengths, sampling=sampling, seed=2, max_rows=8, group_size=16)
+    drawn = [len(c.token_ids) for group in result.values() for c in group]
     assert (min(drawn), max(drawn)) == (1, cap)
-    for length, completions in found.items():
+    for length, completions in result.items():
         for completion in completions:
             check_log_probs(policy, prompt(length).token_ids, completion, temperature)
             assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
@@ -114,8 +114,8 @@ def test_log_probs_are_the_plain_models_for_any_length_and_more_completions_than
 
 
 def test_a_cap_of_one_token_needs_the_prompt_only(policy: Policy) -> None:
-    found = sample(policy, (1, 300), sampling=SamplingParams(max_new_tokens=1), max_rows=3)
-    for length, completions in found.items():
+    result = sample(policy, (1, 300), sampling=SamplingParams(max_new_tokens=1), max_rows=3)
+    for length, completions in result.items():
         assert [len(completion.token_ids) for completion in completions] == [1] * 4
         for completion in completions:
             check_log_probs(policy, prompt(length).token_ids, completion, 1.0)
@@ -132,18 +132,18 @@ def check_log_probs(policy: Policy, prompt_ids: tuple[int, ...], completion: Any
 def test_without_padding_results_are_the_same_to_rounding_and_the_model_sees_fewer_rows(policy: Policy) -> None:
     sampling = SamplingParams(max_new_tokens=24)
     lengths = (1, 9, 33, 140)
-    rows, found = [], []
+    rows, result = [], []
     for invariant in (True, False):
         policy.batch_invariant = invariant
         sizes: list[int] = []
         hook = policy.trunk.register_forward_pre_hook(
             lambda module, args, kwargs, sizes=sizes: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
         )
-        found.append(sample(policy, lengths, group_size=3, sampling=sampling, seed=1, compact_below=1.0))
+        result.append(sample(policy, lengths, group_size=3, sampling=sampling, seed=1, compact_below=1.0))
         hook.remove()
         rows.append([count for count, tokens in sizes if tokens == 1])
     policy.batch_invariant = True
-    padded, exact = found
+    padded, exact = result
     for length in lengths:
         assert [c.token_ids for c in padded[length]] == [c.token_ids for c in exact[length]]
         for one, other in zip(padded[length], exact[length], strict=True):

@@ -105,8 +105,8 @@ def test_an_error_after_a_step_leaves_it_saved_and_the_run_goes_on_to_the_same_e
     assert (path / "errors.log").exists() == (kind in ("foreign", "memory", "value"))
     again = train(config, reward=Odd(), resume=True)
     assert again.summary.status == "done"
-    found, wanted = outcome(path), outcome(whole.path)
-    assert_same(found | {"summary": wanted["summary"]}, wanted)
+    result, wanted = outcome(path), outcome(whole.path)
+    assert_same(result | {"summary": wanted["summary"]}, wanted)
     assert [(e.stage, e.step, e.metrics) for e in again.summary.evaluations] == [
         (e.stage, e.step, e.metrics) for e in whole.summary.evaluations
     ]
@@ -127,8 +127,8 @@ def test_an_error_in_a_check_of_sft_leaves_its_steps_saved(
             train(config, reward=reward)
     assert checkpoint_steps(path / "checkpoints" / "sft") == [2]
     train(config, reward=Odd(), resume=True)
-    found, wanted = outcome(path), outcome(whole.path)
-    assert_same(found | {"summary": wanted["summary"]}, wanted)
+    result, wanted = outcome(path), outcome(whole.path)
+    assert_same(result | {"summary": wanted["summary"]}, wanted)
 
 
 def test_a_second_interrupt_in_the_middle_of_an_update_saves_nothing_that_may_be_half_done(

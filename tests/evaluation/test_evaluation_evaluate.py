@@ -87,8 +87,8 @@ def evaluated(script: Script, prompts: Sequence[Prompt], reward: Any, config: Ev
 
 
 def test_greedy_figures_are_means_over_the_questions() -> None:
-    found = run(Script(["7", "8", "no", "7777"]), questions(4))
-    assert found.metrics() == pytest.approx(
+    result = run(Script(["7", "8", "no", "7777"]), questions(4))
+    assert result.metrics() == pytest.approx(
         {
             "accuracy": 0.25,
             "reward": (1 + 0.1 + 0 + 0.1) / 4,
@@ -100,68 +100,68 @@ def test_greedy_figures_are_means_over_the_questions() -> None:
             "timeouts": 0.0,
         }
     )
-    assert (found.task, found.size, found.ids) == ("sums", 4, ["q0", "q1", "q2", "q3"])
+    assert (result.task, result.size, result.ids) == ("sums", 4, ["q0", "q1", "q2", "q3"])
 
 
 def test_wrong_but_well_formed_answers_are_wrong() -> None:
-    found = run(Script(["8", "9"], [["8"] * 4, ["9", "1", "2", "3"]]), questions(2), samples=4, k=(1, 4))
-    assert found.mean("correctness") == pytest.approx(0.1)
+    result = run(Script(["8", "9"], [["8"] * 4, ["9", "1", "2", "3"]]), questions(2), samples=4, k=(1, 4))
+    assert result.mean("correctness") == pytest.approx(0.1)
     for metric in ("accuracy", "sampled/accuracy", "pass@1", "pass@4", "maj@1", "maj@4"):
-        assert found.mean(metric) == 0.0, metric
+        assert result.mean(metric) == 0.0, metric
 
 
 def test_pass_at_k_is_the_unbiased_estimate() -> None:
     # One of four right: 1 - C(3, k) / C(4, k); three of four right: 1 - C(1, k) / C(4, k).
     script = Script(["8", "8"], [["7", "8", "9", "1"], ["7", "7", "7", "8"]])
-    found = run(script, questions(2), samples=4, k=(1, 2, 4))
-    assert found.values["pass@1"] == pytest.approx([1 / 4, 3 / 4])
-    assert found.values["pass@2"] == pytest.approx([1 / 2, 1.0])
-    assert found.values["pass@4"] == pytest.approx([1.0, 1.0])
-    assert found.mean("sampled/accuracy") == pytest.approx(0.5)
+    result = run(script, questions(2), samples=4, k=(1, 2, 4))
+    assert result.values["pass@1"] == pytest.approx([1 / 4, 3 / 4])
+    assert result.values["pass@2"] == pytest.approx([1 / 2, 1.0])
+    assert result.values["pass@4"] == pytest.approx([1.0, 1.0])
+    assert result.mean("sampled/accuracy") == pytest.approx(0.5)
 
 
 def test_maj_at_k_is_what_most_of_the_draws_answer() -> None:
     # Three 8s outvote one 7 for good; with two of each a tie is broken evenly; of any three draws two are 7.
     script = Script(["8"] * 3, [["7", "8", "8", "8"], ["7", "7", "8", "8"], ["7", "7", "7", "8"]])
-    found = run(script, questions(3), samples=4, k=(1, 3, 4))
-    assert found.values["maj@4"] == pytest.approx([0.0, 0.5, 1.0])
-    assert found.values["maj@1"] == pytest.approx([0.25, 0.5, 0.75])
-    assert found.values["maj@3"] == pytest.approx([0.0, 0.5, 1.0])
+    result = run(script, questions(3), samples=4, k=(1, 3, 4))
+    assert result.values["maj@4"] == pytest.approx([0.0, 0.5, 1.0])
+    assert result.values["maj@1"] == pytest.approx([0.25, 0.5, 0.75])
+    assert result.values["maj@3"] == pytest.approx([0.0, 0.5, 1.0])
 
 
 def test_missing_verdicts_leave_the_figures_instead_of_counting_as_wrong() -> None:
     script = Script(["7", "?", "8"], [["7", "?", "7", "8"], ["?", "?", "?", "7"], ["?", "?", "?", "?"]])
-    found = run(script, questions(3), samples=4, k=(1, 2))
-    assert found.values["accuracy"] == [1.0, None, 0.0]
-    assert found.mean("accuracy") == 0.5
-    assert found.values["sampled/accuracy"] == pytest.approx([2 / 3, 1.0, None])
-    assert found.values["pass@1"] == pytest.approx([2 / 3, 1.0, None])
+    result = run(script, questions(3), samples=4, k=(1, 2))
+    assert result.values["accuracy"] == [1.0, None, 0.0]
+    assert result.mean("accuracy") == 0.5
+    assert result.values["sampled/accuracy"] == pytest.approx([2 / 3, 1.0, None])
+    assert result.values["pass@1"] == pytest.approx([2 / 3, 1.0, None])
     # Two draws need two verdicts: of the second question only one is left.
-    assert found.values["pass@2"] == [1.0, None, None]
-    assert found.mean("pass@2") == 1.0
+    assert result.values["pass@2"] == [1.0, None, None]
+    assert result.mean("pass@2") == 1.0
 
 
 def test_a_metric_that_no_question_has_is_nan_and_has_no_interval() -> None:
-    found = run(Script(["?", "?"]), questions(2))
-    assert math.isnan(found.mean("accuracy"))
-    assert "accuracy" not in found.as_dict()["intervals"]
+    result = run(Script(["?", "?"]), questions(2))
+    assert math.isnan(result.mean("accuracy"))
+    assert "accuracy" not in result.as_dict()["intervals"]
 
 
 def test_intervals_are_wilsons_for_shares_and_the_bootstrap_of_the_known_values_elsewhere() -> None:
-    found = run(Script(["7", "7", "8", "?", "8", "7"]), questions(6)).as_dict()
-    assert found["intervals"]["accuracy"] == list(wilson_interval(3, 5))
-    assert found["intervals"]["correctness"] == list(bootstrap_interval([1.0, 1.0, 0.1, 0.1, 1.0]))
+    result = run(Script(["7", "7", "8", "?", "8", "7"]), questions(6)).as_dict()
+    assert result["intervals"]["accuracy"] == list(wilson_interval(3, 5))
+    assert result["intervals"]["correctness"] == list(bootstrap_interval([1.0, 1.0, 0.1, 0.1, 1.0]))
     # Every answer has one token, which is no share of anything.
-    assert found["intervals"]["length"] == [1.0, 1.0]
-    methods = {name: found["methods"][name] for name in ("accuracy", "correctness", "length", "missing")}
+    assert result["intervals"]["length"] == [1.0, 1.0]
+    methods = {name: result["methods"][name] for name in ("accuracy", "correctness", "length", "missing")}
     assert methods == {"accuracy": "wilson", "correctness": "bootstrap", "length": "bootstrap", "missing": "wilson"}
 
 
 def test_a_figure_of_fewer_questions_says_of_how_many() -> None:
-    found = run(Script(["7", "?", "8"], [["7", "8"], ["?", "7"], ["8", "8"]]), questions(3), samples=2, k=(1, 2))
-    assert found.values["missing"] == [0.0, 1.0, 0.0]
-    assert found.values["sampled/missing"] == [0.0, 0.5, 0.0]
-    assert found.as_dict()["counted"] == {"accuracy": 2, "reward": 2, "correctness": 2, "pass@2": 2, "maj@2": 2}
+    result = run(Script(["7", "?", "8"], [["7", "8"], ["?", "7"], ["8", "8"]]), questions(3), samples=2, k=(1, 2))
+    assert result.values["missing"] == [0.0, 1.0, 0.0]
+    assert result.values["sampled/missing"] == [0.0, 0.5, 0.0]
+    assert result.as_dict()["counted"] == {"accuracy": 2, "reward": 2, "correctness": 2, "pass@2": 2, "maj@2": 2}
 
 
 def test_an_answer_that_ran_out_of_time_is_wrong_and_counted() -> None:
@@ -180,11 +180,11 @@ def test_an_answer_that_ran_out_of_time_is_wrong_and_counted() -> None:
             pass
 
     script = Script(["7", "?", "8"], [["7", "?"], ["?", "?"], ["8", "7"]])
-    found = evaluated(script, questions(3), Late(), EvaluationConfig(samples=2))
-    assert found.values["timeouts"] == [0.0, 1.0, 0.0]
-    assert found.values["sampled/timeouts"] == [0.5, 1.0, 0.0]
-    assert found.values["accuracy"] == [1.0, 0.0, 0.0]
-    assert found.values["missing"] == [0.0, 0.0, 0.0]
+    result = evaluated(script, questions(3), Late(), EvaluationConfig(samples=2))
+    assert result.values["timeouts"] == [0.0, 1.0, 0.0]
+    assert result.values["sampled/timeouts"] == [0.5, 1.0, 0.0]
+    assert result.values["accuracy"] == [1.0, 0.0, 0.0]
+    assert result.values["missing"] == [0.0, 0.0, 0.0]
 
 
 class Reads:
@@ -205,32 +205,32 @@ class Reads:
 def test_answers_that_cannot_be_read_are_counted() -> None:
     script = Script(["7", "none", "8"], [["7", "no"], ["x", "y"], ["8", "7"]])
     config = EvaluationConfig(samples=2)
-    found = evaluated(script, questions(3), Reads(), config)
-    assert found.values["extraction_failed"] == [0.0, 1.0, 0.0]
-    assert found.values["sampled/extraction_failed"] == [0.5, 1.0, 0.0]
-    assert [row["answer"] for row in found.rows] == ["7", None, "8"]
-    assert found.rows[0]["samples_answers"] == ["7", None]
+    result = evaluated(script, questions(3), Reads(), config)
+    assert result.values["extraction_failed"] == [0.0, 1.0, 0.0]
+    assert result.values["sampled/extraction_failed"] == [0.5, 1.0, 0.0]
+    assert [row["answer"] for row in result.rows] == ["7", None, "8"]
+    assert result.rows[0]["samples_answers"] == ["7", None]
 
 
 def test_where_nothing_says_right_there_are_rewards_and_no_accuracy() -> None:
     script = Script(["7", "no"], [["7", "8"], ["8", "8"]])
-    found = run(script, questions(2), samples=2, accuracy=None, metric="reward")
-    assert found.metrics() == pytest.approx(
+    result = run(script, questions(2), samples=2, accuracy=None, metric="reward")
+    assert result.metrics() == pytest.approx(
         {"reward": 0.5, "correctness": 0.5, "length": 1.5, "truncated": 0.0, "missing": 0.0, "timeouts": 0.0}
         | {"sampled/reward": 0.325, "sampled/correctness": 0.325, "sampled/length": 1.0}
         | {"sampled/truncated": 0.0, "sampled/missing": 0.0, "sampled/timeouts": 0.0}
     )
-    assert found.headline == "reward"
-    assert "answer" not in found.rows[0]
+    assert result.headline == "reward"
+    assert "answer" not in result.rows[0]
 
 
 def test_a_protocol_that_only_samples_asks_nothing_greedily() -> None:
     script = Script([], [["7", "8"], ["8", "7"]])
-    found = run(script, questions(2), greedy=False, samples=2, metric="sampled/accuracy", stop=("!",))
+    result = run(script, questions(2), greedy=False, samples=2, metric="sampled/accuracy", stop=("!",))
     assert [(size, sampling.temperature, sampling.stop) for size, sampling, _ in script.asked] == [(2, 1.0, ("!",))]
-    assert found.pass_rate == found.mean("sampled/accuracy") == 0.5
-    assert not {"accuracy", "reward", "length"} & found.values.keys()
-    assert found.rows[1]["samples"] == ["8", "7"]
+    assert result.pass_rate == result.mean("sampled/accuracy") == 0.5
+    assert not {"accuracy", "reward", "length"} & result.values.keys()
+    assert result.rows[1]["samples"] == ["8", "7"]
 
 
 def test_an_accuracy_that_is_no_part_of_the_reward_is_refused() -> None:
@@ -255,10 +255,10 @@ def test_settings_that_measure_nothing_are_refused(settings: dict[str, object], 
 
 def test_questions_with_near_neighbours_in_training_are_told_apart() -> None:
     columns = [{"near_train": True}, {"near_train": False}, {"near_train": False}, {"near_train": True}]
-    found = run(Script(["7", "7", "8", "7"]), questions(4, columns=columns))
-    assert found.mean("accuracy") == 0.75
-    assert found.values["accuracy/not_near_train"] == [None, 1.0, 0.0, None]
-    assert found.mean("accuracy/not_near_train") == 0.5
+    result = run(Script(["7", "7", "8", "7"]), questions(4, columns=columns))
+    assert result.mean("accuracy") == 0.75
+    assert result.values["accuracy/not_near_train"] == [None, 1.0, 0.0, None]
+    assert result.mean("accuracy/not_near_train") == 0.5
     assert "accuracy/not_near_train" not in run(Script(["7"]), questions(1)).values
 
 
@@ -291,8 +291,8 @@ def test_the_first_questions_are_what_a_smaller_evaluation_sees() -> None:
 
 
 def test_rows_tell_what_was_answered() -> None:
-    found = run(Script(["7", "8888"], [["7", "?"], ["8", "7"]]), questions(2), samples=2)
-    assert found.rows[1] == {
+    result = run(Script(["7", "8888"], [["7", "?"], ["8", "7"]]), questions(2), samples=2)
+    assert result.rows[1] == {
         "id": "q1",
         "gold": "7",
         "text": "8888",
@@ -303,4 +303,4 @@ def test_rows_tell_what_was_answered() -> None:
         "samples_correct": [0.0, 1.0],
         "samples_answers": ["8", "7"],
     }
-    assert found.rows[0]["samples_correct"] == [1.0, None]
+    assert result.rows[0]["samples_correct"] == [1.0, None]

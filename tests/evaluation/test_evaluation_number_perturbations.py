@@ -37,18 +37,18 @@ def row(question: str, gold: str, rationale: str | None = None, id: str = "q") -
 def test_marks_are_computed_again_with_the_new_numbers() -> None:
     seen = set()
     for seed in range(30):
-        found = perturb(row(CRATES, "185", WORKED), "numbers", seed=seed)
-        if found is None:
+        result = perturb(row(CRATES, "185", WORKED), "numbers", seed=seed)
+        if result is None:
             continue
-        crates, each, percent, more = numbers(found.question)
+        crates, each, percent, more = numbers(result.question)
         left = Fraction(crates * each, 2)
         gold = left - left * percent / 100 + more
         assert gold.denominator == 1
-        assert found.gold == str(gold)
-        assert found.rationale is None
-        assert re.sub(r"\d+", "N", found.question) == re.sub(r"\d+", "N", CRATES)
+        assert result.gold == str(gold)
+        assert result.rationale is None
+        assert re.sub(r"\d+", "N", result.question) == re.sub(r"\d+", "N", CRATES)
         assert percent <= 100
-        seen.add(found.gold)
+        seen.add(result.gold)
     assert len(seen) > 5
 
 
@@ -82,14 +82,14 @@ def test_where_the_working_is_not_sure_there_is_no_new_question(question: str, g
 def test_no_result_becomes_negative_or_fractional() -> None:
     question = "Of 24 eggs 9 break. 3 fit a box. How many boxes?"
     rationale = "After some break, <<24-9=15>>15 eggs.\nBoxes: <<15/3=5>>5\n#### 5"
-    seen = [found for seed in range(40) if (found := perturb(row(question, "5", rationale), "numbers", seed=seed))]
+    seen = [result for seed in range(40) if (result := perturb(row(question, "5", rationale), "numbers", seed=seed))]
     assert len(seen) > 20
-    for found in seen:
-        eggs, broken, fit = numbers(found.question)
+    for result in seen:
+        eggs, broken, fit = numbers(result.question)
         assert eggs >= broken
         assert (eggs - broken) % fit == 0
-        assert found.gold == str((eggs - broken) // fit)
-        assert found.gold != "5"  # which a model may know by heart
+        assert result.gold == str((eggs - broken) // fit)
+        assert result.gold != "5"  # which a model may know by heart
 
 
 def test_decimals_commas_and_years_are_written_as_they_were() -> None:
@@ -99,21 +99,21 @@ def test_decimals_commas_and_years_are_written_as_they_were() -> None:
     ]
     assert seen == [None] * 5  # the gold answer is not the last result
     for seed in range(20):
-        found = perturb(row(question, "33248", "<<1998+12,500*2.50=33248>>\n#### 33248"), "numbers", seed=seed)
-        if found is not None:
-            year, price, part = re.findall(r"[\d,.]*\d", found.question)
+        result = perturb(row(question, "33248", "<<1998+12,500*2.50=33248>>\n#### 33248"), "numbers", seed=seed)
+        if result is not None:
+            year, price, component = re.findall(r"[\d,.]*\d", result.question)
             assert 1978 <= int(year) <= 2018
             assert re.fullmatch(r"\d{1,2},\d{3}", price)
-            assert re.fullmatch(r"\d\.\d\d", part)
-            assert found.gold == str(int(year) + Fraction(price.replace(",", "")) * Fraction(part))
+            assert re.fullmatch(r"\d\.\d\d", component)
+            assert result.gold == str(int(year) + Fraction(price.replace(",", "")) * Fraction(component))
 
 
 def test_word_problems_without_working_need_equations_that_agree() -> None:
-    found = perturb(row("Vera had 31 plums and ate 12. How many plums are left?", "19"), "numbers", seed=1)
-    assert found is not None
-    had, ate = numbers(found.question)
+    result = perturb(row("Vera had 31 plums and ate 12. How many plums are left?", "19"), "numbers", seed=1)
+    assert result is not None
+    had, ate = numbers(result.question)
     assert (had, ate) != (31, 12)
-    assert found.gold == str(had - ate)
+    assert result.gold == str(had - ate)
     # 2 + 2 and 2 * 2 fit alike, and agree on no other numbers.
     for seed in range(20):
         assert perturb(row("Vera had 2 plums and got 2. How many plums are there?", "4"), "numbers", seed=seed) is None
@@ -138,20 +138,20 @@ def test_other_questions_keep_their_numbers(question: str) -> None:
 def test_arithmetic_is_done_again(operators: tuple[str, ...]) -> None:
     config = ArithmeticConfig(min_value=-20, max_value=120, operators=operators, train_size=1, test_size=40)
     for one in config.load().test:
-        found = perturb(one, "numbers", seed=3)
-        assert found is not None
-        a, b = found.columns["a"], found.columns["b"]
-        assert found.question == f"{a}{operators[0]}{b}="
-        assert found.question != one.question
-        assert int(found.gold) == {"+": a + b, "-": a - b, "*": a * b}[operators[0]]
+        result = perturb(one, "numbers", seed=3)
+        assert result is not None
+        a, b = result.columns["a"], result.columns["b"]
+        assert result.question == f"{a}{operators[0]}{b}="
+        assert result.question != one.question
+        assert int(result.gold) == {"+": a + b, "-": a - b, "*": a * b}[operators[0]]
         assert [len(str(abs(new))) for new in (a, b)] == [len(str(abs(one.columns[key]))) for key in ("a", "b")]
 
 
 def test_columns_that_repeat_question_and_answer_follow() -> None:
     columns = {"question": CRATES, "answer": WORKED, "grade": 5}
     example = Example(id="q", question=CRATES, gold="185", rationale=WORKED, columns=columns)
-    found = next(one for seed in range(20) if (one := perturb(example, "numbers", seed=seed)))
-    assert found.columns == {"question": found.question, "answer": f"#### {found.gold}", "grade": 5}
+    result = next(one for seed in range(20) if (one := perturb(example, "numbers", seed=seed)))
+    assert result.columns == {"question": result.question, "answer": f"#### {result.gold}", "grade": 5}
 
 
 def test_a_few_shot_question_gets_the_numbers_of_the_plain_one_between_its_cues() -> None:
@@ -167,11 +167,11 @@ def test_a_few_shot_question_gets_the_numbers_of_the_plain_one_between_its_cues(
 
 
 def test_replaying_the_same_numbers_gives_the_same_results() -> None:
-    steps, found = read_steps(WORKED), question_numbers(CRATES)
-    assert found is not None
-    origins = find_origins(steps, found, question=CRATES, rationale=WORKED)
+    steps, result = read_steps(WORKED), question_numbers(CRATES)
+    assert result is not None
+    origins = find_origins(steps, result, question=CRATES, rationale=WORKED)
     assert origins is not None
-    assert recompute(steps, origins, [number.value for number in found]) == [440, 220, 44, 185]
+    assert recompute(steps, origins, [number.value for number in result]) == [440, 220, 44, 185]
 
 
 def by_value(before: str, after: str, rationale: str) -> Fraction:
@@ -195,9 +195,9 @@ def by_value(before: str, after: str, rationale: str) -> Fraction:
 @pytest.mark.skipif("FLATPEAK_DATA" not in os.environ, reason="FLATPEAK_DATA names no folder of data sets")
 def test_gsm8k_with_other_numbers_has_the_answers_of_its_working() -> None:
     task = GSM8KConfig(path=str(Path(os.environ["FLATPEAK_DATA"]) / "gsm8k")).load()
-    found = [
+    result = [
         (example, other) for example in (*task.train, *task.test) if (other := perturb(example, "numbers", seed=0))
     ]
-    assert len(found) > 300
-    for example, other in found:
+    assert len(result) > 300
+    for example, other in result:
         assert other.gold == str(by_value(example.question, other.question, example.rationale or "")), example.id

@@ -83,9 +83,9 @@ def run(*kinds: str, fits: int = 10**6, first: int = 0, **settings: object) -> E
 
 
 def test_each_kind_stands_beside_the_same_questions_as_they_were() -> None:
-    found = run("numbers", "distractor", "rename", "framing")
-    assert found.mean("accuracy") == 1.0
-    numbers, distractor = found.robustness["numbers"], found.robustness["distractor"]
+    result = run("numbers", "distractor", "rename", "framing")
+    assert result.mean("accuracy") == 1.0
+    numbers, distractor = result.robustness["numbers"], result.robustness["distractor"]
     # The sums have no operands in columns and ask `how many` of nothing; the stories are computed again.
     assert (numbers.asked, len(numbers.clean)) == (5, 3)
     assert numbers.perturbed == [1.0, 1.0, 1.0]
@@ -97,20 +97,20 @@ def test_each_kind_stands_beside_the_same_questions_as_they_were() -> None:
     change = paired_bootstrap([1.0] * 3, misled)
     assert distractor.as_dict()["difference"] == change.difference
     assert distractor.as_dict()["difference_interval"] == [change.low, change.high]
-    assert len(found.robustness["framing"].clean) == 5
-    assert found.robustness["rename"].estimate.mean == 1.0
+    assert len(result.robustness["framing"].clean) == 5
+    assert result.robustness["rename"].estimate.mean == 1.0
 
 
 def test_the_figures_are_metrics_and_the_questions_are_written_down() -> None:
-    found = run("numbers", "typos")
-    assert found.metrics()["robustness/numbers"] == 1.0
-    assert "robustness/numbers" not in found.as_dict()["counted"]
-    assert found.as_dict()["robustness"]["numbers"]["covered"] == 3
-    row = found.robustness["numbers"].rows[0]
+    result = run("numbers", "typos")
+    assert result.metrics()["robustness/numbers"] == 1.0
+    assert "robustness/numbers" not in result.as_dict()["counted"]
+    assert result.as_dict()["robustness"]["numbers"]["covered"] == 3
+    row = result.robustness["numbers"].rows[0]
     assert (row["id"], row["perturbation"]) == ("q0", "numbers")
     assert row["question"] != QUESTIONS[0]
     assert row["text"] == row["gold"] != GOLDS[0]
-    rows = list(Comparison(labels=["m"], evaluations=[found]).rows())
+    rows = list(Comparison(labels=["m"], evaluations=[result]).rows())
     assert [row.get("perturbation") for row in rows] == [None] * 5 + ["numbers"] * 3 + ["typos"] * 3
 
 
@@ -125,9 +125,9 @@ def test_what_fits_no_context_and_what_lies_beyond_the_size_is_not_asked() -> No
 
 
 def test_an_old_name_gives_the_figures_of_the_new_one_once() -> None:
-    found = run("paraphrase", "framing")
-    assert list(found.robustness) == ["framing"]
-    assert found.metrics()["robustness/framing"] == run("framing").metrics()["robustness/framing"]
+    result = run("paraphrase", "framing")
+    assert list(result.robustness) == ["framing"]
+    assert result.metrics()["robustness/framing"] == run("framing").metrics()["robustness/framing"]
 
 
 def test_an_old_name_is_announced_as_deprecated(recipe: Callable[..., Any], train: Any, watch: Any) -> None:
@@ -145,14 +145,14 @@ def test_the_first_questions_alone_say_nothing_of_perturbed_ones() -> None:
 
 
 def test_without_greedy_answers_the_sampled_ones_are_compared() -> None:
-    found = run("numbers", greedy=False, samples=2, metric="sampled/accuracy")
-    assert found.robustness["numbers"].perturbed == [1.0, 1.0, 1.0]
-    assert found.robustness["numbers"].rows[0]["samples_correct"] == [1.0, 1.0]
+    result = run("numbers", greedy=False, samples=2, metric="sampled/accuracy")
+    assert result.robustness["numbers"].perturbed == [1.0, 1.0, 1.0]
+    assert result.robustness["numbers"].rows[0]["samples_correct"] == [1.0, 1.0]
 
 
 def test_the_table_shows_coverage_both_accuracies_and_the_difference() -> None:
-    found = run("numbers")
-    text = Comparison(labels=["m"], evaluations=[found]).render()
+    result = run("numbers")
+    text = Comparison(labels=["m"], evaluations=[result]).render()
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "│ numbers │ m │ 3 of 5 │ 1 [0.4385, 1] │ 1 [0.4385, 1] │ +0 [+0, +0] │ 0 │" in lines
 
@@ -170,14 +170,14 @@ def test_a_run_perturbs_before_and_after_training_and_not_between(tmp_path: Path
         evaluation={"every": 1, "robustness": ["numbers", "typos"], "robustness_size": 4},
     )
     result = train(recipe)
-    found = read_summary(result.path / "summary.json").evaluations
-    assert [(one.stage, one.step, bool(one.robustness)) for one in found] == [
+    actual = read_summary(result.path / "summary.json").evaluations
+    assert [(one.stage, one.step, bool(one.robustness)) for one in actual] == [
         ("start", 0, True),
         ("sft", 1, True),
         ("train", 1, False),
         ("train", 2, True),
     ]
-    last = found[-1].robustness
+    last = actual[-1].robustness
     assert (last["numbers"]["asked"], last["numbers"]["covered"], last["typos"]["covered"]) == (4, 4, 0)
     rows = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "eval"]
     assert ["eval/arithmetic/robustness/numbers" in row for row in rows] == [True, True, False, True]

@@ -63,9 +63,9 @@ def test_numbers_in_values_are_sorted_as_numbers_and_columns_may_be_missing() ->
 
 
 def test_the_summary_has_the_tables_and_the_metrics_do_not() -> None:
-    found = evaluation(ACCURACY)
-    assert found.metrics() == pytest.approx({"accuracy": 0.6, "extraction_failed": 2 / 6})
-    level = found.as_dict()["subsets"]["level"]
+    result = evaluation(ACCURACY)
+    assert result.metrics() == pytest.approx({"accuracy": 0.6, "extraction_failed": 2 / 6})
+    level = result.as_dict()["subsets"]["level"]
     assert level["values"]["9"] == {
         "size": 4,
         "metrics": {"accuracy": pytest.approx(2 / 3), "extraction_failed": 0.25},

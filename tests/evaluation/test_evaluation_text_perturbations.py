@@ -37,10 +37,10 @@ def example(question: str, *, id: str = "q", gold: str = "25", preamble: str = "
 
 
 def changed(question: str, kind: Perturbation, *, seed: int = 0, id: str = "q", gold: str = "25") -> str:
-    found = perturb(example(question, id=id, gold=gold), kind, seed=seed)
-    assert found is not None
-    assert (found.id, found.gold) == (id, gold)
-    return found.question
+    result = perturb(example(question, id=id, gold=gold), kind, seed=seed)
+    assert result is not None
+    assert (result.id, result.gold) == (id, gold)
+    return result.question
 
 
 @pytest.mark.parametrize("kind", ["distractor", "framing", "rename", "typos"])
@@ -54,24 +54,24 @@ def test_a_perturbation_depends_on_seed_and_id_alone(kind: Perturbation) -> None
 @pytest.mark.parametrize("seed", range(8))
 def test_numbers_formulas_and_options_stay(kind: Perturbation, seed: int) -> None:
     for question in (STORY, CHOICE, FORMULA):
-        found = perturb(example(question), kind, seed=seed)
-        if found is None:
+        result = perturb(example(question), kind, seed=seed)
+        if result is None:
             continue
-        added = next((text for text in DISTRACTORS if text in found.question), "")
-        left = found.question.replace(added, "")
+        added = next((text for text in DISTRACTORS if text in result.question), "")
+        left = result.question.replace(added, "")
         assert re.findall(r"\d+", left) == re.findall(r"\d+", question)
         assert LATEX.findall(left) == LATEX.findall(question)
-        assert found.question.endswith(split_question(question)[2])
-        assert found.question.startswith(split_question(question)[0])
-        assert found.question != question
+        assert result.question.endswith(split_question(question)[2])
+        assert result.question.startswith(split_question(question)[0])
+        assert result.question != question
 
 
 def test_the_distractor_stands_before_what_is_asked() -> None:
-    found = changed(STORY, "distractor")
+    result = changed(STORY, "distractor")
     head, asked = STORY[: STORY.index("How many")], STORY[STORY.index("How many") :]
-    sentence = found.removeprefix(head).removesuffix(asked).strip()
+    sentence = result.removeprefix(head).removesuffix(asked).strip()
     assert sentence in DISTRACTORS
-    assert found == f"{head}{sentence} {asked}"
+    assert result == f"{head}{sentence} {asked}"
     # A question of one sentence, and one after which something is still said.
     assert changed("How many are there?", "distractor").endswith(". How many are there?")
     two = "Is it 5? Answer in words."
@@ -105,13 +105,13 @@ def test_a_frame_comes_before_the_question_and_rewords_a_known_preamble() -> Non
     preamble = (
         "The following are multiple choice questions (with answers) about marine biology. Think step by step.\n\n"
     )
-    found = perturb(example(CHOICE, preamble=preamble), "framing", seed=0)
-    assert found is not None
-    assert "marine biology" in found.preamble
-    assert found.preamble.endswith(" Think step by step.\n\n")
-    assert not found.preamble.startswith("The following")
+    result = perturb(example(CHOICE, preamble=preamble), "framing", seed=0)
+    assert result is not None
+    assert "marine biology" in result.preamble
+    assert result.preamble.endswith(" Think step by step.\n\n")
+    assert not result.preamble.startswith("The following")
     official = preamble.replace("about marine", "about  marine")  # MMLU's own has two spaces
-    assert perturb(example(CHOICE, preamble=official), "framing", seed=0) == found
+    assert perturb(example(CHOICE, preamble=official), "framing", seed=0) == result
     assert changed("Is {a} in \\frac{1}{2}?", "framing").endswith("Is {a} in \\frac{1}{2}?")
 
 
@@ -122,14 +122,14 @@ def test_framing_draws_what_it_drew_under_its_old_name() -> None:
 
 
 def test_a_person_keeps_one_new_name_of_the_same_list() -> None:
-    found = changed(STORY, "rename")
-    new = re.match(r"(\w+) and her brother (\w+) keep", found)
+    result = changed(STORY, "rename")
+    new = re.match(r"(\w+) and her brother (\w+) keep", result)
     assert new is not None
-    assert "Nadia" not in found
-    assert "Hugo" not in found
+    assert "Nadia" not in result
+    assert "Hugo" not in result
     assert new[1] in INTERCHANGEABLE["Nadia"]
     assert new[2] in INTERCHANGEABLE["Hugo"]
-    assert found == STORY.replace("Nadia", new[1]).replace("Hugo", new[2])
+    assert result == STORY.replace("Nadia", new[1]).replace("Hugo", new[2])
 
 
 def test_no_name_is_on_both_lists_or_twice_on_one() -> None:

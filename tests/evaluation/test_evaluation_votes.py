@@ -39,7 +39,7 @@ def test_spellings_of_one_answer_vote_together() -> None:
     prompt = Prompt(id="q", token_ids=(1,), text="?", example=example)
     reward = build_reward({"correctness": MathConfig()})
     config = EvaluationConfig(samples=7, k=(1, 7))
-    found = PolicyEvaluator(
+    result = PolicyEvaluator(
         config=config,
         task="halves",
         prompts=[prompt],
@@ -50,13 +50,13 @@ def test_spellings_of_one_answer_vote_together() -> None:
         prompt=PromptConfig(),
         longest_prompt=100,
     ).evaluate()
-    answers = found.rows[0]["samples_answers"]
+    answers = result.rows[0]["samples_answers"]
     assert answers[0] == answers[1] == answers[5]
     assert answers[2] == answers[4] != answers[3]
     assert answers[6] is None
     # Three votes for a half, two for 3, one for 5; who says nothing has none.
-    assert found.values["maj@7"] == [1.0]
-    assert found.values["pass@1"] == pytest.approx([3 / 7])
-    assert found.values["maj@1"] == pytest.approx([3 / 7])
-    assert found.values["extraction_failed"] == [1.0]
-    assert found.values["sampled/extraction_failed"] == [1 / 7]
+    assert result.values["maj@7"] == [1.0]
+    assert result.values["pass@1"] == pytest.approx([3 / 7])
+    assert result.values["maj@1"] == pytest.approx([3 / 7])
+    assert result.values["extraction_failed"] == [1.0]
+    assert result.values["sampled/extraction_failed"] == [1 / 7]

@@ -53,9 +53,9 @@ def test_the_centering_penalty_is_zero_where_the_scores_are_opposite() -> None:
 
 
 def test_equal_scores_are_half_right_and_nan_is_nothing() -> None:
-    found = preference_accuracy(torch.tensor([1.0, 0.0, 2.0, float("nan")]), torch.tensor([0.0, 1.0, 2.0, 0.0]))
-    assert found[:3].tolist() == [1.0, 0.0, 0.5]
-    assert found[3].isnan()
+    result = preference_accuracy(torch.tensor([1.0, 0.0, 2.0, float("nan")]), torch.tensor([0.0, 1.0, 2.0, 0.0]))
+    assert result[:3].tolist() == [1.0, 0.0, 0.5]
+    assert result[3].isnan()
 
 
 def test_calibration_is_the_mean_gap_of_the_bins() -> None:

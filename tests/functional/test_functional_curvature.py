@@ -57,18 +57,18 @@ def small_network():
 def test_hessian_vector_product_of_a_cubic_by_hand():
     # L = x^2 y: H = [[2 y, 2 x], [2 x, 0]].
     x, y = double(3.0).requires_grad_(), double(-2.0).requires_grad_()
-    found = hessian_vector_product(lambda: x**2 * y, [x, y], [double(1.0), double(0.5)])
-    assert [t.item() for t in found] == [-4.0 * 1.0 + 6.0 * 0.5, 6.0]
+    result = hessian_vector_product(lambda: x**2 * y, [x, y], [double(1.0), double(0.5)])
+    assert [t.item() for t in result] == [-4.0 * 1.0 + 6.0 * 0.5, 6.0]
 
 
 def test_hessian_vector_product_equals_the_full_hessian():
     loss_of, params = small_network()
     vector = [torch.linspace(-1, 1, p.numel(), dtype=torch.float64) for p in params]
     blocks = torch.autograd.functional.hessian(loss_of, tuple(params))
-    found = hessian_vector_product(lambda: loss_of(*params), params, vector)
-    for row, ours in zip(blocks, found, strict=True):
+    result = hessian_vector_product(lambda: loss_of(*params), params, vector)
+    for row, ours in zip(blocks, result, strict=True):
         torch.testing.assert_close(ours, sum(block @ v for block, v in zip(row, vector, strict=True)))
-    assert all(not t.requires_grad for t in found)
+    assert all(not t.requires_grad for t in result)
 
 
 def test_the_vector_is_a_constant_even_where_it_is_the_parameters():
@@ -96,8 +96,8 @@ def test_linear_and_unused_parameters_have_no_curvature():
     x, y, unused = (double([1.0, 2.0]).requires_grad_() for _ in range(3))
     ones = [torch.ones(2, dtype=torch.float64)] * 3
     for loss_fn, expected in ((lambda: x.sum() + 3 * y.sum(), 0.0), (lambda: (x**2).sum() + y.sum(), 2.0)):
-        found = hessian_vector_product(loss_fn, [x, y, unused], ones)
-        assert [t.tolist() for t in found] == [[expected] * 2, [0.0] * 2, [0.0] * 2]
+        result = hessian_vector_product(loss_fn, [x, y, unused], ones)
+        assert [t.tolist() for t in result] == [[expected] * 2, [0.0] * 2, [0.0] * 2]
 
 
 def test_a_vector_of_another_shape_is_refused():

@@ -148,11 +148,11 @@ def test_paired_bootstrap_compares_item_by_item():
 
 def test_paired_bootstrap_is_the_bootstrap_of_the_differences():
     a, b = [0.0, 1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0]
-    found = paired_bootstrap(a, b, confidence=0.8, num_resamples=300, seed=2)
-    assert found.difference == pytest.approx(0.2, rel=1e-12)
+    result = paired_bootstrap(a, b, confidence=0.8, num_resamples=300, seed=2)
+    assert result.difference == pytest.approx(0.2, rel=1e-12)
     interval = bootstrap_interval([1.0, 0.0, -1.0, 1.0, 0.0], confidence=0.8, num_resamples=300, seed=2)
-    assert (found.low, found.high) == interval
-    assert found.low < 0.2 < found.high
+    assert (result.low, result.high) == interval
+    assert result.low < 0.2 < result.high
 
 
 def test_wilsons_interval_has_a_width_where_the_bootstrap_has_none():

@@ -37,5 +37,5 @@ def test_the_public_list_is_exactly_this():
 def test_arguments_and_defaults_are_as_published(name):
     signature = inspect.signature(getattr(functional, name))
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    shown = str(inspect.Signature(bare)).strip("()")
-    assert shown == SIGNATURES[name]
+    displayed = str(inspect.Signature(bare)).strip("()")
+    assert displayed == SIGNATURES[name]

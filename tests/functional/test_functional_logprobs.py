@@ -98,11 +98,11 @@ def test_values_and_gradients_equal_plain_autograd_in_float64(head, bias, chunk_
     hidden_TD, weight_VD, targets_T, bias_V = problem(bias=bias)
     sources = [t for t in (hidden_TD, weight_VD, bias_V) if t is not None]
     expected = reference(hidden_TD, weight_VD, targets_T, bias_V, **HEADS[head])
-    found = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, chunk_size=chunk_size, **HEADS[head])
-    for ours, theirs in zip(found, expected, strict=True):
+    result = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, chunk_size=chunk_size, **HEADS[head])
+    for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(
-        torch.autograd.grad(weighted(*found, use), sources),
+        torch.autograd.grad(weighted(*result, use), sources),
         torch.autograd.grad(weighted(*expected, use), sources),
         strict=True,
     ):
@@ -135,17 +135,17 @@ def test_float32_stays_within_rounding_of_float64_numpy():
     logits_TV = (logits_TV + bias_V.detach().numpy()) / 0.5
     logprobs_TV = logits_TV - np.log(np.exp(logits_TV - logits_TV.max(1, keepdims=True)).sum(1, keepdims=True))
     logprobs_TV -= logits_TV.max(1, keepdims=True)
-    found = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, temperature=0.5)
-    assert found[0].dtype == found[1].dtype == torch.float32
-    np.testing.assert_allclose(found[0].detach(), logprobs_TV[np.arange(200), targets_T], atol=2e-5)
-    np.testing.assert_allclose(found[1].detach(), -(np.exp(logprobs_TV) * logprobs_TV).sum(1), atol=2e-5)
+    result = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, temperature=0.5)
+    assert result[0].dtype == result[1].dtype == torch.float32
+    np.testing.assert_allclose(result[0].detach(), logprobs_TV[np.arange(200), targets_T], atol=2e-5)
+    np.testing.assert_allclose(result[1].detach(), -(np.exp(logprobs_TV) * logprobs_TV).sum(1), atol=2e-5)
 
 
 def test_a_tokens_result_does_not_depend_on_how_many_others_there_are():
     hidden_TD, weight_VD, targets_T, _ = problem(T=700, D=32, V=400, dtype=torch.float32, bias=False)
     whole = token_logprobs(hidden_TD, weight_VD, targets_T, chunk_size=128)
-    part = token_logprobs(hidden_TD[300:337], weight_VD, targets_T[300:337], chunk_size=16)
-    for w, p in zip(whole, part, strict=True):
+    component = token_logprobs(hidden_TD[300:337], weight_VD, targets_T[300:337], chunk_size=16)
+    for w, p in zip(whole, component, strict=True):
         torch.testing.assert_close(w[300:337], p, rtol=0, atol=1e-5)
 
 
@@ -205,10 +205,10 @@ def test_autocast_computes_both_passes_in_its_dtype():
 
 def test_a_backward_pass_under_autocast_recomputes_what_the_forward_pass_computed():
     hidden_TD, weight_VD, targets_T, bias_V = problem(dtype=torch.float32)
-    found = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V)
-    outside = torch.autograd.grad(found[0].sum(), (hidden_TD, weight_VD, bias_V), retain_graph=True)
+    result = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V)
+    outside = torch.autograd.grad(result[0].sum(), (hidden_TD, weight_VD, bias_V), retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = torch.autograd.grad(found[0].sum(), (hidden_TD, weight_VD, bias_V))
+        inside = torch.autograd.grad(result[0].sum(), (hidden_TD, weight_VD, bias_V))
     assert all(torch.equal(o, i) for o, i in zip(outside, inside, strict=True))
 
 
@@ -219,8 +219,8 @@ def test_only_what_needs_a_gradient_gets_one():
         sources = [hidden_TD, weight_VD, bias_V]
         for index in frozen:
             sources[index].requires_grad_(False)
-        found = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, chunk_size=4)
-        loss = weighted(*found, ("logprobs", "entropy"))
+        result = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, chunk_size=4)
+        loss = weighted(*result, ("logprobs", "entropy"))
         with Recorder() as recorder:
             loss.backward()
         expected = expected or {index: source.grad for index, source in enumerate(sources)}
@@ -228,8 +228,8 @@ def test_only_what_needs_a_gradient_gets_one():
             assert (source.grad is None) == (index in frozen)
             assert source.grad is None or torch.equal(source.grad, expected[index])
         # Three chunks; each recomputes its logits once and pays one product per gradient of a matrix.
-        products = [name for name in recorder.names if name.split("::")[1].split(".")[0] in {"mm", "addmm", "addmm_"}]
-        assert len(products) == 3 * (1 + (0 not in frozen) + (1 not in frozen))
+        matrices = [name for name in recorder.names if name.split("::")[1].split(".")[0] in {"mm", "addmm", "addmm_"}]
+        assert len(matrices) == 3 * (1 + (0 not in frozen) + (1 not in frozen))
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -250,8 +250,8 @@ def test_no_tensor_of_all_logits_ever_exists():
     T, V = 640, 64
     hidden_TD, weight_VD, targets_T, _ = problem(T=T, D=8, V=V, dtype=torch.float32, bias=False)
     with Recorder() as recorder:
-        found = token_logprobs(hidden_TD, weight_VD, targets_T, chunk_size=64)
-        weighted(*found, ("logprobs", "entropy")).backward()
+        result = token_logprobs(hidden_TD, weight_VD, targets_T, chunk_size=64)
+        weighted(*result, ("logprobs", "entropy")).backward()
     assert recorder.names
     assert recorder.largest < T * V / 4
 
@@ -259,8 +259,8 @@ def test_no_tensor_of_all_logits_ever_exists():
 def test_repeated_runs_have_the_same_gradient_bit_for_bit():
     def gradients():
         hidden_TD, weight_VD, targets_T, bias_V = problem(T=300, D=16, V=20, dtype=torch.float32)
-        found = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, chunk_size=64)
-        return torch.autograd.grad(weighted(*found, ("logprobs", "entropy")), (hidden_TD, weight_VD, bias_V))
+        result = token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V, chunk_size=64)
+        return torch.autograd.grad(weighted(*result, ("logprobs", "entropy")), (hidden_TD, weight_VD, bias_V))
 
     first = gradients()
     for _ in range(5):

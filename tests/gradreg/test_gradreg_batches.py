@@ -37,10 +37,10 @@ def test_of_a_part_of_the_batch_both_gradients_of_the_difference_are_that_part_s
     losses, gradient_of = parts_of(model)
     ours = regularizer(model, strength=0.7, step=0.1, difference=difference)
     report = ours.accumulate(losses(0, 2), rest=losses(1), scale=1.5)
-    part = 1.5 * gradient_of(0, 2)
-    wanted = gradient_of(0, 1, 2) + 0.7 * 3.0 * part
+    component = 1.5 * gradient_of(0, 2)
+    wanted = gradient_of(0, 1, 2) + 0.7 * 3.0 * component
     assert relative_error(left_in_grad(model.parameters()), wanted) < 1e-12
-    assert report.g1_norm == pytest.approx(float(part.norm()))
+    assert report.g1_norm == pytest.approx(float(component.norm()))
     assert report.penalty_ratio == pytest.approx(0.7 * 3.0)
     assert report.cosine == pytest.approx(1.0)
 

@@ -49,10 +49,10 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
     ids=str,
 )
 def test_what_cannot_work_is_refused_by_name_with_the_way_out(given, field, fix):
-    with pytest.raises(ValidationError) as found:
+    with pytest.raises(ValidationError) as result:
         GradientRegularizationConfig(**given)
-    assert field in str(found.value)
-    assert fix in str(found.value)
+    assert field in str(result.value)
+    assert fix in str(result.value)
 
 
 @pytest.mark.parametrize("written", ["0.3", "1e-3", " 0.01"])

@@ -89,9 +89,9 @@ def test_in_float32_at_a_suitable_step_the_penalty_keeps_three_digits(make, diff
     wanted = exact_penalty(ours.parameters, loss)
     norm = float(joined(gradient(ours.parameters, loss)).norm())
     single, loss = make(dtype=torch.float32)
-    found = measured_penalty(regularizer(single, step=3e-4 / norm, difference=difference), loss)
-    assert found.dtype == torch.float32
-    assert relative_error(found, wanted) < 5e-3
+    result = measured_penalty(regularizer(single, step=3e-4 / norm, difference=difference), loss)
+    assert result.dtype == torch.float32
+    assert relative_error(result, wanted) < 5e-3
 
 
 @BOTH

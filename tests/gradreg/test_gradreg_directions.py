@@ -181,7 +181,10 @@ def blockwise(model, loss, **changes):
     plain = dict(zip(ours.parameters, gradient(ours.parameters, loss), strict=True))
     model.zero_grad()
     ours.accumulate(one(loss))
-    return [joined(p.grad - plain[p] for p in part.parameters()) for part in (*model.blocks, model.entry, model.head)]
+    return [
+        joined(p.grad - plain[p] for p in component.parameters())
+        for component in (*model.blocks, model.entry, model.head)
+    ]
 
 
 def test_strength_by_depth_multiplies_every_block_s_penalty_by_its_factor():
@@ -190,8 +193,8 @@ def test_strength_by_depth_multiplies_every_block_s_penalty_by_its_factor():
     plain = blockwise(model, loss, difference="exact")
     scaled = blockwise(model, loss, difference="exact", depth_scale=(0.5, 2.5))
     factors = [0.5, 1.5, 2.5, 1.0, 1.0]
-    for factor, found, whole in zip(factors, scaled, plain, strict=True):
-        torch.testing.assert_close(found, factor * whole)
+    for factor, result, whole in zip(factors, scaled, plain, strict=True):
+        torch.testing.assert_close(result, factor * whole)
 
 
 def test_of_a_single_block_the_first_factor_counts():
@@ -206,11 +209,11 @@ def test_of_a_single_block_the_first_factor_counts():
 def test_the_reported_ratio_includes_depth():
     model = network(depth=3)
     loss = regression(model)
-    found = joined(blockwise(model, loss, depth_scale=(0.0, 4.0), strength=0.5))
+    result = joined(blockwise(model, loss, depth_scale=(0.0, 4.0), strength=0.5))
     model.zero_grad()
     ours = regularizer(model, perturbed="all", depth_scale=(0.0, 4.0), strength=0.5)
     report = ours.accumulate(one(loss))
-    assert report.penalty_ratio == pytest.approx(float(found.norm()) / report.g1_norm, rel=1e-6)
+    assert report.penalty_ratio == pytest.approx(float(result.norm()) / report.g1_norm, rel=1e-6)
 
 
 def test_published_settings_give_the_published_combinations():

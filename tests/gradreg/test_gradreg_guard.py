@@ -48,10 +48,10 @@ def test_bfloat16_weights_without_masters_are_refused_and_left_as_they_were(step
         g1 = joined(gradient(model.parameters(), loss))
         with pytest.raises(
             UserError, match=r"keep the weights in float32 .* raise gradient_regularization\.step"
-        ) as found:
+        ) as result:
             ours.accumulate(one(loss))
-        assert "weights in bfloat16" in str(found.value)
-        assert "gradient_regularization.min_perturbation_kept" not in str(found.value)
+        assert "weights in bfloat16" in str(result.value)
+        assert "gradient_regularization.min_perturbation_kept" not in str(result.value)
         assert unchanged(model, before)
         assert torch.equal(left_in_grad(model.parameters()), g1)
 
@@ -273,7 +273,7 @@ def test_the_probe_moves_as_the_updates_will():
     # By the square of its size a weight moves further under ASAM: the large ones by more, the small ones not at all.
     kept = {}
     for scaling in ("none", "asam"):
-        with pytest.raises(UserError) as found:
+        with pytest.raises(UserError) as result:
             probe(network(dtype=BF16, depth=6, width=16), step=7e-4, scaling=scaling, min_perturbation_kept=0.7)
-        kept[scaling] = float(str(found.value).split("cosine ")[1][:4])
+        kept[scaling] = float(str(result.value).split("cosine ")[1][:4])
     assert kept["asam"] < 0.4 < kept["none"]

@@ -85,12 +85,12 @@ def test_the_metric_is_the_cosine_by_hand_and_the_update_is_the_one_without_a_ch
 
 def checks(ours, model, *, updates, informative=lambda update: True):
     """The updates, counted from 1, in which the penalty's consistency was measured."""
-    found = []
+    result = []
     for update in range(1, updates + 1):
         model.zero_grad()
         if ours.accumulate(one(model.loss), informative=informative(update)).consistency is not None:
-            found.append(update)
-    return found
+            result.append(update)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_below_a_half_the_first_is_refused_again_and_again(consistency):
 
 
 def test_below_nine_tenths_it_is_told_and_later_ones_are_counted():
-    told = []
-    guard = Guard(settings(check_every=1), notice=told.append)
+    messages = []
+    guard = Guard(settings(check_every=1), notice=messages.append)
     check_consistency(guard, 0.89, update=1)
     check_consistency(guard, 0.95, update=2)
     for update in range(3, 13):
         check_consistency(guard, -0.3, update=update)
     assert guard.inconsistent == 11
-    assert [message[message.rindex("(update") :] for message in told] == [
+    assert [message[message.rindex("(update") :] for message in messages] == [
         "(update 1; seen 1 times)",
         "(update 11; seen 10 times)",
     ]
@@ -211,29 +211,29 @@ def test_an_error_in_the_checking_pass_leaves_weights_statistics_and_first_gradi
     model, twin = network(normalize=True, dtype=torch.float32), network(normalize=True, dtype=torch.float32)
     loss = regression(model, dtype=torch.float32)
     regression(twin, dtype=torch.float32)().backward()
-    passes = []
+    pass_count = []
 
     def losses():
-        passes.append(None)
+        pass_count.append(None)
         yield loss()
-        if len(passes) == 3:
+        if len(pass_count) == 3:
             raise error
 
     ours = regularizer(model, **CHECKED)
     with pytest.raises(type(error)):
         ours.accumulate(losses)
-    assert len(passes) == 3
+    assert len(pass_count) == 3
     assert unchanged(model, values(twin))
     assert torch.equal(left_in_grad(model.parameters()), left_in_grad(twin.parameters()))
     assert ours.guard.is_due(2)
 
 
 def test_a_checking_pass_that_is_not_finite_refuses_nothing_and_leaves_the_penalty():
-    model, twin, passes = network(), network(), []
+    model, twin, pass_count = network(), network(), []
 
     def losses():
-        passes.append(None)
-        return [regression(model)() * (math.nan if len(passes) == 3 else 1.0)]
+        pass_count.append(None)
+        return [regression(model)() * (math.nan if len(pass_count) == 3 else 1.0)]
 
     ours = regularizer(model, **CHECKED)
     report = ours.accumulate(losses)
@@ -246,11 +246,11 @@ def test_a_checking_pass_that_is_not_finite_refuses_nothing_and_leaves_the_penal
 
 
 def test_a_second_pass_that_is_not_finite_is_left_out_and_checked_another_time():
-    model, passes = network(), []
+    model, pass_count = network(), []
 
     def losses():
-        passes.append(None)
-        return [regression(model)() * (math.nan if len(passes) == 2 else 1.0)]
+        pass_count.append(None)
+        return [regression(model)() * (math.nan if len(pass_count) == 2 else 1.0)]
 
     ours = regularizer(model, **CHECKED)
     assert ours.accumulate(losses).skipped == "the second pass is not finite"

@@ -100,9 +100,9 @@ def penalty(model, loss, *, masters=None, notice=None, **changes):
     first = left_in_grad(ours.parameters).float()
     model.zero_grad()
     report = ours.accumulate(one(loss))
-    found = left_in_grad(ours.parameters).float() - first
+    result = left_in_grad(ours.parameters).float() - first
     model.zero_grad()
-    return found, report, default_step(ours.perturbation)
+    return result, report, default_step(ours.perturbation)
 
 
 STEPS = (3e-5, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -114,17 +114,19 @@ def test_where_the_guard_says_nothing_the_penalty_is_within_a_quarter_of_float32
     for seed in (0, 1):
         model, loss, masters, precise, precise_loss = setting(name, seed=seed)
         for step in STEPS:
-            told: list[str] = []
+            messages: list[str] = []
             try:
-                found, report, _ = penalty(model, loss, masters=masters, notice=told.append, step=step, check_every=100)
+                result, report, _ = penalty(
+                    model, loss, masters=masters, notice=messages.append, step=step, check_every=100
+                )
             except UserError:
                 refused.append(step)
                 continue
-            if told:
+            if messages:
                 continue
             wanted, _, _ = penalty(precise, precise_loss, step=step)
             assert report.consistency >= 0.9
-            passed.append(relative_error(found, wanted))
+            passed.append(relative_error(result, wanted))
     assert passed
     # Of independent errors a consistency of 0.9 is one of 0.27: sqrt(2 x) with 1 - x = 0.9 (1 + 2 x).
     assert max(passed) <= 0.27
@@ -149,10 +151,12 @@ def test_adapters_over_a_half_precision_base_are_refused_at_the_step_of_float32(
     model, loss, _, precise, precise_loss = setting("adapters", seed=0)
     before = values(model)
     ours = regularizer(model, step=3e-5, step_scale="relative", check_every=100)
-    with pytest.raises(UserError, match=r"rounding to bfloat16 drowns .* raise gradient_regularization\.step") as told:
+    with pytest.raises(
+        UserError, match=r"rounding to bfloat16 drowns .* raise gradient_regularization\.step"
+    ) as messages:
         ours.accumulate(one(loss))
-    assert "\n" not in str(told.value)
-    assert "3e-03 is usual in bfloat16" in str(told.value)
+    assert "\n" not in str(messages.value)
+    assert "3e-03 is usual in bfloat16" in str(messages.value)
     assert unchanged(model, before)
     model.zero_grad()
     loss().backward()
@@ -171,18 +175,18 @@ def test_adapters_over_a_half_precision_base_are_refused_at_the_step_of_float32(
 def test_what_is_rounded_away_alike_in_both_directions_is_told_once():
     # The consistency does not see it: a bfloat16 model that has just been loaded lies on the numbers that bfloat16 has,
     # and the smaller part of every perturbation is lost.
-    told: list[str] = []
+    messages: list[str] = []
     model = wide(BF16)
     masters = {p: p.detach().float() for p in model.parameters()}
     config = settings(step=2e-4, step_scale="relative", check_every=1)
-    ours = GradientRegularizer(model, config, masters=masters, notice=told.append)
+    ours = GradientRegularizer(model, config, masters=masters, notice=messages.append)
     for _ in range(2):
         model.zero_grad()
         report = ours.accumulate(one(policy_gradient(model)))
         assert report.consistency > 0.9
         assert report.kept.along == report.kept.cosine * report.kept.norm < 0.75
-    assert len(told) == 1
-    assert f"rounding leaves {report.kept.along:.2f} of the perturbation's length along the gradient" in told[0]
+    assert len(messages) == 1
+    assert f"rounding leaves {report.kept.along:.2f} of the perturbation's length along the gradient" in messages[0]
 
 
 @pytest.mark.parametrize(("through", "silent"), [(torch.float32, True), (BF16, False)])
@@ -240,9 +244,9 @@ def mixed(where):
 @pytest.mark.parametrize("where", [(0,), (1,), (2,), (1, 2)])
 def test_autocast_of_any_layer_is_seen(where):
     model, loss = mixed(where)
-    told: list[str] = []
+    messages: list[str] = []
     config = settings(perturbed="all", step=None, step_scale="relative", min_perturbation_kept=0)
-    ours = GradientRegularizer(model, config, notice=told.append)
+    ours = GradientRegularizer(model, config, notice=messages.append)
     ours.accumulate(one(loss))
     assert ours.perturbation.compute_dtype is BF16
     assert default_step(ours.perturbation) == 3e-4

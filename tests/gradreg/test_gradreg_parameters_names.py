@@ -47,8 +47,8 @@ class Checkpointed(nn.Module):
 def test_names_in_a_model_whose_blocks_are_wrapped_one_by_one_are_plain(wrap):
     model = transformer()
     model.model.layers = nn.ModuleList(wrap(layer) for layer in model.model.layers)
-    (found,) = choose_parameters(model, settings(perturbed=("model.layers.0.mlp.up_proj.weight",)))
-    assert found.shape == (12, 8)
+    (result,) = choose_parameters(model, settings(perturbed=("model.layers.0.mlp.up_proj.weight",)))
+    assert result.shape == (12, 8)
     assert len(chosen(model)) == len(chosen(transformer()))
 
 

@@ -30,12 +30,12 @@ class BrokenError(Exception):
 
 def failing(loss, error, *, after: int = 1):
     """Losses whose pass number `after` + 1 raises in the middle of its second micro-batch."""
-    passes = []
+    pass_count = []
 
     def losses():
-        passes.append(None)
+        pass_count.append(None)
         yield loss()
-        if len(passes) > after:
+        if len(pass_count) > after:
             loss().backward()
             raise error
         yield loss()

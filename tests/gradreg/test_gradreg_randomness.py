@@ -37,9 +37,9 @@ class Masked:
         plain = joined(gradient(ours.parameters, self.seeded_loss))
         torch.manual_seed(11)
         ours.accumulate(lambda: (self.loss() for _ in range(2)))
-        found = joined(p.grad for p in ours.parameters) - plain
+        result = joined(p.grad for p in ours.parameters) - plain
         self.model.zero_grad()
-        return relative_error(found, wanted)
+        return relative_error(result, wanted)
 
 
 @pytest.mark.parametrize("difference", ["forward", "central", "exact"])
@@ -81,12 +81,12 @@ def test_the_random_stream_goes_on_as_without_regularization(replay, difference)
 def test_the_random_stream_goes_on_also_after_a_second_pass_that_raises():
     model = network(dropout=0.5)
     loss = regression(model)
-    passes = []
+    pass_count = []
 
     def losses():
-        passes.append(None)
+        pass_count.append(None)
         yield loss()
-        if len(passes) == 2:
+        if len(pass_count) == 2:
             raise KeyboardInterrupt
 
     torch.manual_seed(5)

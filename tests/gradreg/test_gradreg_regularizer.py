@@ -29,11 +29,11 @@ def second_gradient(model, perturbed, loss, *, step):
         saved = [p.clone() for p in perturbed]
         for p, grad in zip(perturbed, g1, strict=True):
             p.add_(step * grad)
-    found = gradient(model.parameters(), loss)
+    result = gradient(model.parameters(), loss)
     with torch.no_grad():
         for p, value in zip(perturbed, saved, strict=True):
             p.copy_(value)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("step", [1e-3, 0.1])
@@ -158,9 +158,9 @@ def test_a_first_gradient_that_is_not_finite_is_reported_and_left_as_it_is(bad):
     assert report.skipped == "g1 is not finite"
     assert report.metrics()["gradreg/skipped"] == 1
     assert (report.pass_count, len(calls)) == (0, 1)
-    found = left_in_grad(model.parameters())
-    torch.testing.assert_close(found[[0, 1, 3]], model.gradient(model.x)[[0, 1, 3]])
-    assert not math.isfinite(found[2])
+    result = left_in_grad(model.parameters())
+    torch.testing.assert_close(result[[0, 1, 3]], model.gradient(model.x)[[0, 1, 3]])
+    assert not math.isfinite(result[2])
     assert unchanged(model, before)
 
 

@@ -24,16 +24,16 @@ from support.gradreg import (
 
 def updates(model, ours, count, *, rate=0.01, loss=None):
     """Updates of plain gradient descent: (x, gradient left, report) of each."""
-    told = []
+    messages = []
     for _ in range(count):
         model.zero_grad()
         x = joined(model.parameters()).clone()
         report = ours.accumulate(one(loss or model.loss))
-        told.append((x, left_in_grad(model.parameters()).clone(), report))
+        messages.append((x, left_in_grad(model.parameters()).clone(), report))
         with torch.no_grad():
             for p in model.parameters():
                 p.sub_(rate * p.grad)
-    return told
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def updates(model, ours, count, *, rate=0.01, loss=None):
 )
 def test_the_second_pass_runs_every_so_many_updates(every, delay, passes):
     model = Quadratic()
-    told = updates(model, regularizer(model, every=every, delay_updates=delay), 7)
-    assert [report.pass_count for _, _, report in told] == passes
+    messages = updates(model, regularizer(model, every=every, delay_updates=delay), 7)
+    assert [report.pass_count for _, _, report in messages] == passes
 
 
 def test_losses_are_asked_for_only_where_a_pass_runs():
@@ -70,13 +70,13 @@ def test_losses_are_asked_for_only_where_a_pass_runs():
 
 def test_in_between_the_orthogonal_part_of_the_last_penalty_is_used_at_the_scale_of_the_gradient():
     model = Quadratic()
-    told = updates(model, regularizer(model, every=3, strength=0.5, step=0.1), 5)
+    messages = updates(model, regularizer(model, every=3, strength=0.5, step=0.1), 5)
     for start in (0, 3):
-        old = model.gradient(told[start][0])
+        old = model.gradient(messages[start][0])
         penalty = model.A @ old
         orthogonal = penalty - (penalty @ old) / (old @ old) * old
-        assert relative_error(told[start][1], old + 0.5 * penalty) < 1e-10
-        for x, left, report in told[start + 1 : start + 3]:
+        assert relative_error(messages[start][1], old + 0.5 * penalty) < 1e-10
+        for x, left, report in messages[start + 1 : start + 3]:
             g1 = model.gradient(x)
             used = left - g1
             assert relative_error(used, 0.5 * orthogonal * g1.norm() / old.norm()) < 1e-10
@@ -135,18 +135,18 @@ def test_a_loaded_state_goes_on_bit_for_bit(stop):
 
     first = network(dtype=torch.float32, depth=6)
     ours = regularizer(first, **EVERYTHING)
-    told = updates(first, ours, stop, loss=regression(first, dtype=torch.float32, scale=0.1))
+    messages = updates(first, ours, stop, loss=regression(first, dtype=torch.float32, scale=0.1))
     second = network(dtype=torch.float32, depth=6, seed=1)
     second.load_state_dict(first.state_dict())
     resumed = regularizer(second, **EVERYTHING)
     resumed.load(*in_a_file(ours.state(), ours.tensors()))
-    told += updates(second, resumed, 8 - stop, loss=regression(second, dtype=torch.float32, scale=0.1))
+    messages += updates(second, resumed, 8 - stop, loss=regression(second, dtype=torch.float32, scale=0.1))
 
-    for (x, left, report), (y, right, other) in zip(wanted, told, strict=True):
+    for (x, left, report), (y, right, other) in zip(wanted, messages, strict=True):
         assert torch.equal(x, y)
         assert torch.equal(left, right)
         assert (report.metrics(), report.pass_count) == (other.metrics(), other.pass_count)
-    assert {report.pass_count for _, _, report in told} == {0, 1}
+    assert {report.pass_count for _, _, report in messages} == {0, 1}
 
 
 def test_the_guard_s_start_is_the_run_s_not_the_process_s():

@@ -114,10 +114,10 @@ def test_numbers_and_schedules_come_from_the_command_line_too(tmp_path: Path) ->
 def test_every_argument_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         HfArgumentParser(GradientRegularizationArguments).parse_args_into_dataclasses(["--help"])
-    shown = capsys.readouterr().out
+    displayed = capsys.readouterr().out
     for field in GradientRegularizationArguments.__dataclass_fields__.values():
         assert field.metadata["help"]
-        assert f"--{field.name}" in shown
+        assert f"--{field.name}" in displayed
 
 
 BAD = [

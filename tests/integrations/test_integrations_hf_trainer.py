@@ -145,7 +145,7 @@ def test_a_step_of_dpo_is_the_one_written_out_by_hand(tmp_path: Path) -> None:
     def answers(model: Any, which: str) -> Tensor:
         values = []
         for row in text_rows():
-            prompt, answer = (letter_tokenizer().encode(row[part]) for part in ("prompt", which))
+            prompt, answer = (letter_tokenizer().encode(row[component]) for component in ("prompt", which))
             ids = torch.tensor([*prompt, *answer, EOS])
             picked = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].float(), -1).gather(1, ids[1:, None])
             values.append(picked[len(prompt) - 1 :].sum())

@@ -99,11 +99,11 @@ class OwnLoss(GRPOTrainer):
 
 def test_a_loss_of_ones_own_is_evaluated_again(tmp_path: Path) -> None:
     kind = type("Mixed", (GradientRegularizationMixin, OwnLoss), {})
-    found = []
+    result = []
     for mode in ("importance", "importance_clipped"):
         settings = {"max_steps": 2, "num_iterations": 2, "grad_reg_ratio_mode": mode, **GRAD_REG}
         model = saved_model(tmp_path)
         trainer = trained(rollout_trainer(kind, GradientRegularizedGRPOConfig, model, tmp_path, **settings))
-        found.append(weights(trainer.model))
+        result.append(weights(trainer.model))
         assert logged(trainer, "clip_ratio/region_mean")[1] > 0
-    assert distance(*found) == 0
+    assert distance(*result) == 0

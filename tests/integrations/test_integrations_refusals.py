@@ -173,7 +173,7 @@ def test_a_schedule_that_gives_no_strength_is_refused(tmp_path: Path) -> None:
 
 def test_in_float32_a_step_under_autocast_is_the_one_without(tmp_path: Path) -> None:
     """Also the sampling policy's and the reference's log-probabilities, which the loss compares with."""
-    found = []
+    result = []
     for bf16 in (True, False):
         trainer = grpo(tmp_path, bf16=bf16, beta=0.2)
         shift(trainer.ref_model)
@@ -181,13 +181,13 @@ def test_in_float32_a_step_under_autocast_is_the_one_without(tmp_path: Path) -> 
         trainer.train()
         assert trainer.ref_model.forward == forward
         assert trainer.accelerator.native_amp == bf16
-        found.append(weights(trainer.model))
-    assert distance(*found) == 0
+        result.append(weights(trainer.model))
+    assert distance(*result) == 0
 
 
 def test_before_regularization_begins_autocast_stays_on(tmp_path: Path) -> None:
-    found = [weights(trained(grpo(tmp_path, bf16=bf16, grad_reg_warmup=2)).model) for bf16 in (True, False)]
-    assert distance(*found) > 1e-5
+    result = [weights(trained(grpo(tmp_path, bf16=bf16, grad_reg_warmup=2)).model) for bf16 in (True, False)]
+    assert distance(*result) > 1e-5
 
 
 def test_the_precision_is_told_once(tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ def run(*command: str, **environment: str) -> str:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_reference_is_the_softmax_of_one_row_at_a_time(case: Case) -> None:
     tensors = problem(case)
-    found = decode_attention(**tensors, **case.settings)
-    assert found.dtype == getattr(torch, case.dtype)
-    assert float((found.double() - naive(case, tensors)).abs().max()) < GAPS[case.dtype]
+    result = decode_attention(**tensors, **case.settings)
+    assert result.dtype == getattr(torch, case.dtype)
+    assert float((result.double() - naive(case, tensors)).abs().max()) < GAPS[case.dtype]
 
 
 @has_interpreter
@@ -134,8 +134,8 @@ def test_the_reference_takes_a_few_slots_at_a_time_where_their_keys_are_many(mon
 
     monkeypatch.setattr(module, "_attend_side_by_side", spy)
     tensors = problem(case)
-    found = decode_attention(**tensors, **case.settings)
-    assert float((found.double() - naive(case, tensors)).abs().max()) < GAPS[case.dtype]
+    result = decode_attention(**tensors, **case.settings)
+    assert float((result.double() - naive(case, tensors)).abs().max()) < GAPS[case.dtype]
     assert widest == [module.MOST_COLUMNS, module.MOST_COLUMNS // 2]
 
 
@@ -271,5 +271,5 @@ def test_on_a_gpu_the_kernel_is_used_and_right(case: Case, dtype: str) -> None:
     tensors = problem(case)
     moved = {name: given.cuda() if isinstance(given, torch.Tensor) else given for name, given in tensors.items()}
     assert uses_kernel(moved["query_RHD"], moved["keys_SHTD"], window=case.window, softcap=case.softcap)
-    found = decode_attention(**moved, **case.settings).cpu().double()
-    assert float((found - naive(case, tensors)).abs().max()) < module.TOLERANCES[getattr(torch, dtype)]
+    result = decode_attention(**moved, **case.settings).cpu().double()
+    assert float((result - naive(case, tensors)).abs().max()) < module.TOLERANCES[getattr(torch, dtype)]

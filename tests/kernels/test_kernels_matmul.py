@@ -101,8 +101,8 @@ def test_inputs_of_any_number_of_dimensions_keep_them(library: str, shape: tuple
     scales = normal(*output_N.shape)
     ours = torch.autograd.grad((output_N * scales).sum(), leaves)
     exact = torch.autograd.grad((exact_N * scales).sum(), exact_leaves)
-    for found, wanted in zip(ours, exact, strict=True):
-        assert_near(found, wanted)
+    for result, wanted in zip(ours, exact, strict=True):
+        assert_near(result, wanted)
 
 
 @pytest.mark.parametrize("rows", [4, 192], ids=["few rows", "as many rows as make oneDNN take the weight's gradient"])
@@ -122,9 +122,9 @@ def test_first_and_second_derivatives_are_the_exact_ones(
     weight_shape = (K, N) if transposed else (N, K)
     exact = derivatives(F.linear, torch.float64)
     assert all(float(gradient.detach().abs().max()) > 0.1 for gradient in exact)
-    for found, wanted in zip(derivatives(linear, torch.float32), exact, strict=True):
+    for result, wanted in zip(derivatives(linear, torch.float32), exact, strict=True):
         # A gradient is a sum of products that cancel in part, and the second ones sum such sums.
-        assert_near(found, wanted, times=4)
+        assert_near(result, wanted, times=4)
     if library == "onednn":
         assert (K, N) in calls
         assert ((K, rows) in calls) == (K * rows >= products.SMALLEST)

@@ -58,9 +58,9 @@ class Asked:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    found = Asked()
-    monkeypatch.setattr(chat, "reply", found)
-    return found
+    result = Asked()
+    monkeypatch.setattr(chat, "reply", result)
+    return result
 
 
 def save_checkpoint(parent: Path, *, chat_template: str | None = None, context: int = 64) -> Path:
@@ -314,9 +314,13 @@ def test_a_long_conversation_loses_its_oldest_turns(tmp_path: Path, asked: Asked
     session = Session("1" * 20, "2" * 20, "3" * 20)
     path = str(plain_model(tmp_path / "m", chat_template=CHAT_TEMPLATE))
     chat_loop(path, max_new_tokens=8, console=session.console)
-    turns = [f"u:{'1' * 20}/a:=1/", f"u:{'2' * 20}/a:=2/", f"u:{'3' * 20}/"]
+    exchanges = [f"u:{'1' * 20}/a:=1/", f"u:{'2' * 20}/a:=2/", f"u:{'3' * 20}/"]
     # Two turns are 28 + 25 characters, and 8 of an answer fit beside them; three are too much.
-    assert asked.texts == [turns[0][:23] + "a:", turns[0] + turns[1][:23] + "a:", turns[1] + turns[2] + "a:"]
+    assert asked.texts == [
+        exchanges[0][:23] + "a:",
+        exchanges[0] + exchanges[1][:23] + "a:",
+        exchanges[1] + exchanges[2] + "a:",
+    ]
     assert session.notes[-1] == "the conversation's first 2 turns no longer fit into the model's context of 64"
 
 

@@ -46,12 +46,12 @@ def test_stages_are_compared_on_the_same_questions_with_paired_intervals(finishe
     first, last = comparison.evaluations
     assert list(first.ids) == list(last.ids)
     assert first.size == 20
-    figures = comparison.as_dict()
-    assert [model["metrics"]["accuracy"] for model in figures["models"]] == [
+    values = comparison.as_dict()
+    assert [model["metrics"]["accuracy"] for model in values["models"]] == [
         first.mean("accuracy"),
         last.mean("accuracy"),
     ]
-    change = figures["differences"][0]["metrics"]["accuracy"]
+    change = values["differences"][0]["metrics"]["accuracy"]
     assert change["difference"] == pytest.approx(last.mean("accuracy") - first.mean("accuracy"))
     assert change["low"] <= change["difference"] <= change["high"]
     table = comparison.render()
@@ -172,9 +172,9 @@ def test_the_stages_of_a_run_begin_with_the_model_as_it_was(finished: Path) -> N
     assert set(" = ".join(comparison.labels[1:]).split(" = ")) == {"sft", "best", "last"}
     by_stage = {row["stage"]: row for row in summary["evaluations"]}
     for label, stage in (("base", "start"), ("sft", "sft"), (comparison.labels[-1], "train")):
-        found = comparison.evaluations[list(comparison.labels).index(label)]
-        expected = {name: value for name, value in by_stage[stage]["metrics"].items() if name in found.values}
-        assert found.metrics() == pytest.approx(expected), label
+        result = comparison.evaluations[list(comparison.labels).index(label)]
+        expected = {name: value for name, value in by_stage[stage]["metrics"].items() if name in result.values}
+        assert result.metrics() == pytest.approx(expected), label
     assert len(comparison.as_dict()["differences"]) == len(comparison.labels) - 1
 
 
@@ -252,11 +252,11 @@ def test_models_whose_context_holds_fewer_questions_are_compared_on_those(
             yield replace(evaluator, prompts=evaluator.prompts[next(left_out)])
 
     monkeypatch.setattr(module, "open_evaluation", open_with_fewer)
-    found = compare_checkpoints([str(finished), str(finished)])
-    assert [evaluation.size for evaluation in found.evaluations] == [6, 6]
-    assert list(found.evaluations[0].ids) == list(found.evaluations[1].ids)
-    assert found.notices == ["6 of 8 questions fit into every model's context; the tables are of those"]
-    assert found.as_dict()["differences"][0]["metrics"]["accuracy"]["difference"] == 0.0
+    result = compare_checkpoints([str(finished), str(finished)])
+    assert [evaluation.size for evaluation in result.evaluations] == [6, 6]
+    assert list(result.evaluations[0].ids) == list(result.evaluations[1].ids)
+    assert result.notices == ["6 of 8 questions fit into every model's context; the tables are of those"]
+    assert result.as_dict()["differences"][0]["metrics"]["accuracy"]["difference"] == 0.0
 
 
 def test_rows_say_what_every_model_answered(finished: Path, tmp_path: Path) -> None:

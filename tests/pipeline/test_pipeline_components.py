@@ -119,9 +119,9 @@ def test_a_run_tells_of_a_sampler_whose_log_probabilities_are_not_the_policys(
     train(config, sampler=Scripted(answer), reward=reward, progress=seen)
     gap = seen.values("rollout/logprob_gap_mean")[0]
     assert 2.0 < gap < 4.0  # a new model's tokens have about the same probability, one of 18
-    told = [notice for notice in seen.notices if "nats per token from the trainer's" in notice]
-    assert len(told) == 1
-    assert f"now {gap:.3g} on average" in told[0]
+    messages = [notice for notice in seen.notices if "nats per token from the trainer's" in notice]
+    assert len(messages) == 1
+    assert f"now {gap:.3g} on average" in messages[0]
 
 
 def test_an_architecture_that_is_not_served_falls_back_or_is_refused_by_request(make_tiny_model: Any) -> None:

@@ -46,9 +46,9 @@ def put(path: Path, recipe: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("kind", CHANGED)
 def test_a_recipe_and_its_changes_are_the_same_however_they_are_given(given: Any, kind: str) -> None:
     wanted = parse_config(load_recipe("flatpeak:demo", ["training.steps=2", "rollout.group_size=8"]))
-    found = resolve_config(given, CHANGED[kind])
-    assert found == wanted
-    assert (found.training.steps, found.rollout.group_size, found.run.name) == (2, 8, "demo")
+    result = resolve_config(given, CHANGED[kind])
+    assert result == wanted
+    assert (result.training.steps, result.rollout.group_size, result.run.name) == (2, 8, "demo")
     assert resolve_config(given).training.steps > 2
 
 

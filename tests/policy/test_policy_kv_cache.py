@@ -357,11 +357,11 @@ def test_a_slots_bits_do_not_depend_on_its_neighbours_or_their_number(
         run.read({0: 11})
         run.admit([0], [0])
         run.leave(range(1, batch_size))
-        found = []
+        result = []
         for step in range(20):
             monkeypatch.setattr(run, "normal", lambda *shape, seed=step: by_row(shape, seed))
-            found.append(run.check_step(batch_size)[0])
-        return found
+            result.append(run.check_step(batch_size)[0])
+        return result
 
     alone = outputs(4, early=0, longest=12)
     for batch_size, early, longest in ((4, 30, 12), (16, 0, 12), (16, 35, 100)):

@@ -63,8 +63,8 @@ def fast_layers(model: nn.Module) -> list[Any]:
 def logits(model: Any) -> torch.Tensor:
     ids = torch.randint(2, 40, (3, 11), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return found
+        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return result
 
 
 @pytest.mark.parametrize("kind", WIDE)
@@ -77,7 +77,7 @@ def test_layers_are_exchanged_and_given_back_and_nothing_else_changes(kind: str)
     for step in (make_fast, make_plain, make_fast, make_fast, make_plain):
         step(model)
         if step is make_fast:
-            assert {PLAIN.get(found, found) for found in kinds(model).values()} == set(before.values())
+            assert {PLAIN.get(result, result) for result in kinds(model).values()} == set(before.values())
             assert len(fast_layers(model)) >= 8
         else:
             assert kinds(model) == before
@@ -106,8 +106,8 @@ def test_layers_that_onednn_does_not_serve_keep_their_class() -> None:
     }
     before = {name: type(layer) for name, layer in layers.items()}
     make_fast(nn.ModuleDict(layers))
-    found = {name: type(layer) for name, layer in layers.items()}
-    assert found == before | {"smallest": FastLinear, "conv": FastConv1D}
+    result = {name: type(layer) for name, layer in layers.items()}
+    assert result == before | {"smallest": FastLinear, "conv": FastConv1D}
 
 
 def test_where_mkl_is_chosen_no_layer_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +238,9 @@ def test_adapters_train_and_merge_as_on_plain_layers(kind: str, adapted_first: b
         model(input_ids=ids, use_cache=False).logits.square().mean().backward()
     trained = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert trained and all("lora_" in name for name in trained)
-    found = {name: p.grad for name, p in fast.named_parameters() if p.grad is not None}
-    assert list(found) == list(trained)
-    assert largest_gap(list(found.values()), list(trained.values())) < 1e-5
+    result = {name: p.grad for name, p in fast.named_parameters() if p.grad is not None}
+    assert list(result) == list(trained)
+    assert largest_gap(list(result.values()), list(trained.values())) < 1e-5
     expected = logits(plain)
     torch.testing.assert_close(logits(fast), expected, atol=2e-4, rtol=1e-5)
     with packed_weights(fast):
@@ -389,16 +389,16 @@ def test_a_second_policy_over_a_held_model_is_refused_by_that_reason(kind: str) 
 @pytest.mark.parametrize("kind", WIDE)
 def test_a_policy_scores_the_same_by_either_library(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = uneven_batch()
-    found = []
+    result = []
     for setting in ("onednn", "mkl"):
         monkeypatch.setenv(products.SETTING, setting)
         onednn_is_faster.cache_clear()
         policy = Policy(wide(kind), Tokenizer())
         assert bool(fast_layers(policy.model)) == (setting == "onednn")
         logprobs_T, _ = policy.token_logprobs(batch, temperature=1.0)
-        found.append((logprobs_T.detach(), gradients(policy, (tokens_and_weights(batch) * logprobs_T).sum())))
-    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-5)
-    assert largest_gap(found[0][1], found[1][1]) < 1e-5
+        result.append((logprobs_T.detach(), gradients(policy, (tokens_and_weights(batch) * logprobs_T).sum())))
+    torch.testing.assert_close(result[0][0], result[1][0], atol=1e-5, rtol=1e-5)
+    assert largest_gap(result[0][1], result[1][1]) < 1e-5
 
 
 def test_a_policy_decodes_from_packed_weights_what_it_decodes_without() -> None:
@@ -407,9 +407,9 @@ def test_a_policy_decodes_from_packed_weights_what_it_decodes_without() -> None:
 
     def decode() -> list[torch.Tensor]:
         state = policy.open(slots=4, entries=2, prompt_lengths=[3, 2], new_tokens=8)
-        found = [policy.prefill(state, prompts, [0, 1])]
+        result = [policy.prefill(state, prompts, [0, 1])]
         state.admit(range(4), [0, 1, 0, 1])
-        return [*found, *(policy.decode(state, torch.tensor([7, 8, 9, step])) for step in range(5))]
+        return [*result, *(policy.decode(state, torch.tensor([7, 8, 9, step])) for step in range(5))]
 
     with torch.inference_mode():
         plain = decode()

@@ -67,10 +67,10 @@ def test_a_saved_policy_loads_bit_for_bit_with_its_tokenizer(tmp_path: Path) -> 
     policy.save(tmp_path)
     loaded = load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
     assert loaded.native
-    for (name, saved), (_, found) in zip(
+    for (name, saved), (_, result) in zip(
         policy.model.state_dict().items(), loaded.model.state_dict().items(), strict=True
     ):
-        assert torch.equal(saved, found), name
+        assert torch.equal(saved, result), name
     assert loaded.tokenizer.encode("1+2=") == policy.tokenizer.encode("1+2=")
     assert loaded.eos_token_ids == policy.eos_token_ids
 

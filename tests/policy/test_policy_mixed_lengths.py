@@ -86,11 +86,11 @@ class Largest(TorchDispatchMode):
         self.numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else [found]:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
             if isinstance(each, Tensor):
                 self.numbers = max(self.numbers, each.numel())
-        return found
+        return result
 
 
 def cost(policy: Policy, batch: Batch) -> tuple[int, int]:

@@ -66,9 +66,9 @@ def states(case: Case, dtype: torch.dtype = torch.float32) -> States:
     own = torch.arange(longest) < torch.tensor(case.lengths)[:, None]
     prompt = torch.arange(longest_prompt) < torch.tensor(case.prompt_lengths)[:, None]
     heads = case.kv_heads * case.repeats
-    layout = [(own, heads, 8), (prompt, case.kv_heads, 8), (prompt, case.kv_heads, case.value_dim)]
-    layout += [(own, case.kv_heads, 8), (own, case.kv_heads, case.value_dim)]
-    present = [mask[:, None, :, None].expand(len(mask), count, -1, dim) for mask, count, dim in layout]
+    columns = [(own, heads, 8), (prompt, case.kv_heads, 8), (prompt, case.kv_heads, case.value_dim)]
+    columns += [(own, case.kv_heads, 8), (own, case.kv_heads, case.value_dim)]
+    present = [mask[:, None, :, None].expand(len(mask), count, -1, dim) for mask, count, dim in columns]
     tensors = [torch.randn(mask.shape, generator=generator).to(dtype) * mask for mask in present]
     return States(tensors=tensors, present=present)
 
@@ -135,9 +135,9 @@ def test_values_and_all_gradients_are_those_of_plain_attention(name: str, fused_
     output, grads = with_gradients(attend, case, given)
     exact, exact_grads = with_gradients(response_by_response, case, [tensor.double() for tensor in given])
     torch.testing.assert_close(output.double(), exact, atol=3e-6, rtol=0)
-    for found, wanted in zip(grads, exact_grads, strict=True):
+    for result, wanted in zip(grads, exact_grads, strict=True):
         scale = max(1.0, float(wanted.abs().max()))
-        torch.testing.assert_close(found.double() / scale, wanted / scale, atol=5e-6, rtol=0)
+        torch.testing.assert_close(result.double() / scale, wanted / scale, atol=5e-6, rtol=0)
     assert len(fused_calls) == (name in FUSED)
 
 
@@ -150,8 +150,8 @@ def test_the_fused_and_the_generic_path_agree(name: str) -> None:
     widened = [*given[:2], pad_last(given[2]), given[3], pad_last(given[4])]
     output, grads = with_gradients(lambda *args: attend(*args)[..., :8], with_dim, widened)
     torch.testing.assert_close(fused, output, atol=3e-6, rtol=0)
-    for found, wanted in zip(fused_grads, grads, strict=True):
-        torch.testing.assert_close(found, wanted[..., :8], atol=3e-5, rtol=1e-5)
+    for result, wanted in zip(fused_grads, grads, strict=True):
+        torch.testing.assert_close(result, wanted[..., :8], atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["heads that share keys", "a window over blocks and into the prompts"])
@@ -190,9 +190,9 @@ def test_what_stands_in_the_padding_changes_no_bit(name: str) -> None:
     output, grads = with_gradients(attend, case, clean.tensors)
     other, other_grads = with_gradients(attend, case, junk)
     assert torch.equal(output, other)
-    for found, wanted, mask in zip(other_grads, grads, clean.present, strict=True):
-        assert torch.equal(found[mask], wanted[mask])
-        assert torch.equal(found[~mask], torch.zeros_like(found[~mask]))
+    for result, wanted, mask in zip(other_grads, grads, clean.present, strict=True):
+        assert torch.equal(result[mask], wanted[mask])
+        assert torch.equal(result[~mask], torch.zeros_like(result[~mask]))
 
 
 def test_keys_past_the_last_block_that_a_response_reaches_are_never_read() -> None:
@@ -207,7 +207,7 @@ def test_keys_past_the_last_block_that_a_response_reaches_are_never_read() -> No
     output, grads = with_gradients(attend, case, clean.tensors)
     other, other_grads = with_gradients(attend, case, poisoned)
     assert torch.equal(output, other)
-    assert all(torch.equal(found, wanted) for found, wanted in zip(other_grads, grads, strict=True))
+    assert all(torch.equal(result, wanted) for result, wanted in zip(other_grads, grads, strict=True))
 
 
 def test_a_query_in_the_padding_that_is_not_a_number_reaches_no_other() -> None:

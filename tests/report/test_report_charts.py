@@ -19,11 +19,11 @@ def trained(*steps: dict[str, Any]) -> list[dict[str, Any]]:
 
 def drawn(rows: list[dict[str, Any]]) -> dict[str, str]:
     """The charts by title."""
-    found = {}
+    result = {}
     for chart in charts(rows, ()):
         title = next(one.title for one in CHARTS if f">{one.title}</text>" in chart["svg"])
-        found[title] = chart["svg"]
-    return found
+        result[title] = chart["svg"]
+    return result
 
 
 def evaluation(stage: EvaluationStage, step: int, **metrics: float | None) -> StageEvaluation:
@@ -60,14 +60,14 @@ def test_each_judge_has_its_curves() -> None:
         "judge/cost": 0.02,
         "judge/calls": 7.0,
     }
-    found = drawn(trained(judged, judged))
-    assert set(found) == {
+    result = drawn(trained(judged, judged))
+    assert set(result) == {
         "Judge: questions with a verdict",
         "Judge: worthless answers that fooled it",
         "Judge minus verifier",
         "Judge: cost",
     }
-    labels = re.findall(r">(judge/[a-z/_]+)</text>", "".join(found.values()))
+    labels = re.findall(r">(judge/[a-z/_]+)</text>", "".join(result.values()))
     assert sorted(labels) == sorted(set(judged) - {"judge/calls"})
     assert not drawn(trained({"reward/mean": 1.0})).keys() - {"Reward"}
 
@@ -77,27 +77,27 @@ def test_a_judge_without_prices_has_no_chart_of_its_cost() -> None:
 
 
 def test_failed_extractions_stand_beside_accuracy() -> None:
-    found = [
+    result = [
         evaluation("start", 0, accuracy=0.0, extraction_failed=1.0),
         evaluation("sft", 9, accuracy=0.4, extraction_failed=0.25),
         evaluation("train", 5, accuracy=0.6, extraction_failed=0.0),
     ]
-    accuracy, failed = accuracy_curves(found)
+    accuracy, failed = accuracy_curves(result)
     assert (accuracy.label, accuracy.steps, accuracy.values) == ("accuracy", [0, 5], [0.4, 0.6])
     assert (failed.label, failed.steps, failed.values) == ("no answer found", [0, 5], [0.25, 0.0])
-    [chart] = charts([], found)
+    [chart] = charts([], result)
     assert ">no answer found</text>" in chart["svg"]
 
 
 def test_samples_give_the_accuracy_where_there_are_no_greedy_answers() -> None:
-    found = [evaluation("train", 1, **{"sampled/accuracy": 0.5, "sampled/extraction_failed": 0.1, "pass@1": 0.5})]
-    accuracy, failed = accuracy_curves(found)
+    result = [evaluation("train", 1, **{"sampled/accuracy": 0.5, "sampled/extraction_failed": 0.1, "pass@1": 0.5})]
+    accuracy, failed = accuracy_curves(result)
     assert (accuracy.label, accuracy.values, failed.values) == ("sampled/accuracy", [0.5], [0.1])
 
 
 def test_what_chooses_the_best_checkpoint_is_drawn_where_nothing_says_right_or_wrong() -> None:
-    found = [evaluation("start", 0, reward=0.1), evaluation("train", 4, reward=0.9)]
-    [chart] = charts([], found, metric="reward")
+    result = [evaluation("start", 0, reward=0.1), evaluation("train", 4, reward=0.9)]
+    [chart] = charts([], result, metric="reward")
     assert ">Held-out reward</text>" in chart["svg"]
     assert "greedy" in chart["note"]
-    assert charts([], found, metric="other") == []
+    assert charts([], result, metric="other") == []

@@ -24,31 +24,31 @@ def test_weights_are_read_from_a_resolved_recipe() -> None:
 
 
 def test_both_curves_begin_with_the_model_that_rl_began_with() -> None:
-    found = [
+    result = [
         evaluation("start", 0, proxy=0.0, gold=0.0),
         evaluation("sft", 30, proxy=0.5, gold=0.4),
         evaluation("train", 10, proxy=2.0, gold=0.6),
         evaluation("train", 20, proxy=3.0, gold=None),
     ]
-    [proxy], [gold] = paid_and_measured(found, WEIGHTS)
+    [proxy], [gold] = paid_and_measured(result, WEIGHTS)
     assert (proxy.label, proxy.steps, proxy.values) == ("proxy", [0, 10, 20], [0.5, 2.0, 3.0])
     assert (gold.label, gold.steps, gold.values) == ("gold", [0, 10], [0.4, 0.6])
     assert gold.intervals == [(0.1, 0.7), (0.1, 0.7)]
 
 
 def test_sampled_completions_are_shown_where_there_are_any() -> None:
-    found = [evaluation("train", 1, **{"proxy": 1.0, "sampled/proxy": 2.0, "gold": 0.3, "sampled/gold": 0.1})]
-    [proxy], [gold] = paid_and_measured(found, WEIGHTS)
+    result = [evaluation("train", 1, **{"proxy": 1.0, "sampled/proxy": 2.0, "gold": 0.3, "sampled/gold": 0.1})]
+    [proxy], [gold] = paid_and_measured(result, WEIGHTS)
     assert (proxy.values, gold.values) == ([2.0], [0.1])
 
 
 def test_a_run_that_measures_nothing_else_has_no_such_chart() -> None:
-    found = [evaluation("train", 1, proxy=1.0, gold=0.5)]
-    assert paid_and_measured(found, {"proxy": 1.0}) == ([], [])
-    assert paid_and_measured(found, {"gold": 0.0}) == ([], [])
+    result = [evaluation("train", 1, proxy=1.0, gold=0.5)]
+    assert paid_and_measured(result, {"proxy": 1.0}) == ([], [])
+    assert paid_and_measured(result, {"gold": 0.0}) == ([], [])
     assert paid_and_measured([evaluation("train", 1, proxy=1.0)], WEIGHTS) == ([], [])
-    assert charts([], found, weights={"proxy": 1.0}) == []
-    [chart] = charts([], found, weights=WEIGHTS)
+    assert charts([], result, weights={"proxy": 1.0}) == []
+    [chart] = charts([], result, weights=WEIGHTS)
     assert OVEROPTIMIZATION in chart["svg"]
 
 

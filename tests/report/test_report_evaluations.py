@@ -33,7 +33,7 @@ def evaluation(
 ) -> StageEvaluation:
     """As a run's summary holds what was measured."""
     size = len(next(iter(values.values())))
-    found = Evaluation(
+    result = Evaluation(
         task="sums",
         size=size,
         values=values,
@@ -42,7 +42,7 @@ def evaluation(
         subsets=subsets,
         robustness=robustness or {},
     )
-    return StageEvaluation(stage=stage, step=step, **finite(found.as_dict()))
+    return StageEvaluation(stage=stage, step=step, **finite(result.as_dict()))
 
 
 def plain(stage: EvaluationStage, step: int) -> StageEvaluation:
@@ -92,10 +92,10 @@ def test_the_best_evaluation_of_step_0_is_of_the_model_rl_began_with() -> None:
 
 
 def test_a_figure_over_fewer_questions_says_over_how_many() -> None:
-    found = evaluation("train", 1, {"accuracy": [1.0, 1.0, None, 0.0], "style": [None] * 4})
-    assert cell(found, "accuracy") == "0.667 [0.208, 0.939] of 3"
-    assert cell(found, "style") == "unknown"
-    assert cell(found, "reward") == ""
+    result = evaluation("train", 1, {"accuracy": [1.0, 1.0, None, 0.0], "style": [None] * 4})
+    assert cell(result, "accuracy") == "0.667 [0.208, 0.939] of 3"
+    assert cell(result, "style") == "unknown"
+    assert cell(result, "reward") == ""
 
 
 def test_failures_stand_beside_accuracy_and_each_row_names_its_interval() -> None:
@@ -182,15 +182,15 @@ def test_tables_by_subset_are_of_the_best_and_the_last_evaluation() -> None:
 
 
 def test_the_methods_of_a_subset_tables_intervals_are_told() -> None:
-    found = evaluation("train", 3, VALUES, subsets=LEVELS)
-    content: dict[str, Any] = dict(found.subsets["level"])
+    result = evaluation("train", 3, VALUES, subsets=LEVELS)
+    content: dict[str, Any] = dict(result.subsets["level"])
     for row in content["values"].values():
         row["methods"] = {"accuracy": "wilson"}
-    found.subsets["level"].update(content)
-    assert subset_tables(columns(found))[0]["methods"] == "Wilson"
+    result.subsets["level"].update(content)
+    assert subset_tables(columns(result))[0]["methods"] == "Wilson"
     for row in content["values"].values():
         del row["methods"]
-    assert "Wilson's where" in subset_tables(columns(found))[0]["methods"]
+    assert "Wilson's where" in subset_tables(columns(result))[0]["methods"]
 
 
 def robust(clean: Sequence[float | None], perturbed: Sequence[float | None], *, asked: int) -> Robustness:
@@ -206,8 +206,8 @@ def robust(clean: Sequence[float | None], perturbed: Sequence[float | None], *, 
 
 def test_perturbed_questions_stand_beside_the_same_ones_as_they_were() -> None:
     one = robust([1.0] * 9 + [0.0], [0.0] * 8 + [None, 0.0], asked=12)
-    found = evaluation("train", 3, {"accuracy": [1.0] * 12}, robustness={"typos": one})
-    table = robustness_table(columns(found))
+    result = evaluation("train", 3, {"accuracy": [1.0] * 12}, robustness={"typos": one})
+    table = robustness_table(columns(result))
     assert table is not None
     [row] = table["rows"]
     assert (row["kind"], row["label"], row["covered"]) == ("typos", "last", "10 of 12")
@@ -217,14 +217,14 @@ def test_perturbed_questions_stand_beside_the_same_ones_as_they_were() -> None:
     assert row["difference"].startswith("-0.889 [-1.000, -0.")
     assert row["certain"]
     assert (row["failed"], table["methods"]) == ("0.000", "Wilson")
-    metrics = metric_table(columns(found))
+    metrics = metric_table(columns(result))
     assert metrics is not None
     assert [row["metric"] for row in metrics["rows"]] == ["accuracy"]
 
 
 def test_a_kind_that_covers_nothing_has_no_figures() -> None:
-    found = evaluation("train", 3, {"accuracy": [1.0, 1.0]}, robustness={"typos": robust([], [], asked=2)})
-    table = robustness_table(columns(found))
+    result = evaluation("train", 3, {"accuracy": [1.0, 1.0]}, robustness={"typos": robust([], [], asked=2)})
+    table = robustness_table(columns(result))
     assert table is not None
     [row] = table["rows"]
     assert row["covered"] == "0 of 2"

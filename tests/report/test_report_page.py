@@ -155,11 +155,11 @@ def test_the_page_needs_nothing_from_outside(run):
 
 
 def test_the_rollouts_are_the_extremes_and_the_middle_of_the_most_telling_group(run):
-    shown = example_rollouts(run)
-    assert shown["step"] == 40
-    assert shown["prompt"] == "prompt of wide"
-    assert shown["size"] == 4
-    assert {label: row["text"] for label, row in shown["rows"].items()} == {
+    displayed = example_rollouts(run)
+    assert displayed["step"] == 40
+    assert displayed["prompt"] == "prompt of wide"
+    assert displayed["size"] == 4
+    assert {label: row["text"] for label, row in displayed["rows"].items()} == {
         "best": "wide 1",
         "median": "wide 3",
         "worst": "wide 0",
@@ -210,13 +210,13 @@ def test_without_a_summary_evaluations_come_from_the_metrics():
         {"step": 1, "stage": "train"},
         {"step": 1, "stage": "eval", "eval/sums/accuracy": 0.3},
     ]
-    found = evaluations_of(rows)
-    assert [(one.stage, one.step, one.task, one.metrics["accuracy"]) for one in found] == [
+    result = evaluations_of(rows)
+    assert [(one.stage, one.step, one.task, one.metrics["accuracy"]) for one in result] == [
         ("start", 0, "sums", 0.1),
         ("sft", 1, "sums", 0.2),
         ("train", 1, "sums", 0.3),
     ]
-    assert found[1].metrics["pass@4"] is None
+    assert result[1].metrics["pass@4"] is None
 
 
 def test_a_run_that_has_only_begun_has_a_report_too(run):
@@ -241,7 +241,7 @@ def test_charts_of_one_page_share_no_ids(run):
     # matplotlib names its groups alike in every figure (nothing refers to them); clip paths are referred to.
     clips = [set(re.findall(r'clipPath id="([^"]+)"', chart["svg"])) for chart in drawn]
     assert all(clips)
-    assert len(set.union(*clips)) == sum(len(found) for found in clips)
+    assert len(set.union(*clips)) == sum(len(result) for result in clips)
 
 
 def subset_row(size, accuracy, *, counted=None):
@@ -292,7 +292,7 @@ def test_the_page_has_the_tables_of_the_last_evaluation(run):
         robustness={"typos": TYPOS},
     )
     text = page_of(run, last)
-    for told in (
+    for messages in (
         "Held-out accuracy after RL and at its best, step 40 0.500 [0.400, 0.600] of 198; no answer found in 12.5%",
         "accuracy answered right 0.000 0.410 [0.340, 0.480] 0.500 [0.400, 0.600] of 198 Wilson",
         "extraction_failed no answer found to grade 0.125 Wilson",
@@ -304,7 +304,7 @@ def test_the_page_has_the_tables_of_the_last_evaluation(run):
         "typos after RL and at its best, step 40 150 of 200 0.500 [0.400, 0.600] of 149 0.250 [0.200, 0.300] of 149 "
         "-0.250 [-0.350, -0.150] 0.062",
     ):
-        assert told in text
+        assert messages in text
     assert "robustness/typos" not in text.partition("All 4 evaluations")[0]
 
 
@@ -319,9 +319,9 @@ def test_a_table_of_57_subjects_is_folded_and_sorted(run):
     assert before.rstrip().endswith("<summary>")
     assert "mean of the rows (macro)" in before
     assert "<td>subject" not in before
-    shown = re.findall(r"<td>subject (\d\d)</td>", folded.partition("</details>")[0])
-    assert len(shown) == 57
-    assert shown == sorted(shown, key=lambda name: int(name) * 7 % 57, reverse=True)
+    displayed = re.findall(r"<td>subject (\d\d)</td>", folded.partition("</details>")[0])
+    assert len(displayed) == 57
+    assert displayed == sorted(displayed, key=lambda name: int(name) * 7 % 57, reverse=True)
 
 
 def test_an_evaluation_that_has_no_accuracy_is_told_by_what_chooses(run):
@@ -420,8 +420,8 @@ def test_several_runs_are_compared_in_a_table_for_the_terminal(run, tmp_path):
     assert table[3].split() == [str(bare.path), "(no", "summary)", *("-" for _ in range(8))]
     ends = [line.rstrip().rfind(" s") for line in table[1:3]]
     assert ends[0] == ends[1] > 0
-    figures = max(map(len, table)) - len(f"{bare.path} (no summary)")
-    assert figures + len("runs/gsm8k") <= 80
+    values = max(map(len, table)) - len(f"{bare.path} (no summary)")
+    assert values + len("runs/gsm8k") <= 80
 
 
 def test_a_name_in_runs_is_suggested(run, tmp_path, monkeypatch):

@@ -49,10 +49,10 @@ def clockwork() -> Iterator[Callable[[Pair, float], Future[Outcome]]]:
 
 def test_calls_with_a_verdict_cost_nothing_and_those_without_the_time_they_took(clockwork: Any) -> None:
     budget = GradingBudget(5.0)
-    found = grade_within(budget, [("0.2", str(n)) for n in range(8)], clockwork, limit=0.4, workers=2)
-    assert ([*found.values()], budget.left) == ([True] * 8, 5.0)
-    found = grade_within(budget, [("9", "a"), ("9", "b")], clockwork, limit=0.4, workers=2)
-    assert [isinstance(outcome, WorkerError) for outcome in found.values()] == [True, True]
+    result = grade_within(budget, [("0.2", str(n)) for n in range(8)], clockwork, limit=0.4, workers=2)
+    assert ([*result.values()], budget.left) == ([True] * 8, 5.0)
+    result = grade_within(budget, [("9", "a"), ("9", "b")], clockwork, limit=0.4, workers=2)
+    assert [isinstance(outcome, WorkerError) for outcome in result.values()] == [True, True]
     assert 4.0 < budget.left <= 4.6
 
 
@@ -63,11 +63,11 @@ def test_a_budget_too_small_for_all_limits_gives_the_quick_ones_their_verdicts_a
     late = [("0.35", "first"), *slow, ("0.01", "last")]
     budget = GradingBudget(2.0)
     started = time.monotonic()
-    found = grade_within(budget, late, clockwork, limit=1.0, workers=2)
+    result = grade_within(budget, late, clockwork, limit=1.0, workers=2)
     assert time.monotonic() - started < 2.0 + 1.0
-    assert found[("0.35", "first")] is True  # not in its share of 0.33 s, but in its whole limit after it
-    assert found[("0.01", "last")] is True
-    assert True not in [found.get(pair) for pair in slow]
+    assert result[("0.35", "first")] is True  # not in its share of 0.33 s, but in its whole limit after it
+    assert result[("0.01", "last")] is True
+    assert True not in [result.get(pair) for pair in slow]
     assert budget.spent
 
 

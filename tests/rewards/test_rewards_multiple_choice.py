@@ -83,12 +83,12 @@ def test_the_official_extraction_equals_the_published_patterns_on_random_texts()
         "\t",
     ]
     generator = random.Random(0)
-    found = 0
+    result = 0
     for _ in range(20_000):
         text = "".join(generator.choices(pieces, k=generator.randrange(12)))
         assert official_letter(text) == published(text), repr(text)
-        found += official_letter(text) is not None
-    assert 5_000 < found < 19_000
+        result += official_letter(text) is not None
+    assert 5_000 < result < 19_000
 
 
 @pytest.mark.parametrize(
@@ -413,8 +413,8 @@ def test_the_official_reward_guesses_where_it_finds_nothing_and_says_that_there_
         random.seed(12345)
         drawn = letters[random.randint(0, len(options) - 1)]
         for gold in letters:
-            found = judge("official", "b", gold=gold, prompt=prompt, completion=completion, options=options)
-            assert found == (float(gold == drawn), None)
+            result = judge("official", "b", gold=gold, prompt=prompt, completion=completion, options=options)
+            assert result == (float(gold == drawn), None)
 
 
 def test_a_prompt_that_ends_inside_the_thinking_leaves_it_out(prompt, completion):

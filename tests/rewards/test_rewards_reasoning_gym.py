@@ -54,8 +54,8 @@ def group_of(example, *texts):
 def test_every_data_set_gives_its_own_answer_full_marks():
     names = sorted(set(factory.DATASETS) - {"composite"})
     assert len(names) >= 105
-    found = {name: example(name) for name in names}
-    scores = {name: score(row, row.gold) for name, row in found.items() if row.gold}
+    result = {name: example(name) for name in names}
+    scores = {name: score(row, row.gold) for name, row in result.items() if row.gold}
     assert len(scores) >= 100
     assert {name: value for name, value in scores.items() if value != 1.0} == {}
 
@@ -107,13 +107,13 @@ def test_stored_values_come_back_as_they_were(value):
 
 
 def test_scorers_that_run_the_answer_as_python_are_all_guarded():
-    running = {
+    alive = {
         name
         for name, (dataset, _) in factory.DATASETS.items()
         if re.search(r"\b(eval|exec|parse_expr|sympify)\((?!entry|metadata)", inspect.getsource(dataset.score_answer))
     }
     # Its parser is its own.
-    assert running - {"propositional_logic"} == EVALUATED | PARSED | ARITHMETIC
+    assert alive - {"propositional_logic"} == EVALUATED | PARSED | ARITHMETIC
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATED | PARSED | ARITHMETIC))

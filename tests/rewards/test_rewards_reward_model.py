@@ -115,11 +115,11 @@ def test_scores_in_a_batch_are_those_of_each_text_alone(architecture: str, pad: 
     with torch.no_grad():
         # transformers' own forward on one text; its last token is the last place, where no token is padding.
         alone = [model.model(torch.tensor([text])).logits[0, 0].item() for text in TEXTS if pad not in text]
-    found = model.score_all(TEXTS)
-    compared = [score for score, text in zip(found, TEXTS, strict=True) if pad not in text]
+    result = model.score_all(TEXTS)
+    compared = [score for score, text in zip(result, TEXTS, strict=True) if pad not in text]
     assert compared == pytest.approx(alone, abs=1e-5)
-    assert found == pytest.approx([model.score_all([text])[0] for text in TEXTS], abs=1e-5)
-    assert len({round(score, 3) for score in found}) >= len(TEXTS) - 1
+    assert result == pytest.approx([model.score_all([text])[0] for text in TEXTS], abs=1e-5)
+    assert len({round(score, 3) for score in result}) >= len(TEXTS) - 1
 
 
 def test_the_end_of_a_text_is_read_also_where_it_is_the_padding_token() -> None:
@@ -164,8 +164,8 @@ def test_a_model_that_reads_the_last_place_of_its_input_is_not_padded() -> None:
 
     torch.manual_seed(0)
     model = LastPlace()
-    found = Classifier(model, Wording(tokenizer=tokenizer(), template=PLAIN)).score_all([[5, 6, 7], [8, 9], [4]])
-    assert found == pytest.approx([model.values.weight[token].item() for token in (7, 9, 4)])
+    result = Classifier(model, Wording(tokenizer=tokenizer(), template=PLAIN)).score_all([[5, 6, 7], [8, 9], [4]])
+    assert result == pytest.approx([model.values.weight[token].item() for token in (7, 9, 4)])
 
 
 def test_micro_batches_hold_the_budget_and_change_no_score() -> None:
@@ -186,16 +186,16 @@ def test_dropout_is_off() -> None:
 
 def test_the_plain_template_is_question_empty_line_completion_and_end() -> None:
     made = tokenizer()
-    found = Wording(tokenizer=made, template=PLAIN).encode("why?", "so")
-    assert found == Encoded(token_ids=(*made.encode("why?\n\nso"), EOS), truncated=False)
+    result = Wording(tokenizer=made, template=PLAIN).encode("why?", "so")
+    assert result == Encoded(token_ids=(*made.encode("why?\n\nso"), EOS), truncated=False)
 
 
 def test_a_template_of_ones_own_is_filled_once() -> None:
     made = tokenizer()
     wording = Wording(tokenizer=made, template="q: {prompt}\na: {completion}?")
-    found = wording.encode("what is {completion}", "{prompt}")
-    assert found is not None
-    assert found.token_ids == (*made.encode("q: what is {completion}\na: {prompt}?"), EOS)
+    result = wording.encode("what is {completion}", "{prompt}")
+    assert result is not None
+    assert result.token_ids == (*made.encode("q: what is {completion}\na: {prompt}?"), EOS)
 
 
 def test_an_end_that_the_tokenizer_writes_is_not_written_twice() -> None:
@@ -206,28 +206,28 @@ def test_an_end_that_the_tokenizer_writes_is_not_written_twice() -> None:
         def encode(self, text: str, **options: Any) -> list[int]:
             return [2, *range(10, 10 + len(text)), EOS]
 
-    found = Wording(tokenizer=Closing(), template="{prompt}{completion}").encode("ab", "c")
-    assert found is not None
-    assert found.token_ids == (2, 10, 11, 12, EOS)
+    result = Wording(tokenizer=Closing(), template="{prompt}{completion}").encode("ab", "c")
+    assert result is not None
+    assert result.token_ids == (2, 10, 11, 12, EOS)
 
 
 def test_the_chat_template_gets_the_question_as_the_users_message() -> None:
     made = tokenizer(chat_template=CHAT)
     wording = Wording(tokenizer=made, template="chat")
-    found = wording.encode("why?", "so")
-    assert found is not None
-    assert list(found.token_ids) == made.encode("<user>why?|<assistant>so|")
-    found = wording.encode([{"role": "system", "content": "be kind"}, {"role": "user", "content": "why?"}], "so")
-    assert found is not None
-    assert list(found.token_ids) == made.encode("<system>be kind|<user>why?|<assistant>so|")
+    result = wording.encode("why?", "so")
+    assert result is not None
+    assert list(result.token_ids) == made.encode("<user>why?|<assistant>so|")
+    result = wording.encode([{"role": "system", "content": "be kind"}, {"role": "user", "content": "why?"}], "so")
+    assert result is not None
+    assert list(result.token_ids) == made.encode("<system>be kind|<user>why?|<assistant>so|")
 
 
 def test_the_beginning_of_a_long_question_is_left_out_and_nothing_else() -> None:
     made = tokenizer(chat_template=CHAT)
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "abcdefgh"}]
     whole = made.encode("<system>s|<user>abcdefgh|<assistant>answer|")
-    found = Wording(tokenizer=made, template="chat", max_tokens=len(whole) - 3).encode(chat, "answer")
-    assert found == Encoded(token_ids=tuple(made.encode("<system>s|<user>defgh|<assistant>answer|")), truncated=True)
+    result = Wording(tokenizer=made, template="chat", max_tokens=len(whole) - 3).encode(chat, "answer")
+    assert result == Encoded(token_ids=tuple(made.encode("<system>s|<user>defgh|<assistant>answer|")), truncated=True)
     plain = Wording(tokenizer=made, template=PLAIN, max_tokens=9)
     assert plain.encode("abcdefgh", "answer") == Encoded(token_ids=(*made.encode("\n\nanswer"), EOS), truncated=True)
     assert plain.encode("abcdefgh", "answers") is None
@@ -249,13 +249,13 @@ def ask(prompt: Callable[..., Any], completion: Callable[..., Any]) -> Callable[
 def test_scores_come_back_in_the_order_of_groups_and_completions(ask: Callable[..., Group]) -> None:
     model = classifier()
     groups = [ask("a", "long answer", "b"), ask("c", id="row-2"), ask("dd", "e", id="row-3")]
-    found = ModelScorer(model, batch_tokens=16).score(groups)
-    for group, scores in zip(groups, found.scores, strict=True):
+    result = ModelScorer(model, batch_tokens=16).score(groups)
+    for group, scores in zip(groups, result.scores, strict=True):
         for completion, score in zip(group.completions, scores, strict=True):
             texts = model.wording.encode(group.prompt.example.question, completion.text)
             assert texts is not None
             assert score == pytest.approx(model.score_all([texts.token_ids])[0], abs=1e-5)
-    assert (found.failed, found.first_error) == (0, None)
+    assert (result.failed, result.first_error) == (0, None)
 
 
 def test_the_policys_tokens_and_its_wording_of_the_prompt_are_not_looked_at(ask: Callable[..., Group]) -> None:
@@ -298,21 +298,21 @@ def test_chat_messages_reach_a_model_with_a_chat_template_alone(ask: Callable[..
 def test_a_score_that_is_not_finite_is_missing(ask: Callable[..., Group]) -> None:
     model = classifier()
     model.score_all = lambda texts, **options: [float("nan"), 1.0, float("inf")]  # type: ignore[method-assign]
-    found = ModelScorer(model).score([ask("a", "b", "c")])
-    assert found.scores == [[None, 1.0, None]]
-    assert found.failed == 2
-    assert str(found.first_error) == "the reward model's score is not finite"
+    result = ModelScorer(model).score([ask("a", "b", "c")])
+    assert result.scores == [[None, 1.0, None]]
+    assert result.failed == 2
+    assert str(result.first_error) == "the reward model's score is not finite"
 
 
 def test_a_completion_that_does_not_fit_has_no_score_and_a_shortened_question_is_counted(
     ask: Callable[..., Group],
 ) -> None:
     scorer = ModelScorer(classifier(max_tokens=8))
-    found = scorer.score([ask("so", "much too long")])
-    assert found.scores[0][0] is not None
-    assert found.scores[0][1] is None
-    assert (found.failed, scorer.truncated) == (1, 1)
-    assert "max_tokens=8" in str(found.first_error)
+    result = scorer.score([ask("so", "much too long")])
+    assert result.scores[0][0] is not None
+    assert result.scores[0][1] is None
+    assert (result.failed, scorer.truncated) == (1, 1)
+    assert "max_tokens=8" in str(result.first_error)
     assert scorer.metrics() == {"reward/preference/shortened": 1.0}
     assert scorer.metrics() == {}
 

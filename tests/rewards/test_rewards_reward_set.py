@@ -138,16 +138,16 @@ def test_all_parts_are_closed_whatever_one_raises():
 
 def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch):
     monkeypatch.setattr(reward_set, "SLOW_SECONDS", 0.05)
-    told = threading.Event()
+    messages = threading.Event()
     notices = []
 
     def slow(completions):
-        told.wait(30)
+        messages.wait(30)
         return [1.0 for _ in completions]
 
     def notice(text):
         notices.append(text)
-        told.set()
+        messages.set()
 
     reward = RewardSet([Component(name="mine", weight=1.0, scorer=FunctionReward(slow))], notice=notice)
     assert reward([group("a", "b")]).total == [[1.0, 1.0]]

@@ -58,12 +58,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def after(sizes: list[int]) -> tuple[Counter, Counter]:
     """(through graphs, called plainly) after steps of these numbers of rows."""
-    found, expected = Counter(), Counter()
-    run = found.graphed()
+    result, expected = Counter(), Counter()
+    run = result.graphed()
     for rows in sizes:
         run(rows)
         expected.step(rows)
-    return found, expected
+    return result, expected
 
 
 def assert_equal(found: Counter, expected: Counter) -> None:
@@ -73,8 +73,8 @@ def assert_equal(found: Counter, expected: Counter) -> None:
 
 @pytest.mark.parametrize("sizes", [[4], [4, 4, 4], [4, 4, 2, 2, 1, 1], [1, 4, 1, 4]])
 def test_graphed_steps_are_the_steps(cuda: FakeCuda, sizes: list[int]) -> None:
-    found, expected = after(sizes)
-    assert_equal(found, expected)
+    result, expected = after(sizes)
+    assert_equal(result, expected)
     assert len(cuda.graphs) == len(set(sizes))
     assert sum(graph.replays for graph in cuda.graphs) == len(sizes)
 
@@ -165,20 +165,20 @@ def test_invalidated_graphs_are_captured_anew(cuda: FakeCuda) -> None:
 
 
 def test_a_step_that_waits_for_the_device_runs_without_graphs_and_says_so(cuda: FakeCuda) -> None:
-    found, expected = Counter(), Counter()
-    found.reads_on_the_host = True
-    run = found.graphed()
+    result, expected = Counter(), Counter()
+    result.reads_on_the_host = True
+    run = result.graphed()
     for rows in (4, 4, 2):
         run(rows)
         expected.step(rows)
-    assert_equal(found, expected)
+    assert_equal(result, expected)
     assert run.reason == (
         "decoding runs without CUDA graphs, and is slower: "
         "a step of 4 slots failed (called a synchronizing CUDA operation)"
     )
     assert cuda.graphs == []
     assert cuda.sync_mode == 0
-    found.reads_on_the_host = False
+    result.reads_on_the_host = False
     run.invalidate()
     assert run.reason is None
     run(1)
@@ -187,8 +187,8 @@ def test_a_step_that_waits_for_the_device_runs_without_graphs_and_says_so(cuda: 
 
 def test_a_capture_that_fails_leaves_the_state_and_the_stream_as_they_were(cuda: FakeCuda) -> None:
     cuda.fail_captures = True
-    found, expected = after([4, 4])
-    assert_equal(found, expected)
+    result, expected = after([4, 4])
+    assert_equal(result, expected)
     assert cuda.current is cuda.main
 
 
@@ -284,12 +284,12 @@ SIZES = [SLOTS] * 10 + [2] * 10 + [1] * 5
 
 
 def test_graphs_of_a_models_decoding_steps_draw_the_same_tokens(cuda: FakeCuda) -> None:
-    found, expected = Decoding(), Decoding()
-    run = GraphedStep(found.step, device="cuda", state=found.state, fixed=found.model.parameters)
+    result, expected = Decoding(), Decoding()
+    run = GraphedStep(result.step, device="cuda", state=result.state, fixed=result.model.parameters)
     with torch.inference_mode():
         for index, rows in enumerate(SIZES):
             if index == 15:
-                for decoding in (found, expected):
+                for decoding in (result, expected):
                     decoding.model.lm_head.weight.mul_(-1)
             run.begin()
             run(rows)
@@ -297,9 +297,9 @@ def test_graphs_of_a_models_decoding_steps_draw_the_same_tokens(cuda: FakeCuda) 
     assert run.reason is None
     assert run.sizes == [1, 2, SLOTS]
     assert len(cuda.graphs) == 3
-    assert found.history_ST.equal(expected.history_ST)
-    assert found.own.equal(expected.own)
-    assert len(set(found.history_ST[0, :25].tolist())) > 5
+    assert result.history_ST.equal(expected.history_ST)
+    assert result.own.equal(expected.own)
+    assert len(set(result.history_ST[0, :25].tolist())) > 5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -330,11 +330,11 @@ def test_on_a_gpu_a_step_that_waits_runs_without_graphs() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_graphs_of_a_models_decoding_steps_draw_the_same_tokens() -> None:
-    found, expected = Decoding("cuda"), Decoding("cuda")
-    run = GraphedStep(found.step, device="cuda", state=found.state, fixed=found.model.parameters)
+    result, expected = Decoding("cuda"), Decoding("cuda")
+    run = GraphedStep(result.step, device="cuda", state=result.state, fixed=result.model.parameters)
     with torch.inference_mode():
         for rows in SIZES:
             run(rows)
             expected.step(rows)
     assert run.reason is None
-    assert found.history_ST.equal(expected.history_ST)
+    assert result.history_ST.equal(expected.history_ST)

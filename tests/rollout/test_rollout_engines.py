@@ -81,10 +81,10 @@ def test_slots_decoded_past_their_end_stay_within_learned_positions(read_every: 
     assert made.native, made.notice
     made.eos_token_ids = frozenset()  # all run to the cap, which is the end of the context
     prompts = [make_prompt(f"p{n}", [3 + n % 5] * 4) for n in range(79)]
-    found = NativeEngine(made, max_rows=40, read_every=read_every).generate(
+    result = NativeEngine(made, max_rows=40, read_every=read_every).generate(
         prompts, group_size=1, sampling=SamplingParams(max_new_tokens=12), seed=0
     )
-    for group in found[::13]:
+    for group in result[::13]:
         (completion,) = group.completions
         ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids]])
         with torch.no_grad(), made.plain_attention() as model:

@@ -45,7 +45,7 @@ def test_seeds_and_keys_are_pinned() -> None:
 
 def test_derived_seeds_tell_types_and_borders_apart() -> None:
     parts = [(1,), ("1",), (1, 1), (11,), ("ab", "c"), ("a", "bc"), ("abc",), (), ("",), (-1,), ("\ud800",)]
-    seeds = [derive_seed(*part) for part in parts]
+    seeds = [derive_seed(*component) for component in parts]
     assert len(set(seeds)) == len(parts)
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -76,11 +76,11 @@ class Run:
         ended = [self.slots.pop(slot) for slot in over]
         place_of_row = dict(zip(ended, [self.place_of_slot.pop(slot) for slot in over], strict=True))
         self.ended += ended
-        found = self.schedule.end(over)
+        result = self.schedule.end(over)
         open_groups = Counter(row // self.group_size for row in range(len(self.left)) if row not in self.ended)
-        assert set(found) == {row // self.group_size for row in ended} - set(open_groups)
-        self.complete += found
-        self.in_use -= {place for row, place in place_of_row.items() if row // self.group_size in found}
+        assert set(result) == {row // self.group_size for row in ended} - set(open_groups)
+        self.complete += result
+        self.in_use -= {place for row, place in place_of_row.items() if row // self.group_size in result}
         if over:
             self.compact()
         self.check()

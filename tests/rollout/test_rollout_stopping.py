@@ -67,7 +67,7 @@ def test_a_stop_string_after_a_long_run_of_byte_tokens_is_found(character: str) 
 def test_tokens_without_text_between_do_not_hide_a_stop_string() -> None:
     tokenizer = byte_level_tokenizer()
     beyond = [len(tokenizer) + 5] * 40  # ids of a padded vocabulary decode to nothing
-    start, end = (tokenizer.encode(part, add_special_tokens=False) for part in ("x</an", "s>"))
+    start, end = (tokenizer.encode(component, add_special_tokens=False) for component in ("x</an", "s>"))
     tokens = start + beyond + end
     assert tokenizer.decode(tokens) == "x</ans>"
     assert first_found(tokenizer, ("</ans>",), tokens) == len(tokens) - 1
@@ -78,7 +78,7 @@ def test_the_first_position_is_the_one_of_the_definition_for_random_tokens(make)
     tokenizer = make()
     pieces = ["a", "an", "s", "\n", " a", "/", "<", ">", "é", "終了", "🙂", " ", "b", "n", " t"]
     rng = random.Random(0)
-    found = 0
+    result = 0
     for case in range(600):
         stop = tuple("".join(rng.choices(pieces, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2)))
         tokens = []
@@ -88,8 +88,8 @@ def test_the_first_position_is_the_one_of_the_definition_for_random_tokens(make)
             tokens += tokenizer.encode("".join(rng.choices(pieces, k=3)), add_special_tokens=False)
         expected = first_by_definition(tokenizer, stop, tokens)
         assert first_found(tokenizer, stop, tokens) == expected, (stop, tokens)
-        found += expected is not None
-    assert found > 100
+        result += expected is not None
+    assert result > 100
 
 
 def test_only_asked_positions_count_and_a_string_completed_before_them_is_not_new() -> None:

@@ -91,10 +91,10 @@ def test_a_flipped_bit_is_found_and_the_older_checkpoint_used(tmp_path, write, n
     (newer / name).write_bytes(content)
     with pytest.raises(UserError, match=f"step_000002/{name}: damaged"):
         read_checkpoint(newer)
-    told: list[str] = []
-    assert newest_valid(tmp_path, notice=told.append) == older
-    assert len(told) == 1
-    assert f"step_000002/{name}: damaged" in told[0]
+    messages: list[str] = []
+    assert newest_valid(tmp_path, notice=messages.append) == older
+    assert len(messages) == 1
+    assert f"step_000002/{name}: damaged" in messages[0]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -124,10 +124,10 @@ def test_a_broken_newest_checkpoint_is_told_by_a_warning_by_default(tmp_path, wr
 def test_a_run_without_a_whole_checkpoint_is_refused_rather_than_begun_anew(tmp_path, write):
     for step in (1, 2):
         (write(tmp_path, step) / "trainer/state.json").unlink()
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(UserError, match=r"step_000002/trainer/state.json: missing; .*step_000001/.*--overwrite"):
-        newest_valid(tmp_path, notice=told.append)
-    assert not told
+        newest_valid(tmp_path, notice=messages.append)
+    assert not messages
 
 
 def test_newest_is_by_step_not_by_name_or_time(tmp_path, write):

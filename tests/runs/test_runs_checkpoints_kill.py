@@ -94,11 +94,11 @@ def killed_at_every_point(directory: Path, *, before: list[int], step: int) -> i
         remove_leftovers(parent)
         # Every directory that goes by a checkpoint's name is whole, not only the newest.
         loaded = [read_checkpoint(parent / checkpoint_name(one)) for one in checkpoint_steps(parent)][-1]
-        found = newest_valid(parent)
-        assert found == loaded.path
+        result = newest_valid(parent)
+        assert result == loaded.path
         value = loaded.state["value"]
         assert loaded.tensors["value"].item() == value
-        assert (found / "model.safetensors").read_text() == str(value)
+        assert (result / "model.safetensors").read_text() == str(value)
         assert (parent / "last").exists()
         assert (loaded.step, value) in {(before[-1], 1.0), (step, 2.0)}
         assert not list(parent.glob(".*"))

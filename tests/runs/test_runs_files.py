@@ -8,7 +8,7 @@ def test_a_file_is_replaced_whole(tmp_path):
     write_atomic(path, "old and long")
     write_atomic(path, "néw")
     assert path.read_bytes() == "néw".encode()
-    assert [found.name for found in tmp_path.iterdir()] == ["summary.json"]
+    assert [result.name for result in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_a_full_disk_leaves_the_old_content(tmp_path):
@@ -18,4 +18,4 @@ def test_a_full_disk_leaves_the_old_content(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, "new")
     assert path.read_text() == "old"
-    assert [found.name for found in tmp_path.iterdir()] == ["summary.json"]
+    assert [result.name for result in tmp_path.iterdir()] == ["summary.json"]

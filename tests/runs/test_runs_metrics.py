@@ -66,28 +66,28 @@ def test_every_tracker_gets_the_metrics_and_is_closed(tmp_path):
 
 
 def test_a_failing_tracker_is_told_once_and_stops_nobody(tmp_path):
-    told: list[str] = []
+    messages: list[str] = []
     good, bad = Recorder(), Recorder(ConnectionError("offline"))
-    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=[bad, good], notice=told.append) as writer:
+    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=[bad, good], notice=messages.append) as writer:
         writer.write(1, "train", {"x": 1.0})
         writer.write(2, "train", {"x": 2.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [step for step, _ in good.rows] == [1, 2]
     assert good.closed
-    assert told[0].startswith("Recorder failed (offline)")
-    assert len(told) == 2  # once for log, once for close
-    assert "could not be closed" in told[1]
+    assert messages[0].startswith("Recorder failed (offline)")
+    assert len(messages) == 2  # once for log, once for close
+    assert "could not be closed" in messages[1]
 
 
 def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    told: list[str] = []
+    messages: list[str] = []
     tracker = Recorder()
-    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=[tracker], notice=told.append) as writer:
+    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=[tracker], notice=messages.append) as writer:
         for step in range(3):
             writer.write(step, "train", {"x": 0.0})
-    assert len(told) == 1
-    assert "No space left on device" in told[0]
+    assert len(messages) == 1
+    assert "No space left on device" in messages[0]
     assert len(tracker.rows) == 3
 
 

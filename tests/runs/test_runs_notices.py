@@ -94,14 +94,14 @@ def test_runs_without_the_file_have_no_notices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["/dev/full", "/nowhere/at/all"])
 def test_a_disk_that_takes_no_notice_is_announced_once_and_all_are_still_shown(tmp_path: Path, place: str) -> None:
     (tmp_path / "notices.jsonl").symlink_to(place)
-    shown: list[str] = []
+    displayed: list[str] = []
 
     class Screen:
         def update(self, *args: object, **settings: object) -> None:
             pass
 
         def notice(self, text: str) -> None:
-            shown.append(text)
+            displayed.append(text)
 
     log = NoticeLog(failed=Screen().notice)
     progress = RecordedProgress(Screen(), log)  # type: ignore[arg-type]
@@ -110,5 +110,5 @@ def test_a_disk_that_takes_no_notice_is_announced_once_and_all_are_still_shown(t
     progress.notice("one")
     progress.notice("two")
     log.close()
-    assert [text for text in shown if "notices are not kept" not in text] == ["early", "one", "two"]
-    assert len(shown) == 4
+    assert [text for text in displayed if "notices are not kept" not in text] == ["early", "one", "two"]
+    assert len(displayed) == 4

@@ -55,13 +55,13 @@ def test_any_text_a_model_writes_survives(tmp_path):
 
 
 def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path):
-    told: list[str] = []
-    log = RolloutLog(tmp_path, notice=told.append)
+    messages: list[str] = []
+    log = RolloutLog(tmp_path, notice=messages.append)
     for step in (1, 2):
         (tmp_path / f".tmp-step_{step:06d}.jsonl").symlink_to("/dev/full")
         log.write(step, [group("a", ["x" * 100_000])], Scores(total=[[0.0]], parts={}), [[0.0]])
-    assert len(told) == 1
-    assert "No space left on device" in told[0]
+    assert len(messages) == 1
+    assert "No space left on device" in messages[0]
     assert list(tmp_path.iterdir()) == []
 
 

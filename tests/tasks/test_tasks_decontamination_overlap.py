@@ -115,8 +115,8 @@ def test_what_repeats_a_dropped_question_but_no_kept_one_stays():
 
 
 def test_the_notice_counts_rows_and_questions():
-    found = find_overlap(["What is osmosis?", "Why?"], evaluation=["what is OSMOSIS", "b", "c"], config=config())
-    assert found.notice == "1 of 2 training rows dropped: they overlap the 3 questions of task.overlap"
+    result = find_overlap(["What is osmosis?", "Why?"], evaluation=["what is OSMOSIS", "b", "c"], config=config())
+    assert result.notice == "1 of 2 training rows dropped: they overlap the 3 questions of task.overlap"
 
 
 def rows_task(tmp_path, rows, overlap, **settings):

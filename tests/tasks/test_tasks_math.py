@@ -123,10 +123,10 @@ def test_math500_trains_on_all_that_its_problems_are_not(folder):
     assert task.name == "math500"
     # `Draw a  line.` of train differs from the held-out one in a space, `Count to two.` of test is held out itself.
     assert set(by_id(task.train)) == {"train/0", "train/1", "test/0"}
-    held_out = by_id(task.test)
-    assert {id: e.gold for id, e in held_out.items()} == {"math500/0": "2", "math500/1": "2"}
-    assert held_out["math500/0"].subsets == {"subject": "Geometry", "level": "2"}
-    assert held_out["math500/0"].columns["unique_id"] == "test/geometry/2.json"
+    test_rows = by_id(task.test)
+    assert {id: e.gold for id, e in test_rows.items()} == {"math500/0": "2", "math500/1": "2"}
+    assert test_rows["math500/0"].subsets == {"subject": "Geometry", "level": "2"}
+    assert test_rows["math500/0"].columns["unique_id"] == "test/geometry/2.json"
 
 
 def test_the_500_may_stand_in_a_file_of_their_own(folder, tmp_path):

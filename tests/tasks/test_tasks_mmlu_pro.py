@@ -118,15 +118,15 @@ def published_prompt(shots, asked):
 
 def test_the_prompts_of_five_categories_are_the_published_ones_byte_for_byte(tmp_path):
     rows = {category: odd_rows(category, 100 * index) for index, category in enumerate(FIVE)}
-    for split, found in (
+    for split, result in (
         ("validation", [one for shots, _ in rows.values() for one in shots]),
         ("test", [asked for _, asked in rows.values()]),
     ):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in result))
     _, tokenizer = run_model()
     prompts = build_prompts(build(tmp_path).test, tokenizer, PromptConfig(), max_tokens=10**6).prompts
     texts = {prompt.example.subsets["category"]: prompt.text.encode() for prompt in prompts}
-    assert texts == {category: published_prompt(*found).encode() for category, found in rows.items()}
+    assert texts == {category: published_prompt(*result).encode() for category, result in rows.items()}
     assert texts["law"].count(b"choice.\n\n\n\nQuestion:\nIs it so?\nOptions:\nA. first\nB.  second\nC. third \n") == 1
 
 

@@ -140,8 +140,8 @@ def test_svamp_joins_body_and_question(layouts):
 
 
 def test_word_problems_trains_on_two_sets_and_marks_what_a_third_repeats(layouts):
-    places = {("train", 0): "mawps", ("train", 1): "asdiv", ("test", 0): "svamp"}
-    task = task_from_files("word_problems", {place: layouts[name] for place, name in places.items()})
+    positions = {("train", 0): "mawps", ("train", 1): "asdiv", ("test", 0): "svamp"}
+    task = task_from_files("word_problems", {place: layouts[name] for place, name in positions.items()})
     assert task.name == "word_problems"
     assert [e.id.split("/")[0] for e in task.train].count("train.0") == 10
     assert [e.id.split("/")[0] for e in task.train].count("train.1") == 11

@@ -180,11 +180,11 @@ def test_a_split_by_fraction_is_seeded_and_independent_of_row_order(write):
         assert len(task.train) + len(task.test) == len(rows)
         return {e.question for e in task.test}
 
-    held_out = test_questions(rows)
-    assert 20 <= len(held_out) <= 60
-    assert test_questions(rows[::-1]) == held_out
-    assert test_questions(rows[:100]) == held_out & {row["question"] for row in rows[:100]}
-    assert test_questions(rows, seed=1) != held_out
+    test_rows = test_questions(rows)
+    assert 20 <= len(test_rows) <= 60
+    assert test_questions(rows[::-1]) == test_rows
+    assert test_questions(rows[:100]) == test_rows & {row["question"] for row in rows[:100]}
+    assert test_questions(rows, seed=1) != test_rows
 
 
 def test_equal_and_near_equal_questions_stay_on_one_side(write):

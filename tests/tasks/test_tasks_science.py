@@ -120,11 +120,11 @@ def test_the_same_topics_of_two_subjects_are_held_out_apart(tmp_path):
     for subject in ("physics", "chemistry"):
         write_jsonl(tmp_path, subject, [{**row, "message_1": f"{subject} {row['message_1']}"} for row in camel_rows()])
     task = build(type="camel_ai", subjects=["physics", "chemistry"], path=str(tmp_path), test_fraction=0.2)
-    held_out = {
+    test_rows = {
         subject: {(topic, sub) for own, topic, sub in cells(task.test) if own == subject}
         for subject in ("physics", "chemistry")
     }
-    assert held_out["physics"] != held_out["chemistry"]
+    assert test_rows["physics"] != test_rows["chemistry"]
     assert {e.subsets["subject"] for e in task.test} == {"physics", "chemistry"}
 
 
@@ -241,9 +241,9 @@ def dr_sci_row(star, stone, *, open_ended=True):
 
 @pytest.fixture
 def dr_sci(tmp_path):
-    for part in ("open-ended", "verifiable"):
-        rows = [dr_sci_row(star, stone, open_ended=part == "open-ended") for star in STARS for stone in STONES]
-        if part == "verifiable":
+    for component in ("open-ended", "verifiable"):
+        rows = [dr_sci_row(star, stone, open_ended=component == "open-ended") for star in STARS for stone in STONES]
+        if component == "verifiable":
             rows = [
                 {
                     **row,
@@ -255,7 +255,7 @@ def dr_sci(tmp_path):
                 }
                 for row in rows
             ]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"Dr_SCI_{part}.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"Dr_SCI_{component}.parquet")
     return tmp_path
 
 

@@ -52,31 +52,31 @@ def three_groups() -> Batch:
 
 def test_take_keeps_order_and_what_belongs_to_each_token() -> None:
     batch = three_groups()
-    part = take(batch, torch.tensor([1, 4, 6]))
+    component = take(batch, torch.tensor([1, 4, 6]))
     tokens = [2, 7, 8, 10, 11, 12, 13]
-    assert part.prompts == ((3, 4), (5,), (6, 7, 8))
-    assert part.prompt_N.tolist() == [0, 1, 2]
-    assert part.lengths_N.tolist() == [1, 2, 4]
-    assert part.sequence_T.tolist() == [0, 1, 1, 2, 2, 2, 2]
-    assert part.tokens_T.tolist() == [batch.tokens_T[token].item() for token in tokens]
-    assert part.old_logprobs_T.tolist() == [batch.old_logprobs_T[token].item() for token in tokens]
-    assert part.reference_logprobs_T is not None
+    assert component.prompts == ((3, 4), (5,), (6, 7, 8))
+    assert component.prompt_N.tolist() == [0, 1, 2]
+    assert component.lengths_N.tolist() == [1, 2, 4]
+    assert component.sequence_T.tolist() == [0, 1, 1, 2, 2, 2, 2]
+    assert component.tokens_T.tolist() == [batch.tokens_T[token].item() for token in tokens]
+    assert component.old_logprobs_T.tolist() == [batch.old_logprobs_T[token].item() for token in tokens]
+    assert component.reference_logprobs_T is not None
     assert batch.reference_logprobs_T is not None
-    assert part.reference_logprobs_T.tolist() == [batch.reference_logprobs_T[token].item() for token in tokens]
-    assert part.advantages_N.tolist() == [batch.advantages_N[n].item() for n in (1, 4, 6)]
-    assert part.weights_N.tolist() == [batch.weights_N[n].item() for n in (1, 4, 6)]
+    assert component.reference_logprobs_T.tolist() == [batch.reference_logprobs_T[token].item() for token in tokens]
+    assert component.advantages_N.tolist() == [batch.advantages_N[n].item() for n in (1, 4, 6)]
+    assert component.weights_N.tolist() == [batch.weights_N[n].item() for n in (1, 4, 6)]
 
 
 def test_take_leaves_out_prompts_that_are_not_needed() -> None:
-    part = take(three_groups(), torch.tensor([2, 3, 5]))
-    assert part.prompts == ((5,), (6, 7, 8))
-    assert part.prompt_N.tolist() == [0, 0, 1]
+    component = take(three_groups(), torch.tensor([2, 3, 5]))
+    assert component.prompts == ((5,), (6, 7, 8))
+    assert component.prompt_N.tolist() == [0, 0, 1]
 
 
 def test_take_of_nothing_is_an_empty_batch() -> None:
-    part = take(three_groups(), torch.tensor([], dtype=torch.int64))
-    assert part.prompts == ()
-    assert len(part.lengths_N) == len(part.tokens_T) == 0
+    component = take(three_groups(), torch.tensor([], dtype=torch.int64))
+    assert component.prompts == ()
+    assert len(component.lengths_N) == len(component.tokens_T) == 0
 
 
 def cut(batch: Batch, count: int, *, of: MinibatchOf = "groups", seed: int = 0, all_tokens: bool = True) -> list[Batch]:
@@ -107,10 +107,10 @@ def many_groups(groups: int = 8) -> Batch:
 @pytest.mark.parametrize(("count", "sizes"), [(1, [8]), (3, [3, 3, 2]), (8, [1] * 8), (20, [1] * 8)])
 def test_minibatches_are_whole_groups_and_cover_every_group_once(count: int, sizes: list[int]) -> None:
     parts = cut(many_groups(), count)
-    assert [len(part.prompts) for part in parts] == sizes
-    assert sorted(p for part in parts for p in part.prompts) == [(p + 3,) for p in range(8)]
-    for part in parts:
-        assert part.lengths_N.tolist() == [1, 2] * len(part.prompts)
+    assert [len(component.prompts) for component in parts] == sizes
+    assert sorted(p for component in parts for p in component.prompts) == [(p + 3,) for p in range(8)]
+    for component in parts:
+        assert component.lengths_N.tolist() == [1, 2] * len(component.prompts)
 
 
 @pytest.mark.parametrize(
@@ -119,30 +119,30 @@ def test_minibatches_are_whole_groups_and_cover_every_group_once(count: int, siz
 def test_minibatches_of_completions_cover_every_completion_once(count: int, sizes: list[int]) -> None:
     batch = many_groups()
     parts = cut(batch, count, of="completions")
-    assert [len(part.lengths_N) for part in parts] == sizes
-    owners = [part.prompts[p] for part in parts for p in part.prompt_N]
-    lengths = [length for part in parts for length in part.lengths_N.tolist()]
+    assert [len(component.lengths_N) for component in parts] == sizes
+    owners = [component.prompts[p] for component in parts for p in component.prompt_N]
+    lengths = [length for component in parts for length in component.lengths_N.tolist()]
     assert sorted(zip(owners, lengths, strict=True)) == [((p + 3,), length) for p in range(8) for length in (1, 2)]
-    logprobs = torch.cat([part.old_logprobs_T for part in parts])
+    logprobs = torch.cat([component.old_logprobs_T for component in parts])
     assert sorted(logprobs.tolist()) == sorted(batch.old_logprobs_T.tolist())
 
 
 def test_minibatches_of_completions_split_groups_and_keep_the_order_within() -> None:
     parts = cut(many_groups(), 2, of="completions")
-    assert all(part.prompt_N.tolist() == sorted(part.prompt_N.tolist()) for part in parts)
+    assert all(component.prompt_N.tolist() == sorted(component.prompt_N.tolist()) for component in parts)
     shared = set(parts[0].prompts) & set(parts[1].prompts)
     assert shared
-    assert all(len(part.prompts) == len(set(part.prompts)) for part in parts)
+    assert all(len(component.prompts) == len(set(component.prompts)) for component in parts)
 
 
 def test_minibatches_of_completions_weigh_and_drop_as_those_of_groups_do() -> None:
     batch = many_groups()
     batch = replace(batch, advantages_N=torch.tensor([1.0, -1.0] * 4 + [0.0] * 8))
-    for part in cut(batch, 3, of="completions"):
-        counted = 6 if len(part.lengths_N) == 6 else 5
-        np.testing.assert_allclose(part.weights_N, 1 / (counted * part.lengths_N), rtol=1e-6)
+    for component in cut(batch, 3, of="completions"):
+        counted = 6 if len(component.lengths_N) == 6 else 5
+        np.testing.assert_allclose(component.weights_N, 1 / (counted * component.lengths_N), rtol=1e-6)
     kept = cut(batch, 3, of="completions", all_tokens=False)
-    assert sum(len(part.lengths_N) for part in kept) == 8
+    assert sum(len(component.lengths_N) for component in kept) == 8
     for everything, signal in zip(cut(batch, 3, of="completions"), kept, strict=True):
         has_signal = everything.advantages_N != 0
         # The weights count the completions that were left out.
@@ -158,7 +158,7 @@ def test_one_minibatch_is_the_same_batch_of_groups_or_completions() -> None:
 
 @pytest.mark.parametrize("of", ["groups", "completions"])
 def test_minibatches_are_reshuffled_by_seed_and_only_by_seed(of: MinibatchOf) -> None:
-    orders = [[part.prompts for part in cut(many_groups(), 4, of=of, seed=seed)] for seed in (1, 1, 2, 3)]
+    orders = [[component.prompts for component in cut(many_groups(), 4, of=of, seed=seed)] for seed in (1, 1, 2, 3)]
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
     assert orders[2] != orders[3]
@@ -174,16 +174,16 @@ def test_weights_count_completions_without_signal_which_then_cost_nothing() -> N
 
 
 def test_weights_are_those_of_the_minibatch_and_not_of_the_whole_batch() -> None:
-    for part in cut(many_groups(), 4):
-        np.testing.assert_allclose(part.weights_N, [1 / 4, 1 / 8] * 2, rtol=1e-6)
+    for component in cut(many_groups(), 4):
+        np.testing.assert_allclose(component.weights_N, [1 / 4, 1 / 8] * 2, rtol=1e-6)
 
 
 def test_an_empty_completion_counts_in_the_mean_and_is_left_out_of_the_pass() -> None:
     batch = make_batch([2, 0, 1], prompts=[(3,)], prompt_N=[0, 0, 0])
-    (part,) = cut(batch, 1)
-    assert part.lengths_N.tolist() == [2, 1]
-    np.testing.assert_allclose(part.weights_N, [1 / 6, 1 / 3], rtol=1e-6)
-    assert part.tokens_T.tolist() == batch.tokens_T.tolist()
+    (component,) = cut(batch, 1)
+    assert component.lengths_N.tolist() == [2, 1]
+    np.testing.assert_allclose(component.weights_N, [1 / 6, 1 / 3], rtol=1e-6)
+    assert component.tokens_T.tolist() == batch.tokens_T.tolist()
 
 
 def test_a_batch_without_completions_has_no_minibatches() -> None:

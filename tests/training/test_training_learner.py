@@ -44,19 +44,19 @@ def groups(*names: str) -> list[Group]:
 def scored_tokens(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[int], dict[str, Tensor]]:
     """How many response tokens each pass with gradients read in one step, and the gradient it left."""
     policy = tiny_policy()
-    passes: list[int] = []
+    pass_count: list[int] = []
     plain: Callable[..., tuple[Tensor, Tensor]] = policy.token_logprobs
 
     def counted(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled():
-            passes.append(len(batch.tokens_T))
+            pass_count.append(len(batch.tokens_T))
         return plain(batch, **settings)
 
     monkeypatch.setattr(policy, "token_logprobs", counted)
     names = settings.pop("names", ("alive", "dead"))
     trainer = make_trainer(policy, groups(*names), REWARDS, max_new_tokens=LIMIT, **settings)
     trainer.train_step(1)
-    return passes, gradients(policy)
+    return pass_count, gradients(policy)
 
 
 def test_groups_without_signal_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,17 +76,17 @@ def test_groups_without_signal_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> 
 def test_kl_and_entropy_in_the_loss_move_groups_without_signal(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes, gradient = scored_tokens(monkeypatch, names=("dead",), reference=tiny_policy(seed=5), **settings)
-    assert passes == [6]
-    assert max(part.abs().max().item() for part in gradient.values()) > 1e-3
+    pass_count, gradient = scored_tokens(monkeypatch, names=("dead",), reference=tiny_policy(seed=5), **settings)
+    assert pass_count == [6]
+    assert max(component.abs().max().item() for component in gradient.values()) > 1e-3
 
 
 @pytest.mark.parametrize("kl", [KLConfig(), KLConfig(coefficient=0.1, placement="reward")], ids=["logged", "in reward"])
 def test_a_reference_outside_the_loss_costs_groups_without_signal_no_pass(
     kl: KLConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes, _ = scored_tokens(monkeypatch, kl=kl, reference=tiny_policy())
-    assert passes == [7]
+    pass_count, _ = scored_tokens(monkeypatch, kl=kl, reference=tiny_policy())
+    assert pass_count == [7]
 
 
 def test_a_reference_that_is_only_logged_changes_no_weight() -> None:

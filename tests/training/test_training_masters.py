@@ -133,9 +133,9 @@ def test_gradients_are_summed_over_micro_batches_in_float32_and_clipped_once() -
     expected = [torch.stack([g.float() for g in grads]).sum(0) for grads in zip(*pieces, strict=True)]
     rounded = [sum(grads[1:], grads[0]) for grads in zip(*pieces, strict=True)]
     learner.accumulate_gradients(batch)
-    found = [parameter.grad for parameter in policy.parameters()]
-    assert all(grad is not None and grad.dtype == torch.float32 for grad in found)
-    for grad, value in zip(found, expected, strict=True):
+    result = [parameter.grad for parameter in policy.parameters()]
+    assert all(grad is not None and grad.dtype == torch.float32 for grad in result)
+    for grad, value in zip(result, expected, strict=True):
         torch.testing.assert_close(grad, value, rtol=1e-6, atol=1e-6)
     assert any((value.float() - grad).abs().max() > 1e-3 for value, grad in zip(rounded, expected, strict=True))
 
@@ -268,10 +268,10 @@ def test_regularization_perturbs_the_masters_and_restores_the_weights_bit_for_bi
 def gradient_of_same_masters(policy: Policy, batch: Batch) -> dict[str, Tensor]:
     """The plain gradient; a learner of its own would begin new masters, so the old ones are put back."""
     held = {weight: master.clone() for weight, master in policy.masters().items()}
-    found = gradient_of(policy, batch)
+    result = gradient_of(policy, batch)
     for weight, master in policy.masters().items():
         master.copy_(held[weight])
-    return found
+    return result
 
 
 def test_a_step_that_rounding_swallows_is_still_refused() -> None:

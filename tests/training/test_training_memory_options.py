@@ -53,7 +53,7 @@ def other_batch() -> Batch:
 
 
 def relative_gap(found: Gradient, expected: Gradient) -> float:
-    largest = max(float(part.abs().max()) for part in expected.values())
+    largest = max(float(component.abs().max()) for component in expected.values())
     return largest_difference(found, expected) / largest
 
 
@@ -86,7 +86,7 @@ def test_recomputed_layers_give_the_same_gradient_to_the_bit(
     assert recomputed == []
     assert largest_difference(with_option(policy, batch, **settings), expected) == 0
     assert recomputed[:6] == list(policy.causal.model.layers)
-    assert max(float(part.abs().max()) for part in expected.values()) > 0.1
+    assert max(float(component.abs().max()) for component in expected.values()) > 0.1
 
 
 def saved_bytes(policy: Policy) -> int:
@@ -135,24 +135,24 @@ def test_scoring_and_sampling_recompute_nothing(recomputed: list[nn.Module]) -> 
 
     plain = outputs()
     with training_layers(policy.causal, recompute=True, compiled=False):
-        found = outputs()
+        result = outputs()
         assert recomputed == []
         policy.token_logprobs(some_batch(), temperature=1.0)
         assert len(recomputed) == 2
-    assert (found[0], found[2]) == (plain[0], plain[2])
-    assert torch.equal(found[1], plain[1])
+    assert (result[0], result[2]) == (plain[0], plain[2])
+    assert torch.equal(result[1], plain[1])
 
 
 @pytest.mark.parametrize("dropout", [0.2, 0.0])
 @pytest.mark.parametrize("difference", ["forward", "exact"])
 def test_regularization_is_the_same_to_the_bit_also_with_dropout(difference: str, dropout: float) -> None:
     policy = double_qwen2(dropout=dropout)
-    batch, found = off_policy(policy), []
+    batch, result = off_policy(policy), []
     for option, seed in ((gradient_of, 5), (with_option, 5), (with_option, 6)):
         torch.manual_seed(seed)
-        found.append(option(policy, batch, strength=0.3, difference=difference, micro_batch_tokens=20))
-    assert largest_difference(found[0], found[1]) == 0
-    assert (largest_difference(found[0], found[2]) > 1e-3) == (dropout > 0)
+        result.append(option(policy, batch, strength=0.3, difference=difference, micro_batch_tokens=20))
+    assert largest_difference(result[0], result[1]) == 0
+    assert (largest_difference(result[0], result[2]) > 1e-3) == (dropout > 0)
 
 
 def test_adapters_get_the_same_gradient_through_recomputed_layers() -> None:

@@ -168,8 +168,8 @@ POLICIES = {"bfloat16": coarse_policy, "adapters": adapted_policy, "padded": pad
 def test_below_float32_unmoved_weights_have_ratio_one_and_no_kl(kind: str, seed: int) -> None:
     chosen, metrics, _ = on_policy_step(100 * seed + len(kind), POLICIES[kind]())
     if "policy/ratio_mean" in metrics:
-        found = {name: metrics[f"policy/{name}"] for name in ("ratio_max_gap", "clip_fraction", "kl_reference")}
-        assert found == dict.fromkeys(found, 0.0), chosen
+        result = {name: metrics[f"policy/{name}"] for name in ("ratio_max_gap", "clip_fraction", "kl_reference")}
+        assert result == dict.fromkeys(result, 0.0), chosen
         assert metrics["policy/ratio_mean"] == 1.0, chosen
 
 
@@ -190,15 +190,15 @@ def updates_of(policy: Policy, *, own: bool = True, **training: Any) -> tuple[li
         max_new_tokens=LIMIT,
         training=TrainingConfig(steps=1, **training),
     )
-    found: list[Any] = []
+    result: list[Any] = []
     plain = trainer.learner.update
 
     def recorded(*parts: Batch, rate: float) -> Any:
-        found.append(plain(*parts, rate=rate))
-        return found[-1]
+        result.append(plain(*parts, rate=rate))
+        return result[-1]
 
     trainer.learner.update = recorded  # type: ignore[method-assign]
-    return found, trainer.train_step(1), trainer
+    return result, trainer.train_step(1), trainer
 
 
 def ratio_gaps(updates: Sequence[Any]) -> list[float]:
@@ -283,8 +283,8 @@ def test_the_penalty_is_the_same_where_the_first_pass_brings_the_old_log_probabi
         "ratio_mode": mode,
         "micro_batch_tokens": 25,
     }
-    stored, found = (gradient_of(policy, replace(batch, old_logprobs_T=old), **settings) for old in (own_T, None))
-    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    stored, result = (gradient_of(policy, replace(batch, old_logprobs_T=old), **settings) for old in (own_T, None))
+    assert all(torch.equal(result[name], stored[name]) for name in stored)
 
 
 def test_everything_on_the_way_through_a_model_counts() -> None:
@@ -306,13 +306,15 @@ def test_everything_on_the_way_through_a_model_counts() -> None:
 
 
 def test_a_distance_that_is_no_rounding_is_told_at_the_first_and_the_tenth_step() -> None:
-    told: list[str] = []
-    gaps = LogprobGapMonitor(told.append)
+    messages: list[str] = []
+    gaps = LogprobGapMonitor(messages.append)
     gaps.observe({})
     gaps.observe({"rollout/logprob_gap_mean": GAP_BOUND})
     gaps.observe({"rollout/logprob_gap_mean": float("nan")})
-    assert told == []
+    assert messages == []
     for _ in range(11):
         gaps.observe({"rollout/logprob_gap_mean": 2.7})
-    assert ["in 1 step so far" in told[0], "2.7 on average" in told[0], "in 10 steps" in told[1]] == [True] * 3
-    assert len(told) == 2
+    assert ["in 1 step so far" in messages[0], "2.7 on average" in messages[0], "in 10 steps" in messages[1]] == [
+        True
+    ] * 3
+    assert len(messages) == 2

@@ -124,15 +124,15 @@ def test_an_optimizer_goes_on_from_its_tensors_bit_for_bit(name: str) -> None:
 
     def step(parameters: list[nn.Parameter], used: torch.optim.Optimizer, number: int) -> None:
         noise = torch.Generator().manual_seed(number)
-        for part in parameters:
-            part.grad = torch.randn(part.shape, generator=noise)
+        for component in parameters:
+            component.grad = torch.randn(component.shape, generator=noise)
         set_learning_rate(used, 0.1 / number)
         used.step()
 
     for number in (1, 2, 3):
         step(kept, optimizer, number)
     saved = {key: value.clone() for key, value in optimizer_tensors(optimizer).items()}
-    resumed = [nn.Parameter(part.detach().clone()) for part in kept]
+    resumed = [nn.Parameter(component.detach().clone()) for component in kept]
     restored = build_optimizer(resumed, config)
     load_optimizer_tensors(restored, saved)
     again = optimizer_tensors(restored)

@@ -130,19 +130,19 @@ def memory(policy: Policy) -> set[int]:
 @pytest.fixture
 def update_kl(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The mean KL that each update found."""
-    found = []
+    result = []
     original = Learner.update
 
     def update(self: Learner, *args: Any, **settings: Any) -> PolicyStatistics:
         statistics = original(self, *args, **settings)
-        found.append(
-            sum(float(part.kl) for part in statistics.tokens if part.kl is not None)
-            / sum(part.tokens for part in statistics.tokens)
+        result.append(
+            sum(float(component.kl) for component in statistics.tokens if component.kl is not None)
+            / sum(component.tokens for component in statistics.tokens)
         )
         return statistics
 
     monkeypatch.setattr(Learner, "update", update)
-    return found
+    return result
 
 
 def test_the_first_update_after_a_reset_finds_no_kl_and_the_second_does(update_kl: list[float]) -> None:

@@ -64,29 +64,29 @@ def test_the_true_penalty_is_that_of_the_softmax_by_hand() -> None:
 @pytest.mark.parametrize("difference", ["exact", "central", "forward"])
 def test_importance_over_every_action_penalizes_the_true_norm(difference: str) -> None:
     bandit = Bandit()
-    found = penalty(bandit, *every_action(bandit), mode="importance", difference=difference)
-    assert error(found, bandit.true_penalty()) < {"exact": 1e-12, "central": 1e-8, "forward": 1e-4}[difference]
+    result = penalty(bandit, *every_action(bandit), mode="importance", difference=difference)
+    assert error(result, bandit.true_penalty()) < {"exact": 1e-12, "central": 1e-8, "forward": 1e-4}[difference]
 
 
 @pytest.mark.parametrize("difference", ["exact", "central", "forward"])
 def test_reuse_over_every_action_penalizes_nothing(difference: str) -> None:
     bandit = Bandit()
-    found = penalty(bandit, *every_action(bandit), mode="reuse", difference=difference)
-    assert error(found, bandit.true_penalty()) == pytest.approx(1, abs=1e-8)
-    assert found.norm() < 1e-8 * bandit.true_penalty().norm()
+    result = penalty(bandit, *every_action(bandit), mode="reuse", difference=difference)
+    assert error(result, bandit.true_penalty()) == pytest.approx(1, abs=1e-8)
+    assert result.norm() < 1e-8 * bandit.true_penalty().norm()
 
 
 @pytest.mark.parametrize("difference", ["exact", "forward"])
 def test_importance_over_samples_penalizes_the_true_norm_within_the_sampling_error(difference: str) -> None:
     bandit = Bandit()
-    found = penalty(bandit, *sampled(bandit), mode="importance", difference=difference)
-    assert error(found, bandit.true_penalty()) < 0.01
+    result = penalty(bandit, *sampled(bandit), mode="importance", difference=difference)
+    assert error(result, bandit.true_penalty()) < 0.01
 
 
 def test_reuse_over_samples_penalizes_nothing_whatever_was_drawn() -> None:
     bandit = Bandit()
-    found = penalty(bandit, *sampled(bandit), mode="reuse", difference="forward")
-    assert found.norm() < 1e-8 * bandit.true_penalty().norm()
+    result = penalty(bandit, *sampled(bandit), mode="reuse", difference="forward")
+    assert result.norm() < 1e-8 * bandit.true_penalty().norm()
 
 
 def batch_of_actions(bandit: Bandit, actions_N: Tensor, shares_N: Tensor, *, ratios_N: Tensor) -> Batch:
@@ -123,9 +123,9 @@ def test_the_trainers_objective_penalizes_the_same(loss: str, ratio: str, mode: 
         loss_T = second_pass_loss(objective, frozen, logprobs_K, torch.zeros_like(logprobs_K), batch, mode=mode)
         return weighted_sum(loss_T, batch)
 
-    found = penalty_of(bandit, first, second, difference="central")
+    result = penalty_of(bandit, first, second, difference="central")
     true = bandit.true_penalty()
     if mode == "reuse":
-        assert found.norm() < 1e-8 * true.norm()
+        assert result.norm() < 1e-8 * true.norm()
     else:
-        assert error(found, true) < 1e-8
+        assert error(result, true) < 1e-8

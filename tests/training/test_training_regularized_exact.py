@@ -179,10 +179,10 @@ def test_the_penalty_is_the_curvature_of_the_surrogate_along_its_gradient(case: 
     g1, expected = by_hand(policy, batch, surrogate)
     plain = gradient_of(policy, batch, objective=objective)
     assert relative_error(in_blocks(policy, plain), g1) < 1e-12
-    found = penalty_of(policy, batch, plain=plain, objective=objective, ratio_mode=mode, **FINE)
-    assert relative_error(in_blocks(policy, found), expected) < 1e-7
+    result = penalty_of(policy, batch, plain=plain, objective=objective, ratio_mode=mode, **FINE)
+    assert relative_error(in_blocks(policy, result), expected) < 1e-7
     # Outside the perturbed set there is no penalty at all.
-    assert norm({name: part for name, part in found.items() if name not in expected}) == 0
+    assert norm({name: component for name, component in result.items() if name not in expected}) == 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -197,16 +197,16 @@ def test_kl_and_entropy_are_penalized_as_they_are_written(case: str) -> None:
     g1, expected = by_hand(policy, batch, surrogate, weigh_kl=weigh_kl)
     plain = gradient_of(policy, batch, **given)
     assert relative_error(in_blocks(policy, plain), g1) < 1e-12
-    found = penalty_of(policy, batch, plain=plain, ratio_mode=mode, **given, **FINE)
-    assert relative_error(in_blocks(policy, found), expected) < 1e-7
+    result = penalty_of(policy, batch, plain=plain, ratio_mode=mode, **given, **FINE)
+    assert relative_error(in_blocks(policy, result), expected) < 1e-7
 
 
 def test_these_surrogates_have_different_curvatures() -> None:
     policy, batch = setting()
     surrogates = (masked_token, masked_sequence, capped, reweighted, frozen_token, frozen_capped, frozen_reinforce)
-    found = [by_hand(policy, batch, surrogate)[1] for surrogate in surrogates]
-    for index, one in enumerate(found):
-        assert all(relative_error(one, other) > 0.05 for other in found[index + 1 :])
+    result = [by_hand(policy, batch, surrogate)[1] for surrogate in surrogates]
+    for index, one in enumerate(result):
+        assert all(relative_error(one, other) > 0.05 for other in result[index + 1 :])
 
 
 @cache
@@ -222,7 +222,7 @@ def test_exact_curvature_by_the_learner_equals_the_curvature_by_hand(case: str) 
     mode, objective, surrogate = CASES[case]
     _, expected = by_hand(policy, batch, surrogate)
     for micro_batch_tokens in (WHOLE, 20):
-        found = penalty_of(
+        result = penalty_of(
             policy,
             batch,
             objective=objective,
@@ -230,7 +230,7 @@ def test_exact_curvature_by_the_learner_equals_the_curvature_by_hand(case: str) 
             difference="exact",
             micro_batch_tokens=micro_batch_tokens,
         )
-        assert relative_error(in_blocks(policy, found), expected) < 1e-5
+        assert relative_error(in_blocks(policy, result), expected) < 1e-5
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -249,6 +249,6 @@ def test_the_regularized_gradient_is_the_plain_one_plus_strength_times_curvature
     policy, batch = single_precision()
     _, curvature = by_hand(policy, batch, masked_token)
     plain = gradient_of(policy, batch, objective=TOKEN)
-    expected = {name: part + 0.07 * curvature.get(name, 0) for name, part in plain.items()}
-    found = gradient_of(policy, batch, objective=TOKEN, strength=0.07, difference="exact")
-    assert relative_error(found, expected) < 1e-6
+    expected = {name: component + 0.07 * curvature.get(name, 0) for name, component in plain.items()}
+    result = gradient_of(policy, batch, objective=TOKEN, strength=0.07, difference="exact")
+    assert relative_error(result, expected) < 1e-6

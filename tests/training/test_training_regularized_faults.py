@@ -38,10 +38,10 @@ def test_whatever_lands_in_the_second_pass_the_weights_are_as_before(
         calls.append(largest_difference(weights(policy), before) > 0)
         if len(calls) == first + late and moment == "before":
             raise error
-        found = plain(*args, **kwargs)
+        result = plain(*args, **kwargs)
         if len(calls) == first + late:
             raise error
-        return found
+        return result
 
     policy.token_logprobs = failing  # type: ignore[method-assign]
     with pytest.raises(type(error)):
@@ -60,11 +60,11 @@ def test_whatever_lands_in_the_second_pass_the_weights_are_as_before(
 
 def count_micro_batches(policy: Policy, batch: Batch) -> list[int]:
     """The tokens of each piece of a first pass."""
-    passes = count_backward_tokens(policy)
+    pass_count = count_backward_tokens(policy)
     make_learner(policy, micro_batch_tokens=20).accumulate_gradients(batch)
     policy.model.zero_grad()
     del policy.token_logprobs
-    return passes
+    return pass_count
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -83,7 +83,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(value: float, name: str
     statistics = learner.update(batch, rate=1e-2)
     assert not statistics.skipped
     assert largest_difference(weights(policy), before) > 1e-4
-    assert all(bool(part.isfinite().all()) for part in weights(policy).values())
+    assert all(bool(component.isfinite().all()) for component in weights(policy).values())
 
 
 @pytest.mark.parametrize("outside", ["g1", "g2"])
@@ -108,7 +108,7 @@ def test_a_second_pass_that_is_not_finite_leaves_the_plain_update(name: str, out
     else:
         # What is not perturbed has no second gradient to speak of.
         assert statistics.regularization.skipped is None
-        assert all(bool(part.isfinite().all()) for part in gradients(policy).values())
+        assert all(bool(component.isfinite().all()) for component in gradients(policy).values())
 
 
 def test_a_minibatch_without_signal_is_skipped_and_changes_nothing() -> None:

@@ -50,15 +50,15 @@ def setting() -> tuple[Policy, Batch]:
 def of_groups(batch: Batch, groups: list[int], *, scale: float) -> Batch:
     """The chosen groups alone, `scale` times as heavy."""
     chosen = torch.tensor([index for index, group in enumerate(batch.prompt_N.tolist()) if group in groups])
-    part = take(batch, chosen)
-    return replace(part, weights_N=scale * part.weights_N)
+    component = take(batch, chosen)
+    return replace(component, weights_N=scale * component.weights_N)
 
 
 def chosen_groups(batch: Batch, fraction: float, *, seed: int) -> list[int]:
     """Which groups the second pass of an update under this seed reads."""
     torch.manual_seed(seed)
-    part, _, _ = split_groups(batch, fraction)
-    return [PROMPTS.index(prompt) for prompt in part.prompts]
+    component, _, _ = split_groups(batch, fraction)
+    return [PROMPTS.index(prompt) for prompt in component.prompts]
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.01, 1)])
@@ -67,16 +67,16 @@ def test_the_split_is_into_whole_groups_and_leaves_nothing_out(fraction: float, 
     seen = set()
     for seed in range(60):
         torch.manual_seed(seed)
-        part, rest, scale = split_groups(batch, fraction)
+        component, rest, scale = split_groups(batch, fraction)
         assert rest is not None
-        assert (len(part.prompts), len(rest.prompts), scale) == (count, 4 - count, 4 / count)
-        assert {*part.prompts, *rest.prompts} == set(batch.prompts)
-        for piece in (part, rest):
+        assert (len(component.prompts), len(rest.prompts), scale) == (count, 4 - count, 4 / count)
+        assert {*component.prompts, *rest.prompts} == set(batch.prompts)
+        for piece in (component, rest):
             for prompt, ids in enumerate(piece.prompts):
                 tokens = piece.lengths_N[piece.prompt_N == prompt]
                 assert (len(tokens), int(tokens.sum())) == (3, GROUP_TOKENS[PROMPTS.index(ids)])
-        assert float(part.weights_N.sum() + rest.weights_N.sum()) == pytest.approx(float(batch.weights_N.sum()))
-        seen.add(frozenset(PROMPTS.index(ids) for ids in part.prompts))
+        assert float(component.weights_N.sum() + rest.weights_N.sum()) == pytest.approx(float(batch.weights_N.sum()))
+        seen.add(frozenset(PROMPTS.index(ids) for ids in component.prompts))
     # Every choice is drawn sooner or later.
     assert len(seen) == {1: 4, 2: 6, 3: 4}[count]
 
@@ -85,13 +85,13 @@ def test_over_all_choices_groups_of_uneven_size_have_the_weight_of_the_whole() -
     _, batch = setting()
     # Shuffled completions leave a minibatch with three, two or one of a group.
     uneven = take(batch, torch.tensor([0, 1, 2, 3, 4, 6, 9]))
-    found = torch.zeros(7)
+    result = torch.zeros(7)
     for group in range(4):
         seed = next(seed for seed in range(100) if chosen_groups(uneven, 0.25, seed=seed) == [group])
         torch.manual_seed(seed)
-        part, _, scale = split_groups(uneven, 0.25)
-        found[uneven.prompt_N == group] += scale * part.weights_N.float() / 4
-    assert found.tolist() == pytest.approx(uneven.weights_N.tolist(), rel=1e-6)
+        component, _, scale = split_groups(uneven, 0.25)
+        result[uneven.prompt_N == group] += scale * component.weights_N.float() / 4
+    assert result.tolist() == pytest.approx(uneven.weights_N.tolist(), rel=1e-6)
 
 
 def test_all_groups_are_the_batch_itself() -> None:
@@ -107,23 +107,23 @@ def test_the_second_pass_costs_the_tokens_of_its_groups(fraction: float, budget:
     policy = double_qwen2()
     batch = off_policy(policy, groups=4)
     groups = chosen_groups(batch, fraction, seed=3)
-    passes = count_backward_tokens(policy)
+    pass_count = count_backward_tokens(policy)
     torch.manual_seed(3)
     make_learner(policy, strength=STRENGTH, group_fraction=fraction, micro_batch_tokens=budget).accumulate_gradients(
         batch
     )
-    assert sum(passes) == sum(GROUP_TOKENS) + sum(GROUP_TOKENS[group] for group in groups)
+    assert sum(pass_count) == sum(GROUP_TOKENS) + sum(GROUP_TOKENS[group] for group in groups)
     assert len(groups) == 4 * fraction
     if budget == WHOLE:
         own = sum(GROUP_TOKENS[group] for group in groups)
-        assert passes == [own, sum(GROUP_TOKENS) - own, own]
+        assert pass_count == [own, sum(GROUP_TOKENS) - own, own]
 
 
 def by_hand(policy: Policy, batch: Batch, groups: list[int], **settings: Any) -> tuple[Gradient, Gradient]:
     """(the plain gradient of all groups, the penalty of the chosen ones in their place)."""
-    part = of_groups(batch, groups, scale=4 / len(groups))
+    component = of_groups(batch, groups, scale=4 / len(groups))
     plain = {name: value for name, value in settings.items() if name in TERMS}
-    return gradient_of(policy, batch, **plain), penalty_of(policy, part, **settings)
+    return gradient_of(policy, batch, **plain), penalty_of(policy, component, **settings)
 
 
 @pytest.mark.parametrize("difference", ["forward", "central"])
@@ -134,9 +134,9 @@ def test_the_penalty_is_that_of_the_chosen_groups_in_the_place_of_all(
 ) -> None:
     policy, batch = setting()
     plain, penalty = by_hand(policy, batch, chosen_groups(batch, fraction, seed=5), difference=difference, **TERMS)
-    expected = {name: part + STRENGTH * penalty[name] for name, part in plain.items()}
+    expected = {name: component + STRENGTH * penalty[name] for name, component in plain.items()}
     torch.manual_seed(5)
-    found = gradient_of(
+    result = gradient_of(
         policy,
         batch,
         strength=STRENGTH,
@@ -145,7 +145,7 @@ def test_the_penalty_is_that_of_the_chosen_groups_in_the_place_of_all(
         micro_batch_tokens=budget,
         **TERMS,
     )
-    assert relative_error(found, expected) < 1e-8
+    assert relative_error(result, expected) < 1e-8
     # A penalty over all the groups is another one.
     over_all = penalty_of(policy, batch, plain=plain, difference=difference, **TERMS)
     assert relative_error(penalty, over_all) > 0.1
@@ -156,24 +156,28 @@ def test_the_exact_penalty_is_that_of_the_chosen_groups_too() -> None:
     batch = off_policy(policy, groups=4)
     plain, penalty = by_hand(policy, batch, chosen_groups(batch, 0.5, seed=5), difference="exact")
     torch.manual_seed(5)
-    found = gradient_of(policy, batch, strength=STRENGTH, group_fraction=0.5, difference="exact")
-    assert relative_error(found, {name: part + STRENGTH * penalty[name] for name, part in plain.items()}) < 1e-5
+    result = gradient_of(policy, batch, strength=STRENGTH, group_fraction=0.5, difference="exact")
+    assert (
+        relative_error(result, {name: component + STRENGTH * penalty[name] for name, component in plain.items()}) < 1e-5
+    )
 
 
 def test_over_all_choices_the_first_gradients_average_to_the_whole_one() -> None:
     policy, batch = setting()
     whole = gradient_of(policy, batch)
     parts = [gradient_of(policy, of_groups(batch, [group], scale=4)) for group in range(4)]
-    assert relative_error({name: sum(part[name] for part in parts) / 4 for name in whole}, whole) < 1e-12
+    assert relative_error({name: sum(component[name] for component in parts) / 4 for name in whole}, whole) < 1e-12
 
 
 def test_unperturbed_parameters_keep_the_gradient_of_all_groups() -> None:
     policy, batch = setting()
     plain = gradient_of(policy, batch)
     torch.manual_seed(5)
-    found = gradient_of(policy, batch, strength=STRENGTH, group_fraction=0.5)
+    result = gradient_of(policy, batch, strength=STRENGTH, group_fraction=0.5)
     inside = blocks_of(policy)
-    others, expected = ({name: part for name, part in kind.items() if name not in inside} for kind in (found, plain))
+    others, expected = (
+        {name: component for name, component in kind.items() if name not in inside} for kind in (result, plain)
+    )
     assert relative_error(others, expected) < 1e-14
 
 
@@ -185,15 +189,15 @@ def test_a_second_gradient_of_some_groups_cannot_stand_for_that_of_all() -> None
 @pytest.mark.parametrize("fraction", [0.25, 0.5])
 def test_a_wanted_ratio_is_to_the_gradient_of_the_chosen_groups(fraction: float) -> None:
     policy, batch = setting()
-    part = of_groups(batch, chosen_groups(batch, fraction, seed=5), scale=1 / fraction)
-    plain, own = gradient_of(policy, batch), gradient_of(policy, part)
+    component = of_groups(batch, chosen_groups(batch, fraction, seed=5), scale=1 / fraction)
+    plain, own = gradient_of(policy, batch), gradient_of(policy, component)
     torch.manual_seed(5)
     report = make_learner(policy, strength="ratio:0.3", group_fraction=fraction).accumulate_gradients(batch)
-    found = gradients(policy)
+    result = gradients(policy)
     policy.model.zero_grad()
     inside = blocks_of(policy)
     own_norm = norm({name: own[name] for name in inside})
-    assert norm({name: found[name] - plain[name] for name in inside}) / own_norm == pytest.approx(0.3, rel=1e-6)
+    assert norm({name: result[name] - plain[name] for name in inside}) / own_norm == pytest.approx(0.3, rel=1e-6)
     assert report.regularization is not None
     assert report.regularization.g1_norm == pytest.approx(own_norm, rel=1e-6)
     assert report.regularization.penalty_ratio == pytest.approx(0.3, rel=1e-6)

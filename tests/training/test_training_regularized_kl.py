@@ -50,7 +50,7 @@ def test_left_out_of_the_penalty_they_are_still_descended(terms: str, budget: in
     policy, batch = setting()
     whole = gradient_of(policy, batch, **TERMS[terms])
     policy_penalty = penalty_of(policy, batch, difference=difference)
-    expected = {name: part + STRENGTH * policy_penalty[name] for name, part in whole.items()}
+    expected = {name: component + STRENGTH * policy_penalty[name] for name, component in whole.items()}
     given = {"strength": STRENGTH, "difference": difference, "micro_batch_tokens": budget, **TERMS[terms]}
     assert relative_error(gradient_of(policy, batch, kl_in_penalty=False, **given), expected) < 1e-9
     # Inside the penalty they make another gradient.
@@ -71,8 +71,8 @@ def test_the_penalty_without_kl_is_the_curvature_of_the_policy_loss_written_out(
     g1 = autograd.grad(policy_loss(), list(held.values()), materialize_grads=True)
     expected = dict(zip(held, hessian_vector_product(policy_loss, list(held.values()), g1), strict=True))
     given: dict[str, Any] = {"difference": "central", "step": 1e-6, "kl_in_penalty": False}
-    found = penalty_of(policy, batch, **given, **TERMS["both"])
-    assert relative_error({name: found[name] for name in held}, expected) < 1e-7
+    result = penalty_of(policy, batch, **given, **TERMS["both"])
+    assert relative_error({name: result[name] for name in held}, expected) < 1e-7
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_loss_and_tokens_are_those_of_the_plain_update(terms: str, given: dict[s
     policy, batch = setting()
     shared: dict[str, Any] = {"micro_batch_tokens": 20, **TERMS[terms]}
     plain = make_learner(policy, **shared).accumulate_gradients(batch)
-    found = make_learner(policy, strength=STRENGTH, **shared, **given).accumulate_gradients(batch)
+    result = make_learner(policy, strength=STRENGTH, **shared, **given).accumulate_gradients(batch)
     policy.model.zero_grad()
-    assert found.loss == pytest.approx(plain.loss, rel=1e-12)
+    assert result.loss == pytest.approx(plain.loss, rel=1e-12)
     for name in STATISTICS:
         combine = max if name == "max_ratio_gap" else sum
-        ours, expected = (combine(float(getattr(row, name)) for row in kind.tokens) for kind in (found, plain))
+        ours, expected = (combine(float(getattr(row, name)) for row in kind.tokens) for kind in (result, plain))
         assert ours == pytest.approx(expected, rel=1e-12), name
-    assert sum(row.tokens for row in found.tokens) == len(batch.tokens_T)
+    assert sum(row.tokens for row in result.tokens) == len(batch.tokens_T)
 
 
 @pytest.mark.parametrize("given", [{}, {"kl_in_penalty": False}, {"group_fraction": 0.4}])
@@ -118,14 +118,14 @@ def test_the_first_step_reports_of_the_policy_what_it_does_without_regularizatio
         policy, reference = tiny_policy(), tiny_policy(seed=5)
         trainer = make_regularized_trainer(policy, reference=reference, **TERMS["both"], **regularization)
         reports.append(trainer.train_step(1))
-    plain, found = reports
+    plain, result = reports
     names = [name for name in plain if name.startswith(("policy/", "rollout/", "reward/", "groups/", "optimizer/"))]
     assert {"policy/loss", "policy/entropy", "policy/clip_fraction", "policy/kl_reference"} <= set(names)
     for name in names:
         if name != "policy/grad_norm":
-            assert found[name] == pytest.approx(plain[name], rel=1e-6, abs=1e-7), name
-    assert found["policy/grad_norm"] != pytest.approx(plain["policy/grad_norm"], rel=1e-3)
-    assert found.keys() - plain.keys() == {f"gradreg/{name}" for name in GRADREG}
+            assert result[name] == pytest.approx(plain[name], rel=1e-6, abs=1e-7), name
+    assert result["policy/grad_norm"] != pytest.approx(plain["policy/grad_norm"], rel=1e-3)
+    assert result.keys() - plain.keys() == {f"gradreg/{name}" for name in GRADREG}
 
 
 GRADREG = (
@@ -144,5 +144,5 @@ GRADREG = (
 def test_before_the_delay_is_over_the_gradient_is_the_plain_one(given: dict[str, Any]) -> None:
     policy, batch = setting()
     plain = gradient_of(policy, batch, **TERMS["both"])
-    found = gradient_of(policy, batch, strength=STRENGTH, delay_updates=1, **TERMS["both"], **given)
-    assert relative_error(found, plain) < 1e-14
+    result = gradient_of(policy, batch, strength=STRENGTH, delay_updates=1, **TERMS["both"], **given)
+    assert relative_error(result, plain) < 1e-14

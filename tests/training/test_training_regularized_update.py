@@ -38,10 +38,10 @@ def after_steps(count: int, *, steps: TrainingConfig = TWO_UPDATES, **settings: 
     """The weights after so many steps of the trainer, and how many passes with gradients they took."""
     policy = tiny_policy()
     trainer = make_regularized_trainer(policy, optimizer=ADAMW, training=steps, **settings)
-    passes = count_backward_tokens(policy)
+    pass_count = count_backward_tokens(policy)
     for step in range(1, count + 1):
         trainer.train_step(step)
-    return weights(policy), len(passes)
+    return weights(policy), len(pass_count)
 
 
 def test_strength_0_trains_to_the_bits_of_no_regularization_without_a_second_pass() -> None:
@@ -49,13 +49,13 @@ def test_strength_0_trains_to_the_bits_of_no_regularization_without_a_second_pas
     trainer = make_regularized_trainer(policy, optimizer=ADAMW, training=TWO_UPDATES)
     objective = trainer.learner.objective
     trainer.learner = Learner(policy, objective, ADAMW, temperature=1.0, micro_batch_tokens=12)
-    passes = count_backward_tokens(policy)
+    pass_count = count_backward_tokens(policy)
     for step in range(1, 5):
         trainer.train_step(step)
     off, off_passes = after_steps(4, strength=0.0, step=1e-3, every=2, group_fraction=0.5, kl_in_penalty=False)
     on, on_passes = after_steps(4, strength=0.1)
     assert largest_difference(off, weights(policy)) == 0
-    assert (off_passes, on_passes) == (len(passes), 2 * len(passes))
+    assert (off_passes, on_passes) == (len(pass_count), 2 * len(pass_count))
     assert largest_difference(off, on) > 1e-4
 
 
@@ -114,13 +114,17 @@ def test_the_gradient_is_clipped_once_after_the_penalty() -> None:
     # The reported norm is that before clipping.
     assert statistics.grad_norm == pytest.approx(norm(regularized), rel=1e-6)
     expected = {
-        name: before[name] - 0.7 * limit / (norm(regularized) + 1e-6) * part for name, part in regularized.items()
+        name: before[name] - 0.7 * limit / (norm(regularized) + 1e-6) * component
+        for name, component in regularized.items()
     }
     assert largest_difference(weights(policy), expected) < 1e-12
     # Clipping g1 first and the sum again would have been another step.
     clipped_first = gradient_of(policy, batch, strength=0.3, g1_clip=limit)
-    direction = {name: part / norm(clipped_first) for name, part in clipped_first.items()}
-    assert relative_error({name: part / norm(regularized) for name, part in regularized.items()}, direction) > 0.1
+    direction = {name: component / norm(clipped_first) for name, component in clipped_first.items()}
+    assert (
+        relative_error({name: component / norm(regularized) for name, component in regularized.items()}, direction)
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,9 +143,9 @@ def test_parameters_outside_the_perturbed_set_keep_the_plain_gradient_to_the_bit
     batch = off_policy(policy)
     plain = gradient_of(policy, batch)
     regularized = gradient_of(policy, batch, strength=0.5, perturbed=perturbed)
-    for name, part in plain.items():
-        assert part.any(), name
-        assert torch.equal(regularized[name], part) != any(chosen in name for chosen in inside), name
+    for name, component in plain.items():
+        assert component.any(), name
+        assert torch.equal(regularized[name], component) != any(chosen in name for chosen in inside), name
 
 
 @pytest.mark.parametrize("group_fraction", [1.0, 0.4])
@@ -182,8 +186,8 @@ def test_exact_curvature_sees_the_dropout_of_the_first_pass() -> None:
     curvature = hessian_vector_product(loss, held, g1)
     expected = {name: a + 0.5 * b for name, a, b in zip(blocks_of(policy), g1, curvature, strict=True)}
     torch.manual_seed(1)
-    found = gradient_of(policy, batch, strength=0.5, difference="exact")
-    assert relative_error({name: found[name] for name in expected}, expected) < 1e-5
+    result = gradient_of(policy, batch, strength=0.5, difference="exact")
+    assert relative_error({name: result[name] for name in expected}, expected) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ def test_the_gradient_is_that_of_the_mean_bradley_terry_loss(margin: float, cent
     assert statistics.chosen == pytest.approx(sum(c.item() for c, _ in scores) / 3, abs=1e-6)
     assert statistics.rejected == pytest.approx(sum(r.item() for _, r in scores) / 3, abs=1e-6)
     assert statistics.accuracy == pytest.approx(sum(c.item() > r.item() for c, r in scores) / 3)
-    for found, wanted in zip(gradients(classifier), expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    for result, wanted in zip(gradients(classifier), expected, strict=True):
+        torch.testing.assert_close(result, wanted, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [1, 20, 24, 1000])
@@ -116,8 +116,8 @@ def test_micro_batches_change_memory_and_not_the_gradient(budget: int) -> None:
     sizes = [len(micro) for micro in learner.micro_batches(PAIRS)]
     assert sizes == {1: [1, 1, 1], 20: [1, 1, 1], 24: [1, 2], 1000: [3]}[budget]
     learner.accumulate_gradients(PAIRS)
-    for found, wanted in zip(gradients(parts), gradients(whole), strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    for result, wanted in zip(gradients(parts), gradients(whole), strict=True):
+        torch.testing.assert_close(result, wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_updates_tell_a_pair_apart() -> None:
@@ -162,17 +162,21 @@ def test_pairs_are_worded_shortened_and_dropped_as_they_fit() -> None:
         PreferencePair(id="1", prompt="abcdefgh", chosen="c", rejected="d"),
         PreferencePair(id="2", prompt="a", chosen="abcdefgh", rejected="d"),
     ]
-    found = encode_pairs(pairs, Wording(tokenizer=tokenizer, template=PLAIN, max_tokens=7))
-    assert (found.truncated, found.dropped) == (1, 1)
-    assert [pair.extra_length for pair in found.pairs] == [-1, 0]
-    assert found.pairs[0].rejected_ids == (*tokenizer.encode("ab\n\nde"), 1)
-    assert found.pairs[1].chosen_ids == (*tokenizer.encode("fgh\n\nc"), 1)
+    result = encode_pairs(pairs, Wording(tokenizer=tokenizer, template=PLAIN, max_tokens=7))
+    assert (result.truncated, result.dropped) == (1, 1)
+    assert [pair.extra_length for pair in result.pairs] == [-1, 0]
+    assert result.pairs[0].rejected_ids == (*tokenizer.encode("ab\n\nde"), 1)
+    assert result.pairs[1].chosen_ids == (*tokenizer.encode("fgh\n\nc"), 1)
 
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    talk = PreferencePair(id="3", prompt="written out", chosen="d", rejected="e", columns={"messages": turns})
-    found = encode_pairs([talk, pairs[0]], Wording(tokenizer=tokenizer, template="chat"))
-    assert list(found.pairs[0].chosen_ids) == tokenizer.encode("<user>a|<assistant>b|<user>c|<assistant>d|")
-    assert list(found.pairs[1].chosen_ids) == tokenizer.encode("<user>ab|<assistant>c|")
+    conversation = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    talk = PreferencePair(id="3", prompt="written out", chosen="d", rejected="e", columns={"messages": conversation})
+    result = encode_pairs([talk, pairs[0]], Wording(tokenizer=tokenizer, template="chat"))
+    assert list(result.pairs[0].chosen_ids) == tokenizer.encode("<user>a|<assistant>b|<user>c|<assistant>d|")
+    assert list(result.pairs[1].chosen_ids) == tokenizer.encode("<user>ab|<assistant>c|")
 
 
 def test_an_evaluation_says_what_length_alone_would_have_said() -> None:
@@ -183,23 +187,23 @@ def test_an_evaluation_says_what_length_alone_would_have_said() -> None:
         def score_all(self, texts: Any, **options: Any) -> list[float]:
             return [2.0, 0.0, 1.0, 1.5, 0.0, 0.0, 3.0, float("nan"), 0.0, 2.0]
 
-    found = evaluate_pairs(
+    result = evaluate_pairs(
         Fixed(), [pair(0, 5), pair(1, 3), pair(2, 0), pair(3, 1), pair(4, -2)], task="t", batch_tokens=None
     )
-    assert found.values["accuracy"] == [1.0, 0.0, 0.5, None, 0.0]
-    assert found.values["difference"] == [2.0, -0.5, 0.0, None, -2.0]
-    assert found.values["longer_wins"] == [1.0, 1.0, 0.5, 1.0, 0.0]
-    assert found.values["prefers_longer"] == [1.0, 0.0, None, None, 1.0]
-    assert found.values["accuracy/chosen_longer"] == [1.0, 0.0, None, None, None]
-    assert found.values["accuracy/same_length"] == [None, None, 0.5, None, None]
-    assert found.values["accuracy/chosen_shorter"] == [None, None, None, None, 0.0]
-    assert found.values["loss"][0] == pytest.approx(log(1 + exp(-2)))
-    assert found.rows[3] == {"id": "3", "chosen": 3.0, "rejected": None, "extra_length": 1}
+    assert result.values["accuracy"] == [1.0, 0.0, 0.5, None, 0.0]
+    assert result.values["difference"] == [2.0, -0.5, 0.0, None, -2.0]
+    assert result.values["longer_wins"] == [1.0, 1.0, 0.5, 1.0, 0.0]
+    assert result.values["prefers_longer"] == [1.0, 0.0, None, None, 1.0]
+    assert result.values["accuracy/chosen_longer"] == [1.0, 0.0, None, None, None]
+    assert result.values["accuracy/same_length"] == [None, None, 0.5, None, None]
+    assert result.values["accuracy/chosen_shorter"] == [None, None, None, None, 0.0]
+    assert result.values["loss"][0] == pytest.approx(log(1 + exp(-2)))
+    assert result.rows[3] == {"id": "3", "chosen": 3.0, "rejected": None, "extra_length": 1}
     sure, half = 1 / (1 + exp(-2)), 1 / (1 + exp(-0.5))
     # Confidences by bin: both 2.0 in [0.8, 0.9), one right and one wrong; 0.5 in [0.6, 0.7), wrong; 0 at 0.5, half.
     expected = 2 / 4 * abs(sure - 0.5) + 1 / 4 * half + 1 / 4 * 0
-    assert found.metrics()["calibration_error"] == pytest.approx(expected)
-    assert found.first(1).metrics()["accuracy"] == 1.0
+    assert result.metrics()["calibration_error"] == pytest.approx(expected)
+    assert result.first(1).metrics()["accuracy"] == 1.0
 
 
 def test_an_infinite_score_is_missing_from_every_figure() -> None:
@@ -208,10 +212,10 @@ def test_an_infinite_score_is_missing_from_every_figure() -> None:
             return [float("inf"), 0.0, 1.0, 0.0]
 
     pairs = [EncodedPair(id=id, chosen_ids=(3,), rejected_ids=(4,), extra_length=1) for id in "ab"]
-    found = evaluate_pairs(Fixed(), pairs, task="t", batch_tokens=None)
-    assert found.values["accuracy"] == [None, 1.0]
-    assert found.rows[0]["chosen"] is None
-    assert found.metrics()["calibration_error"] == pytest.approx(1 - 1 / (1 + exp(-1)))
+    result = evaluate_pairs(Fixed(), pairs, task="t", batch_tokens=None)
+    assert result.values["accuracy"] == [None, 1.0]
+    assert result.rows[0]["chosen"] is None
+    assert result.metrics()["calibration_error"] == pytest.approx(1 - 1 / (1 + exp(-1)))
 
 
 def test_a_run_learns_beyond_chance_and_beyond_length(learn: Callable[..., Any], tmp_path: Path) -> None:
@@ -281,14 +285,14 @@ def test_a_run_that_died_goes_on_bit_for_bit(learn: Callable[..., Any], stop_at:
     with pytest.raises(Death):
         learn(merge(sections, name), progress=Watcher({("train", stop_at): die}))
     resumed = learn(merge(sections, name), resume=True)
-    found = outcome(resumed.path)
+    result = outcome(resumed.path)
     for what in ("weights", "optimizer"):
-        assert found[what].keys() == whole[what].keys()
+        assert result[what].keys() == whole[what].keys()
         for key, tensor in whole[what].items():
-            assert torch.equal(found[what][key], tensor), (what, key)
-    assert found["metrics"] == whole["metrics"]
-    assert found["record"] == whole["record"]
-    assert (found["summary"], found["best"]) == (whole["summary"], whole["best"])
+            assert torch.equal(result[what][key], tensor), (what, key)
+    assert result["metrics"] == whole["metrics"]
+    assert result["record"] == whole["record"]
+    assert (result["summary"], result["best"]) == (whole["summary"], whole["best"])
 
 
 def outcome(path: Path) -> dict[str, Any]:
@@ -367,10 +371,10 @@ def test_a_model_of_ones_own_is_trained_in_place_and_resumed_bit_for_bit(learn: 
 def test_shortened_and_dropped_pairs_are_told(learn: Callable[..., Any]) -> None:
     watcher = Watcher()
     learn({"reward_model": {"steps": 1, "max_tokens": 8}}, progress=watcher)
-    told = [notice for notice in watcher.notices if "pairs:" in notice]
-    assert len(told) == 2
-    assert "with a shortened question" in told[0]
-    assert "dropped because an answer does not fit" in told[0]
+    messages = [notice for notice in watcher.notices if "pairs:" in notice]
+    assert len(messages) == 2
+    assert "with a shortened question" in messages[0]
+    assert "dropped because an answer does not fit" in messages[0]
 
 
 def test_what_cannot_be_trained_is_one_line_and_leaves_no_run(learn: Callable[..., Any], tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def test_those_that_do_not_fit_are_counted() -> None:
         replace(one, example=replace(one.example, rationale=LETTERS[:length]))
         for one, length in ((prompt("a", [3, 4]), 3), (prompt("b", [3, 4]), 4), (prompt("c", [3]), 9))
     ]
-    found, dropped = demonstrations(prompts, tiny_policy(), max_tokens=6)
-    assert ([len(one.target_ids) for one in found], dropped) == ([4], 2)  # each with an end-of-sequence token
+    result, dropped = demonstrations(prompts, tiny_policy(), max_tokens=6)
+    assert ([len(one.target_ids) for one in result], dropped) == ([4], 2)  # each with an end-of-sequence token
     assert len(demonstrations(prompts, tiny_policy(), max_tokens=None)[0]) == 3
 
 

@@ -30,10 +30,10 @@ def test_the_example_rubric_gates_the_reason_on_the_result():
 
 def test_a_judge_marks_by_the_example_rubric():
     judge = FunctionJudge(lambda content: '{"rationale": "", "result": 10, "reason": 1}')
-    part = judge_reward(judge, rubric=str(EXAMPLES / "judge_rubric.yaml"), safety=Safety(canaries=False))
-    part._examples = ()
-    assert part.score([group("9.81 m/s^2, by gravity")]).scores == [[1.0]]
-    part.close()
+    component = judge_reward(judge, rubric=str(EXAMPLES / "judge_rubric.yaml"), safety=Safety(canaries=False))
+    component._examples = ()
+    assert component.score([group("9.81 m/s^2, by gravity")]).scores == [[1.0]]
+    component.close()
     assert "three digits are fine" in judge.asked[0].messages[1]["content"]
 
 

@@ -37,12 +37,12 @@ def test_without_faults_every_answer_is_asked_about_once():
 def test_a_failing_server_is_asked_again_with_the_same_result(status):
     with JudgeServer(lambda earlier, body: error(status) if earlier < 2 else None) as server:
         judge = reward(server.url)
-        found = judge.score(GROUPS)
-        assert (found.scores, found.failed) == (EXPECTED, 0)
+        result = judge.score(GROUPS)
+        assert (result.scores, result.failed) == (EXPECTED, 0)
         assert len(server.requests) == 3 * ASKED
-        figures = judge.metrics()
+        values = judge.metrics()
         judge.close()
-    assert (figures["judge/calls"], figures["judge/retries"], figures["judge/valid_fraction"]) == (15.0, 10.0, 1.0)
+    assert (values["judge/calls"], values["judge/retries"], values["judge/valid_fraction"]) == (15.0, 10.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_short_verdicts_are_not_held_up_by_what_long_ones_would_use():
     with JudgeServer(brief) as server:
         judge = reward(server.url, tokens_per_minute=20_000, max_tokens=1024)
         started = time.monotonic()
-        found = judge.score([group(*[str(n) for n in range(200)])])
+        result = judge.score([group(*[str(n) for n in range(200)])])
         seconds = time.monotonic() - started
         judge.close()
         assert len(server.requests) == 200
-    assert (found.failed, sum(score == 1.0 for score in found.scores[0])) == (0, 1)
+    assert (result.failed, sum(score == 1.0 for score in result.scores[0])) == (0, 1)
     assert seconds < 40  # far below a minute, the least that waiting for the limit would take; a busy machine needs 9
 
 
@@ -94,9 +94,9 @@ def test_a_server_that_asks_for_an_hour_costs_one_step_and_not_its_deadline():
     with JudgeServer(script) as server:
         judge = reward(server.url, deadline=20.0, concurrency=2, min_valid_fraction=0)
         started = time.monotonic()
-        found = judge.score(GROUPS)
-        assert (found.failed, len(server.requests)) == (ASKED, 2)
-        assert "pause of 120 s" in str(found.first_error) or "no time left" in str(found.first_error)
+        result = judge.score(GROUPS)
+        assert (result.failed, len(server.requests)) == (ASKED, 2)
+        assert "pause of 120 s" in str(result.first_error) or "no time left" in str(result.first_error)
         ill[0] = False
         assert judge.score(GROUPS).scores == EXPECTED
         assert time.monotonic() - started < 10
@@ -124,9 +124,9 @@ def test_an_error_that_comes_as_a_success_is_waited_for_like_any_other(code, cho
     with JudgeServer(lambda earlier, body: failed_inside(code, choice=choice) if earlier == 0 else None) as server:
         judge = reward(server.url)
         assert judge.score(GROUPS).scores == EXPECTED
-        figures = judge.metrics()
+        values = judge.metrics()
         judge.close()
-    assert (figures["judge/calls"], figures["judge/retries"], figures["judge/repairs"]) == (10.0, 5.0, 0.0)
+    assert (values["judge/calls"], values["judge/retries"], values["judge/repairs"]) == (10.0, 5.0, 0.0)
 
 
 def test_a_server_that_only_says_so_inside_is_down():
@@ -156,21 +156,21 @@ def test_what_has_no_reply_at_the_deadline_is_missing_and_the_rest_is_kept():
     with JudgeServer(slow) as server:
         judge = reward(server.url, deadline=0.5)
         started = time.monotonic()
-        found = scores(judge)
+        result = scores(judge)
         assert time.monotonic() - started < 1.5
-    assert found.scores == [[1.0, None, 0.5, 0.0], [1.0, 0.0]]
-    assert found.failed == 1
-    assert "no reply before the deadline" in str(found.first_error)
+    assert result.scores == [[1.0, None, 0.5, 0.0], [1.0, 0.0]]
+    assert result.failed == 1
+    assert "no reply before the deadline" in str(result.first_error)
 
 
 def test_a_server_that_keeps_failing_leaves_missing_scores_and_never_zeros():
     with JudgeServer(lambda earlier, body: error(500)) as server:
-        found = scores(reward(server.url, retries=2))
+        result = scores(reward(server.url, retries=2))
         assert len(server.requests) == 3 * ASKED
     # The last of the first group is 0 by rule, without a request.
-    assert found.scores == [[None, None, None, 0.0], [None, None]]
-    assert found.failed == ASKED
-    assert "500" in str(found.first_error)
+    assert result.scores == [[None, None, None, 0.0], [None, None]]
+    assert result.failed == ASKED
+    assert "500" in str(result.first_error)
 
 
 GARBAGE = {
@@ -208,12 +208,12 @@ def test_garbage_is_repaired_once_and_then_missing(garbage):
         assert len(server.requests) == 2 * ASKED
     with JudgeServer(lambda earlier, body: garbage) as server:
         judge = reward(server.url)
-        found = judge.score(GROUPS)
-        figures = judge.metrics()
+        result = judge.score(GROUPS)
+        values = judge.metrics()
         judge.close()
         assert len(server.requests) == 2 * ASKED
-    assert found.scores == [[None, None, None, 0.0], [None, None]]
-    assert (figures["judge/repairs"], figures["judge/valid_fraction"]) == (ASKED, 0.0)
+    assert result.scores == [[None, None, None, 0.0], [None, None]]
+    assert (values["judge/repairs"], values["judge/valid_fraction"]) == (ASKED, 0.0)
 
 
 def test_the_repair_says_what_was_wrong():
@@ -227,10 +227,10 @@ def test_the_repair_says_what_was_wrong():
 
 def test_a_refusal_is_missing_and_not_argued_with():
     with JudgeServer(lambda earlier, body: message(None, refusal="I cannot help with that.")) as server:
-        found = scores(reward(server.url))
+        result = scores(reward(server.url))
         assert len(server.requests) == ASKED
-    assert found.failed == ASKED
-    assert "refused: I cannot help" in str(found.first_error)
+    assert result.failed == ASKED
+    assert "refused: I cannot help" in str(result.first_error)
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ def test_a_refusal_is_missing_and_not_argued_with():
 )
 def test_why_a_server_does_not_take_a_request_is_told_in_its_own_words(body):
     with JudgeServer(lambda earlier, asked: Answer(status=400, body=body)) as server:
-        found = scores(reward(server.url))
-    assert "400: " in str(found.first_error)
-    assert "too long for me" in str(found.first_error)
+        result = scores(reward(server.url))
+    assert "400: " in str(result.first_error)
+    assert "too long for me" in str(result.first_error)
 
 
 def test_a_request_that_the_server_does_not_take_is_not_sent_again():
@@ -257,10 +257,10 @@ def test_a_request_that_the_server_does_not_take_is_not_sent_again():
         )
 
     with JudgeServer(picky) as server:
-        found = scores(reward(server.url))
+        result = scores(reward(server.url))
         assert len(server.requests) == ASKED
-    assert found.scores == [[1.0, None, 0.5, 0.0], [1.0, 0.0]]
-    assert "maximum context length" in str(found.first_error)
+    assert result.scores == [[1.0, None, 0.5, 0.0], [1.0, 0.0]]
+    assert "maximum context length" in str(result.first_error)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_equal_questions_of_a_batch_are_asked_once():
 def test_a_spent_budget_stops_asking_and_leaves_missing_scores_and_a_notice():
     with JudgeServer() as server:
         judge = reward(server.url, budget={"max_calls": 3}, concurrency=1)
-        found = judge.score(GROUPS)
+        result = judge.score(GROUPS)
         assert len(server.requests) == 3
         assert judge.notices() == [
             "reward 'judge': the judge's budget is spent (3 calls, cost 0): nothing more is asked, and what it would "
@@ -330,8 +330,8 @@ def test_a_spent_budget_stops_asking_and_leaves_missing_scores_and_a_notice():
         ]
         assert judge.notices() == []
         judge.close()
-    assert found.scores == [[1.0, 0.0, 0.5, 0.0], [None, None]]
-    assert "budget is spent" in str(found.first_error)
+    assert result.scores == [[1.0, 0.0, 0.5, 0.0], [None, None]]
+    assert "budget is spent" in str(result.first_error)
 
 
 def test_the_cost_is_what_the_server_counts_and_never_passes_the_cap():
@@ -343,12 +343,12 @@ def test_the_cost_is_what_the_server_counts_and_never_passes_the_cap():
         judge.close()
     with JudgeServer() as server:
         judge = reward(server.url, backend=prices, budget={"max_cost": 30.0}, max_tokens=1000, min_valid_fraction=0)
-        found = judge.score([group(*[str(n) for n in range(60)])])
+        result = judge.score([group(*[str(n) for n in range(60)])])
         spent = judge.metrics()["judge/cost"]
         judge.close()
     # A call may cost up to 10 for its reply and some for its prompt, so none is made with less than that left.
     assert 12.0 < spent <= 20.0
-    assert found.failed == 60 - round(spent / 1.1)
+    assert result.failed == 60 - round(spent / 1.1)
 
 
 def test_a_run_stops_when_hardly_anything_has_a_verdict():
@@ -402,9 +402,9 @@ INJECTIONS = [
 def test_an_answer_cannot_leave_its_block_whatever_it_says():
     with JudgeServer() as server:
         judge = reward(server.url)
-        found = judge.score([group(*INJECTIONS)])
+        result = judge.score([group(*INJECTIONS)])
         judge.close()
-        assert found.scores == [[0.0] * len(INJECTIONS)]
+        assert result.scores == [[0.0] * len(INJECTIONS)]
         for request in server.requests:
             content = request["messages"][1]["content"]
             assert content.count("[[begin answer ") == content.count("[[end answer ") == 1
@@ -490,7 +490,7 @@ def test_a_judge_of_a_user_that_returns_something_else_gives_missing_scores(repl
 
     judge = judge_reward(Odd(), safety=Safety(canaries=False, min_valid_fraction=0))
     judge._examples = ()
-    found = judge.score([group("x")])
+    result = judge.score([group("x")])
     judge.close()
-    assert found.scores == [[None]]
-    assert "the judge gave no score" in str(found.first_error)
+    assert result.scores == [[None]]
+    assert "the judge gave no score" in str(result.first_error)

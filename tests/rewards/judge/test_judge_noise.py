@@ -28,12 +28,12 @@ def test_the_noise_is_the_spread_of_repeated_marks_beside_that_of_different_answ
     judge = judge_reward(
         wavering({"a": [0, 1, 0, 1], "b": [1], "c": [1, None]}), cache=tmp_path / "cache.sqlite", repair=False
     )
-    found = judge_noise(judge, [group("a", "b", ""), group("c", id="row-2")], repeats=4)
+    result = judge_noise(judge, [group("a", "b", ""), group("c", id="row-2")], repeats=4)
     judge.close()
     # Variances 1/3, 0 and 0; means 1/2, 1 and 1.
-    assert found.within == pytest.approx((1 / 9) ** 0.5)
-    assert found.between == pytest.approx(12**-0.5)
-    assert (found.answers, found.missing) == (3, 2)
+    assert result.within == pytest.approx((1 / 9) ** 0.5)
+    assert result.between == pytest.approx(12**-0.5)
+    assert (result.answers, result.missing) == (3, 2)
 
 
 @pytest.mark.parametrize(("answers", "repeats", "named"), [(["a"], 1, "repeats=1"), (["", "."], 3, "marked twice")])

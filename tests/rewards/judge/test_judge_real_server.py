@@ -90,12 +90,12 @@ def test_a_real_servers_verdicts_are_read_and_a_random_models_are_missing(models
     with served(models / "sure", tmp_path / "sure.log") as url:
         judge = build_judge_reward("judge", settings(url, models / "sure"))
         judge._examples = ()
-        found = judge.score(groups)
-        figures = judge.metrics()
+        result = judge.score(groups)
+        values = judge.metrics()
         judge.close()
         # What is nothing by rule is 0 whatever the judge says of everything.
-        assert (found.scores, found.failed) == ([[1.0, 1.0, 0.0], [1.0]], 0)
-        assert (figures["judge/calls"], figures["judge/valid_fraction"]) == (3.0, 1.0)
+        assert (result.scores, result.failed) == ([[1.0, 1.0, 0.0], [1.0]], 0)
+        assert (values["judge/calls"], values["judge/valid_fraction"]) == (3.0, 1.0)
         careless = build_judge_reward("judge", settings(url, models / "sure"))
         with pytest.raises(UserError, match=r"gives 1 to the reference answer .* and 1 to a wrong one"):
             careless.score(groups)
@@ -110,13 +110,13 @@ def test_a_real_servers_verdicts_are_read_and_a_random_models_are_missing(models
         judge = build_judge_reward("judge", settings(url, models / "random"))
         judge._examples = ()
         judge.attach(tmp_path)
-        found = judge.score(groups)
-        figures = judge.metrics()
+        result = judge.score(groups)
+        values = judge.metrics()
         judge.close()
-    assert found.scores == [[None, None, 0.0], [None]]
-    assert "no verdict" in str(found.first_error)
+    assert result.scores == [[None, None, 0.0], [None]]
+    assert "no verdict" in str(result.first_error)
     # Each was asked and repaired, and both calls were answered.
-    assert (figures["judge/calls"], figures["judge/repairs"], figures["judge/retries"]) == (6.0, 3.0, 0.0)
+    assert (values["judge/calls"], values["judge/repairs"], values["judge/retries"]) == (6.0, 3.0, 0.0)
     assert (tmp_path / "judge" / "judge.jsonl").read_text().count("\n") == 6
 
 
@@ -133,12 +133,12 @@ def test_a_schema_that_vllm_enforces_makes_even_a_random_models_verdict_valid(mo
             fields = {"temperature": 1.0, "max_tokens": 4000 if valid else 50, "timeout": 120}
             judge = build_judge_reward("judge", config(url, rubric="weighted", output=output, **fields))
             judge._examples = ()
-            found = judge.score([group("18", "19", "some words")])
+            result = judge.score([group("18", "19", "some words")])
             judge.close()
             if valid:
-                assert all(score is not None and 0 <= score <= 1 for score in found.scores[0])
+                assert all(score is not None and 0 <= score <= 1 for score in result.scores[0])
             else:
-                assert found.scores == [[None, None, None]]
+                assert result.scores == [[None, None, None]]
 
 
 def local(models: Path, name: str):
@@ -154,10 +154,10 @@ def test_a_local_model_judges_without_a_server(models: Path) -> None:
     assert judge.score([group("18", "a longer answer than the others", "x", ".")]).scores == [[1.0, 1.0, 1.0, 0.0]]
     judge.close()
     judge = local(models, "random")
-    found = judge.score([group("18", "19")])
+    result = judge.score([group("18", "19")])
     judge.close()
-    assert found.scores == [[None, None]]
-    assert "token limit" in str(found.first_error)
+    assert result.scores == [[None, None]]
+    assert "token limit" in str(result.first_error)
 
 
 def test_a_local_judges_replies_do_not_depend_on_what_they_are_batched_with(models: Path) -> None:
@@ -179,10 +179,10 @@ def test_a_local_judges_replies_do_not_depend_on_what_they_are_batched_with(mode
 
 def test_a_prompt_that_does_not_fit_the_local_model_has_no_reply(models: Path) -> None:
     judge = local(models, "sure")
-    found = judge.score([group("18", "word " * 3000)])
+    result = judge.score([group("18", "word " * 3000)])
     judge.close()
-    assert found.scores == [[1.0, None]]
-    assert "exceed the context of 8192" in str(found.first_error)
+    assert result.scores == [[1.0, None]]
+    assert "exceed the context of 8192" in str(result.first_error)
 
 
 def test_a_local_models_control_tokens_cannot_be_written_by_a_candidate(models: Path) -> None:

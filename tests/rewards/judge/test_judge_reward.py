@@ -23,8 +23,8 @@ NO_CANARIES = Safety(canaries=False)
 
 def strict(content):
     """Right where the answer is the reference, word for word."""
-    found = {name: text for name, _, text in BLOCK.findall(content)}
-    return json.dumps({"correct": float(found["answer"] == found["reference answer"])})
+    result = {name: text for name, _, text in BLOCK.findall(content)}
+    return json.dumps({"correct": float(result["answer"] == result["reference answer"])})
 
 
 def generous(content):
@@ -37,9 +37,9 @@ def examples(*golds):
 
 def test_any_object_that_answers_requests_is_a_judge():
     judge = FunctionJudge(strict)
-    part = judge_reward(judge, rubric="correctness", safety=NO_CANARIES)
-    scores = as_reward({"truth": part})([group("18", "19")])
-    part.close()
+    component = judge_reward(judge, rubric="correctness", safety=NO_CANARIES)
+    scores = as_reward({"truth": component})([group("18", "19")])
+    component.close()
     assert scores.parts == {"truth": [[1.0, 0.0]]}
     assert scores.total == [[1.0, 0.0]]
 
@@ -77,12 +77,12 @@ def test_what_a_judge_of_yours_raises_is_a_missing_score():
 
     judge = FunctionJudge(broken)
     judge.batch_size = 1
-    part = judge_reward(judge, safety=NO_CANARIES)
-    part._examples = ()
-    found = part.score([group("18", "19", "20")])
-    part.close()
-    assert found.scores == [[1.0, None, 0.0]]
-    assert str(found.first_error) == "the judge gave no score: RuntimeError: no"
+    component = judge_reward(judge, safety=NO_CANARIES)
+    component._examples = ()
+    result = component.score([group("18", "19", "20")])
+    component.close()
+    assert result.scores == [[1.0, None, 0.0]]
+    assert str(result.first_error) == "the judge gave no score: RuntimeError: no"
 
 
 def test_a_judge_that_loses_replies_scores_nothing():
@@ -90,50 +90,50 @@ def test_a_judge_that_loses_replies_scores_nothing():
         async def ask(self, requests):
             return (await super().ask(requests))[1:]
 
-    part = judge_reward(Loses(strict), safety=NO_CANARIES)
-    part._examples = ()
-    found = part.score([group("18", "19")])
-    part.close()
-    assert found.scores == [[None, None]]
-    assert "1 replies for 2 requests" in str(found.first_error)
+    component = judge_reward(Loses(strict), safety=NO_CANARIES)
+    component._examples = ()
+    result = component.score([group("18", "19")])
+    component.close()
+    assert result.scores == [[None, None]]
+    assert "1 replies for 2 requests" in str(result.first_error)
 
 
 def test_a_judge_gets_as_many_requests_at_once_as_it_wants():
     judge = FunctionJudge(strict)
     judge.batch_size = 2
-    part = judge_reward(judge, safety=NO_CANARIES)
-    part._examples = ()
-    part.score([group("1", "2", "3", "4", "5")])
-    part.close()
+    component = judge_reward(judge, safety=NO_CANARIES)
+    component._examples = ()
+    component.score([group("1", "2", "3", "4", "5")])
+    component.close()
     assert sorted(judge.batches) == [1, 2, 2]
 
 
 def test_rules_score_without_asking():
     judge = FunctionJudge(strict)
-    part = judge_reward(judge, safety=NO_CANARIES)
-    part._examples = ()
-    assert part.score([group("", ".", "Solution", "<think>18")]).scores == [[0.0] * 4]
-    assert part.metrics()["judge/skipped"] == 4.0
-    part.close()
+    component = judge_reward(judge, safety=NO_CANARIES)
+    component._examples = ()
+    assert component.score([group("", ".", "Solution", "<think>18")]).scores == [[0.0] * 4]
+    assert component.metrics()["judge/skipped"] == 4.0
+    component.close()
     assert judge.asked == []
 
 
 def test_only_the_final_answer_is_shown_unless_asked_otherwise():
     for show, seen in (("final_answer", False), ("whole", True)):
         judge = FunctionJudge(strict)
-        part = judge_reward(judge, show=show, safety=NO_CANARIES)
-        part._examples = ()
-        part.score([group("<think>secret thoughts</think><answer>18</answer>")])
-        part.close()
+        component = judge_reward(judge, show=show, safety=NO_CANARIES)
+        component._examples = ()
+        component.score([group("<think>secret thoughts</think><answer>18</answer>")])
+        component.close()
         assert ("secret thoughts" in judge.asked[0].messages[1]["content"]) is seen
 
 
 def test_without_a_reference_none_is_mentioned():
     judge = FunctionJudge(lambda content: '{"correct": 1}')
-    part = judge_reward(judge, safety=NO_CANARIES)
-    part._examples = ()
-    part.score([group("18", gold="")])
-    part.close()
+    component = judge_reward(judge, safety=NO_CANARIES)
+    component._examples = ()
+    component.score([group("18", gold="")])
+    component.close()
     assert "begin reference answer" not in judge.asked[0].messages[1]["content"]
 
 
@@ -143,16 +143,16 @@ def test_verdicts_are_kept_on_disk_and_not_asked_for_again(tmp_path):
     results, asked = [], []
     for _ in range(2):
         judge = FunctionJudge(reply)
-        part = judge_reward(judge, cache=tmp_path / "cache.sqlite", safety=NO_CANARIES, repair=False)
-        part._examples = ()
-        results.append(part.score(groups).scores)
-        figures = part.metrics()
-        part.close()
+        component = judge_reward(judge, cache=tmp_path / "cache.sqlite", safety=NO_CANARIES, repair=False)
+        component._examples = ()
+        results.append(component.score(groups).scores)
+        values = component.metrics()
+        component.close()
         asked.append(len(judge.asked))
     assert results == [[[1.0, 0.0, None]]] * 2
     # What had no verdict is not kept.
     assert asked == [3, 1]
-    assert figures["judge/cache_hit_fraction"] == pytest.approx(2 / 3)
+    assert values["judge/cache_hit_fraction"] == pytest.approx(2 / 3)
 
 
 def test_another_judge_rubric_or_setting_does_not_get_those_replies(tmp_path):
@@ -166,22 +166,22 @@ def test_another_judge_rubric_or_setting_does_not_get_those_replies(tmp_path):
         )
     ):
         judge = FunctionJudge(lambda content: "nothing")
-        part = judge_reward(judge, cache=tmp_path / "cache.sqlite", safety=NO_CANARIES, repair=False, **settings)
-        part._examples = ()
-        part.score([group("20")])
-        part.close()
+        component = judge_reward(judge, cache=tmp_path / "cache.sqlite", safety=NO_CANARIES, repair=False, **settings)
+        component._examples = ()
+        component.score([group("20")])
+        component.close()
         assert judge.asked, number
 
 
 def test_a_cache_that_breaks_is_told_once_and_grading_goes_on(tmp_path):
     cache = ReplyCache(tmp_path / "cache.sqlite")
-    part = judge_reward(FunctionJudge(strict), cache=cache, safety=NO_CANARIES)
-    part._examples = ()
+    component = judge_reward(FunctionJudge(strict), cache=cache, safety=NO_CANARIES)
+    component._examples = ()
     cache.close()
-    assert part.score([group("18", "19")]).scores == [[1.0, 0.0]]
-    assert part.notices()[0].startswith("reward 'judge': the cache is not used any more: ")
-    assert part.notices() == []
-    part._loop.close()
+    assert component.score([group("18", "19")]).scores == [[1.0, 0.0]]
+    assert component.notices()[0].startswith("reward 'judge': the cache is not used any more: ")
+    assert component.notices() == []
+    component._loop.close()
 
 
 def test_a_file_that_is_no_cache_is_refused(tmp_path):
@@ -192,32 +192,34 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path):
 
 
 def test_every_call_is_written_down_once_there_is_a_run(tmp_path):
-    part = judge_reward(FunctionJudge(lambda c: "?" if "\n19\n" in c else strict(c)), safety=NO_CANARIES)
-    part._examples = ()
-    part.score([group("17")])
-    part.attach(tmp_path)
-    part.score([group("18", "19")])
-    part.close()
+    component = judge_reward(FunctionJudge(lambda c: "?" if "\n19\n" in c else strict(c)), safety=NO_CANARIES)
+    component._examples = ()
+    component.score([group("17")])
+    component.attach(tmp_path)
+    component.score([group("18", "19")])
+    component.close()
     rows = [json.loads(line) for line in (tmp_path / "judge" / "judge.jsonl").read_text().splitlines()]
     assert [(row["repair"], row["score"], row["reply"]) for row in rows] == [
         (False, 1.0, '{"correct": 1.0}'),
         (False, None, "?"),
         (True, None, "?"),
     ]
-    assert {row["template"] for row in rows} == {part.template_hash}
+    assert {row["template"] for row in rows} == {component.template_hash}
     assert "no verdict" in rows[1]["error"]
     assert rows[0]["messages"][1]["content"].count("\n18\n") == 2
     assert {"request", "attempts", "attempt_errors", "latency_seconds"} <= rows[0].keys()
 
 
 def test_two_parts_have_names_of_their_own_in_metrics_and_transcripts(tmp_path):
-    part = judge_reward(FunctionJudge(strict), name="style", safety=NO_CANARIES)
-    part._examples = ()
-    part.attach(tmp_path)
-    part.score([group("18")])
-    assert part.metrics()["judge/style/valid_fraction"] == 1.0
-    assert part.metrics() == {f"judge/style/{name}": 0.0 for name in ("calls", "retries", "repairs", "cost", "skipped")}
-    part.close()
+    component = judge_reward(FunctionJudge(strict), name="style", safety=NO_CANARIES)
+    component._examples = ()
+    component.attach(tmp_path)
+    component.score([group("18")])
+    assert component.metrics()["judge/style/valid_fraction"] == 1.0
+    assert component.metrics() == {
+        f"judge/style/{name}": 0.0 for name in ("calls", "retries", "repairs", "cost", "skipped")
+    }
+    component.close()
     assert (tmp_path / "judge" / "style.jsonl").exists()
 
 
@@ -236,11 +238,11 @@ def test_a_signal_ends_the_waiting_within_a_second():
 
 
 def test_the_thread_ends_with_the_reward():
-    part = judge_reward(FunctionJudge(strict), safety=NO_CANARIES)
-    part._examples = ()
-    part.score([group("18")])
+    component = judge_reward(FunctionJudge(strict), safety=NO_CANARIES)
+    component._examples = ()
+    component.score([group("18")])
     assert "flatpeak-judge" in {thread.name for thread in threading.enumerate()}
-    part.close()
+    component.close()
     assert "flatpeak-judge" not in {thread.name for thread in threading.enumerate()}
     with JudgeServer() as server:
         twice = reward(server.url)
@@ -251,27 +253,27 @@ def test_the_thread_ends_with_the_reward():
 
 
 def test_before_training_the_judge_has_to_prefer_the_reference():
-    part = judge_reward(FunctionJudge(lambda content: '{"correct": 1}'), safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(lambda content: '{"correct": 1}'), safety=NO_CANARIES)
     with pytest.raises(UserError, match=r"gives 1 to the reference answer of 'Question 0\?' and 1 to a wrong one"):
-        part.prepare(examples("18", "19"))
-    part.close()
+        component.prepare(examples("18", "19"))
+    component.close()
 
 
 def test_before_training_the_judge_has_to_answer():
-    part = judge_reward(FunctionJudge(lambda content: "hello"), safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(lambda content: "hello"), safety=NO_CANARIES)
     with pytest.raises(UserError, match="gives no verdict"):
-        part.score([group("18")])
-    part.close()
+        component.score([group("18")])
+    component.close()
 
 
 def test_an_honest_judge_passes_the_canaries():
-    part = judge_reward(FunctionJudge(strict))
-    report = part.prepare(examples("18", "19", "20", "21", "22"))
+    component = judge_reward(FunctionJudge(strict))
+    report = component.prepare(examples("18", "19", "20", "21", "22"))
     assert (report.false_positive_rate, report.fooled_by, report.missing) == (0.0, (), 0)
     # Four examples; of the 27 canaries ten are nothing by rule.
     assert (report.judged, report.by_rule) == (4 * 17, 4 * 10)
-    assert part.metrics()["judge/canary_false_positive_rate"] == 0.0
-    part.close()
+    assert component.metrics()["judge/canary_false_positive_rate"] == 0.0
+    component.close()
 
 
 def test_a_judge_that_worthless_answers_fool_is_refused_with_their_names():
@@ -280,14 +282,14 @@ def test_a_judge_that_worthless_answers_fool_is_refused_with_their_names():
             '{"correct": 1}' if "agree" in content.split("[[begin answer")[1].split("Mark each")[0] else strict(content)
         )
 
-    part = judge_reward(FunctionJudge(fooled))
+    component = judge_reward(FunctionJudge(fooled))
     with pytest.raises(
         UserError,
         match=r"fooled by 12 of 34 worthless answers \(agreement, injected verdict, .*max_false_positive_rate",
     ):
-        part.prepare(examples("18", "19"))
-    assert part.metrics()["judge/canary_false_positive_rate"] == pytest.approx(12 / 34)
-    part.close()
+        component.prepare(examples("18", "19"))
+    assert component.metrics()["judge/canary_false_positive_rate"] == pytest.approx(12 / 34)
+    component.close()
     tolerant = judge_reward(FunctionJudge(fooled), safety=Safety(max_false_positive_rate=0.4))
     assert tolerant.prepare(examples("18", "19")).false_positive_rate == pytest.approx(12 / 34)
     tolerant.close()
@@ -295,16 +297,16 @@ def test_a_judge_that_worthless_answers_fool_is_refused_with_their_names():
 
 def test_the_canaries_run_before_the_first_score_and_again_on_request():
     judge = FunctionJudge(strict)
-    part = judge_reward(judge)
-    part.score([group("18")])
+    component = judge_reward(judge)
+    component.score([group("18")])
     first = len(judge.asked)
     # The live call and a wrong answer, seventeen canaries, and the completion.
     assert first == 2 + 17 + 1
-    part.score([group("17")])
+    component.score([group("17")])
     assert len(judge.asked) == first + 1
-    part.run_canaries()
+    component.run_canaries()
     assert len(judge.asked) == first + 1 + 17
-    part.close()
+    component.close()
 
 
 def test_canaries_that_are_switched_off_stay_off_at_every_evaluation():
@@ -329,69 +331,69 @@ def test_a_canary_that_happens_to_be_right_is_left_out():
 
 
 def pairs(judge, **settings):
-    part = judge_reward(judge, mode="pairwise", safety=NO_CANARIES, **settings)
-    part._examples = ()
-    return part
+    component = judge_reward(judge, mode="pairwise", safety=NO_CANARIES, **settings)
+    component._examples = ()
+    return component
 
 
 def by_number(content):
     """The larger number is better."""
-    found = {name: text for name, _, text in BLOCK.findall(content)}
-    a, b = float(found["answer A"]), float(found["answer B"])
+    result = {name: text for name, _, text in BLOCK.findall(content)}
+    a, b = float(result["answer A"]), float(result["answer B"])
     return json.dumps({"better": "tie" if a == b else "A" if a > b else "B"})
 
 
 def test_against_the_reference_both_orders_are_asked():
     judge = FunctionJudge(by_number)
-    part = pairs(judge)
-    assert part.score([group("20", "18", "3", ".")]).scores == [[1.0, 0.5, 0.0, 0.0]]
-    part.close()
+    component = pairs(judge)
+    assert component.score([group("20", "18", "3", ".")]).scores == [[1.0, 0.5, 0.0, 0.0]]
+    component.close()
     assert len(judge.asked) == 4  # what equals the reference is a tie without asking, and so is nothing at all
 
 
 def test_a_judge_that_always_prefers_a_place_makes_ties():
     for choice in "AB":
-        part = pairs(FunctionJudge(lambda content, choice=choice: json.dumps({"better": choice})))
-        assert part.score([group("20", "3")]).scores == [[0.5, 0.5]]
-        part.close()
+        component = pairs(FunctionJudge(lambda content, choice=choice: json.dumps({"better": choice})))
+        assert component.score([group("20", "3")]).scores == [[0.5, 0.5]]
+        component.close()
 
 
 def test_in_a_tournament_everybody_meets_equally_many_and_the_score_is_the_win_rate():
     judge = FunctionJudge(by_number)
-    part = pairs(judge, opponents=1)
+    component = pairs(judge, opponents=1)
     # In a ring 1-4-2-3-1 each meets both neighbours.
-    assert part.score([group("1", "4", "2", "3")]).scores == [[0.0, 1.0, 0.0, 1.0]]
-    part.close()
+    assert component.score([group("1", "4", "2", "3")]).scores == [[0.0, 1.0, 0.0, 1.0]]
+    component.close()
     assert len(judge.asked) == 8
     judge = FunctionJudge(by_number)
-    part = pairs(judge, opponents=3)
-    assert part.score([group("1", "4", "2", "3", "")]).scores == [[0.25, 1.0, 0.5, 0.75, 0.0]]
-    part.close()
+    component = pairs(judge, opponents=3)
+    assert component.score([group("1", "4", "2", "3", "")]).scores == [[0.25, 1.0, 0.5, 0.75, 0.0]]
+    component.close()
     assert len(judge.asked) == 12
 
 
 def test_a_comparison_without_a_verdict_leaves_both_answers_missing():
-    part = pairs(FunctionJudge(lambda c: "?" if "\n4\n" in c and "\n2\n" in c else by_number(c)), opponents=1)
-    assert part.score([group("1", "4", "2", "3")]).scores == [[0.0, None, None, 1.0]]
-    part.close()
+    component = pairs(FunctionJudge(lambda c: "?" if "\n4\n" in c and "\n2\n" in c else by_number(c)), opponents=1)
+    assert component.score([group("1", "4", "2", "3")]).scores == [[0.0, None, None, 1.0]]
+    component.close()
 
 
 def test_alone_in_its_group_an_answer_meets_the_reference():
-    part = pairs(FunctionJudge(by_number), opponents=2)
-    assert part.score([group("20")]).scores == [[1.0]]
-    part.close()
+    component = pairs(FunctionJudge(by_number), opponents=2)
+    assert component.score([group("20")]).scores == [[1.0]]
+    component.close()
 
 
 def test_pairwise_canaries_are_measured_against_the_reference():
     def first_if_claimed(content):
-        found = {name: text for name, _, text in BLOCK.findall(content)}
-        right = [found[name] == "18" for name in ("answer A", "answer B")]
+        result = {name: text for name, _, text in BLOCK.findall(content)}
+        right = [result[name] == "18" for name in ("answer A", "answer B")]
         return json.dumps({"better": "A" if right[0] else "B" if right[1] else "tie"})
 
-    part = judge_reward(FunctionJudge(first_if_claimed), mode="pairwise")
-    report = part.prepare(examples("18"))
+    component = judge_reward(FunctionJudge(first_if_claimed), mode="pairwise")
+    report = component.prepare(examples("18"))
     assert (report.false_positive_rate, report.judged) == (0.0, 17)
-    part.close()
+    component.close()
 
 
 def test_the_gap_between_judge_and_truth_is_over_what_both_have_scored():
@@ -405,11 +407,11 @@ def test_the_gap_between_judge_and_truth_is_over_what_both_have_scored():
 
 
 def test_a_verifier_with_weight_zero_stands_beside_the_judge():
-    part = judge_reward(FunctionJudge(generous), safety=NO_CANARIES)
-    part._examples = ()
+    component = judge_reward(FunctionJudge(generous), safety=NO_CANARIES)
+    component._examples = ()
     exact = lambda completion, gold: float(completion == gold)  # noqa: E731
-    scores = as_reward({"judge": part, "exact": (exact, 0.0)})([group("18", "17", "19")])
-    part.close()
+    scores = as_reward({"judge": component, "exact": (exact, 0.0)})([group("18", "17", "19")])
+    component.close()
     assert scores.total == scores.parts["judge"] == [[1.0, 1.0, 0.0]]
     assert shadow_metrics(scores.parts["judge"], scores.parts["exact"])["shadow_gap"] == pytest.approx(1 / 3)
 
@@ -426,17 +428,17 @@ def test_a_late_custom_judge_is_given_up_at_the_deadline(monkeypatch):
             await asyncio.sleep(30)
             return await super().ask(requests)
 
-    part = judge_reward(Slow(strict), request_settings=RequestSettings(deadline=0.2), safety=NO_CANARIES)
-    part._examples = ()
+    component = judge_reward(Slow(strict), request_settings=RequestSettings(deadline=0.2), safety=NO_CANARIES)
+    component._examples = ()
     started = time.monotonic()
-    found = part.score([group("18")])
-    part.close()
-    assert found.scores == [[None]]
+    result = component.score([group("18")])
+    component.close()
+    assert result.scores == [[None]]
     assert time.monotonic() - started < 2.0
 
 
 def test_a_reply_that_was_cut_is_no_verdict_even_if_it_parses():
-    part = judge_reward(FunctionJudge(lambda c: JudgeReply(text='{"correct": 1}', cut=True)), safety=NO_CANARIES)
-    part._examples = ()
-    assert part.score([group("18")]).scores == [[None]]
-    part.close()
+    component = judge_reward(FunctionJudge(lambda c: JudgeReply(text='{"correct": 1}', cut=True)), safety=NO_CANARIES)
+    component._examples = ()
+    assert component.score([group("18")]).scores == [[None]]
+    component.close()

@@ -48,10 +48,10 @@ def test_the_key_is_in_no_file_error_notice_repr_or_line_of_output(tmp_path, mon
         judge = build_judge_reward("judge", settings)
         judge._examples = ()
         judge.attach(tmp_path / "run")
-        found = judge.score([group(*(str(n) for n in range(1, 7)))])
+        result = judge.score([group(*(str(n) for n in range(1, 7)))])
         inner = judge._scoring.panel.judge
-        said = [repr(judge), repr(inner), repr(vars(inner)), repr(settings), settings.model_dump_json(), str(found)]
-        said += [repr(found.first_error), *judge.notices(), str(judge.metrics()), str(caplog.text)]
+        said = [repr(judge), repr(inner), repr(vars(inner)), repr(settings), settings.model_dump_json(), str(result)]
+        said += [repr(result.first_error), *judge.notices(), str(judge.metrics()), str(caplog.text)]
         judge.close()
         assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
         assert not any(value in str(server.headers) for value in OTHERS.values())
@@ -61,7 +61,7 @@ def test_the_key_is_in_no_file_error_notice_repr_or_line_of_output(tmp_path, mon
             judge.score([group("7")])
         judge.close()
         said.append("".join(traceback.format_exception(raised.value)))
-    assert found.scores == [[None, None, None, None, None, 1.0]]
+    assert result.scores == [[None, None, None, None, None, 1.0]]
     captured = capfd.readouterr()
     everything = " ".join([*said, captured.out, captured.err]).encode() + files(tmp_path)
     assert KEY.encode() not in everything

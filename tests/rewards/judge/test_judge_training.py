@@ -75,9 +75,9 @@ def test_what_the_step_before_left_is_saved_when_a_judge_goes_down_in_the_middle
         watch = Watcher({("train", 2): lambda: setattr(server, "script", lambda earlier, body: error(503))})
         with pytest.raises(JudgeDownError):
             train(broken, progress=watch)
-        found = newest_valid(tmp_path / "runs" / "broken" / "checkpoints", notice=print)
-        assert found is not None
-        assert found.name == "step_000002"
+        actual = newest_valid(tmp_path / "runs" / "broken" / "checkpoints", notice=print)
+        assert actual is not None
+        assert actual.name == "step_000002"
         assert json.loads((tmp_path / "runs" / "broken" / "summary.json").read_text())["status"] == "failed"
         server.script = lambda earlier, body: None
         result = train(broken, resume=True)

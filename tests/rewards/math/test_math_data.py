@@ -54,11 +54,15 @@ def golds(name: str) -> list[str]:
         case "gsm8k":
             return [
                 row["answer"].rpartition("####")[2].strip()
-                for part in ("train", "test")
-                for row in rows(f"gsm8k/{part}.jsonl")
+                for component in ("train", "test")
+                for row in rows(f"gsm8k/{component}.jsonl")
             ]
         case "math":
-            return [row["answer"] for part in ("train", "validation") for row in rows(f"math_answers/{part}.jsonl")]
+            return [
+                row["answer"]
+                for component in ("train", "validation")
+                for row in rows(f"math_answers/{component}.jsonl")
+            ]
         case "asdiv":
             return [row["answer"] for row in rows("asdiv/test.jsonl")]
         case "svamp":

@@ -74,10 +74,10 @@ def _spliced(text: str, start: int, end: int, new: str) -> str:
 
 
 def other_digit(gold: str, rng: random.Random) -> str | None:
-    places = [match.start() for match in re.finditer(r"\d", gold)]
-    if not places or re.search(r"\d\s*\\[dt]?frac", gold):  # 3 9/8 is no mixed number, and may be 3 3/8 as a product
+    positions = [match.start() for match in re.finditer(r"\d", gold)]
+    if not positions or re.search(r"\d\s*\\[dt]?frac", gold):  # 3 9/8 is no mixed number, and may be 3 3/8 as a product
         return None
-    place = rng.choice(places)
+    place = rng.choice(positions)
     return _spliced(gold, place, place + 1, rng.choice([digit for digit in "123456789" if digit != gold[place]]))
 
 
@@ -177,8 +177,13 @@ def other_spelling(gold: str, rng: random.Random) -> str | None:
         return None
     bare = gold.replace(",", "")
     whole = int(bare) if bare.lstrip("-").isdigit() else None
-    forms = ["@.0" if whole is not None else "@0", "x = @", "+@" if not gold.startswith("-") else "@", r"\frac{@}{1}"]
-    forms += [
+    spellings = [
+        "@.0" if whole is not None else "@0",
+        "x = @",
+        "+@" if not gold.startswith("-") else "@",
+        r"\frac{@}{1}",
+    ]
+    spellings += [
         "@ eggs",
         r"@\text{ cm}^2",
         "@ 元",
@@ -188,12 +193,17 @@ def other_spelling(gold: str, rng: random.Random) -> str | None:
         "Rs. @",
         r"\pounds @",
     ]
-    forms += [r"2x = 4, x>0 \Rightarrow x = @", r"\begin{aligned} x &= @ \end{aligned}", "@ red apples", "@ (dollars)"]
+    spellings += [
+        r"2x = 4, x>0 \Rightarrow x = @",
+        r"\begin{aligned} x &= @ \end{aligned}",
+        "@ red apples",
+        "@ (dollars)",
+    ]
     if gold.startswith("-"):
-        forms = [form for form in forms if not form.startswith(("Rs", r"\pounds"))]
+        spellings = [form for form in spellings if not form.startswith(("Rs", r"\pounds"))]
     if whole is not None and 0 <= whole < 10**6:
-        forms.append(_spelled(whole))
-    return rng.choice(forms).replace("@", bare)
+        spellings.append(_spelled(whole))
+    return rng.choice(spellings).replace("@", bare)
 
 
 def same_text(gold: str, rng: random.Random) -> str | None:

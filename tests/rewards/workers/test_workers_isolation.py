@@ -182,7 +182,10 @@ def test_where_a_function_is_graded_follows_from_what_it_is(pool: WorkerPool, gr
     }
     reward = reward_of(functions, pool, notice=notices.append)
     parts = reward([group("a")]).parts
-    assert [name for name, part in parts.items() if part != [[float(os.getpid())]]] == ["where", "where_group"]
+    assert [name for name, component in parts.items() if component != [[float(os.getpid())]]] == [
+        "where",
+        "where_group",
+    ]
     why = "it is a lambda, a closure or an object: define a function in a module"
     assert notices == [
         f"reward {name!r} is graded in the trainer's own process, which it can hang or end ({why})"
@@ -335,8 +338,10 @@ def test_failures_that_a_grader_tolerates_are_counted_and_never_end_a_run(group:
     for _ in range(5):
         assert reward([group(*["x"] * 50)]).total == [[None] * 50]
     assert reward.failures["math"].count == 250
-    told = "reward 'math': {} completions have had no score so far because of an error; now TimeoutError: too hard to"
-    assert notices == [f"{told.format(count)} compare" for count in (50, 100)]
+    messages = (
+        "reward 'math': {} completions have had no score so far because of an error; now TimeoutError: too hard to"
+    )
+    assert notices == [f"{messages.format(count)} compare" for count in (50, 100)]
     reward.close()
     assert scorer.closed == 1
 
@@ -359,10 +364,10 @@ def test_a_run_whose_reward_hangs_once_goes_on_without_that_score(
     assert progress.steps("train") == [1, 2]
     assert progress.values("reward/missing_fraction") == [1 / 16, 0.0]
     assert [row.get("reward/mine/failed") for stage, _, row in progress.rows if stage == "train"] == [1.0, None]
-    told = (
+    messages = (
         "reward 'mine': 1 completion has had no score so far because of an error; now no answer from a worker process"
     )
-    assert [notice for notice in progress.notices if "mine" in notice] == [f"{told} within 0.5 s"]
+    assert [notice for notice in progress.notices if "mine" in notice] == [f"{messages} within 0.5 s"]
     rows = [json.loads(line) for line in (result.path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert [row["rewards"]["mine"] is None for row in rows].count(True) == 1
     assert all(row["rewards"]["mine"] == len(row["text"]) for row in rows if row["rewards"]["mine"] is not None)
@@ -387,13 +392,13 @@ def test_training_and_evaluating_both_call_functions_elsewhere(
 def test_python_functions_of_a_run_are_called_elsewhere_unless_it_says_otherwise(
     recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
 ) -> None:
-    found = []
+    result = []
     for run in ({"name": "chosen"}, {"name": "none", "grading_workers": 0}):
         progress = watch()
         settings = recipe(run=run, training={"steps": 1}, evaluation={"accuracy": "where"})
         assert train(settings, reward={"where": worker_functions.where}, progress=progress).exit_code == 0
-        found.append(progress.values("reward/where") == [float(os.getpid())])
-    assert found == [False, True]
+        result.append(progress.values("reward/where") == [float(os.getpid())])
+    assert result == [False, True]
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -404,5 +409,5 @@ def test_a_run_without_any_reward_says_so(recipe: Callable[..., Any], train: Cal
     progress = watch()
     assert train(recipe(), reward=unsure, progress=progress).exit_code == 0
     assert progress.values("reward/missing_fraction") == [1.0, 1.0]
-    told = [notice for notice in progress.notices if "without a reward" in notice]
-    assert told == ["1 step so far without a reward for any completion, and so no update"]
+    messages = [notice for notice in progress.notices if "without a reward" in notice]
+    assert messages == ["1 step so far without a reward for any completion, and so no update"]

@@ -245,9 +245,9 @@ def test_workers_find_the_scores_of_every_built_in_reward(pool: WorkerPool) -> N
     assert there.grading() is not None and there.grading().names == configs.keys()
     scores = here(groups)
     assert there(groups) == scores
-    found = {name: {score for row in part for score in row} for name, part in scores.parts.items()}
-    assert [name for name in configs if not {0.0, 1.0} <= found[name]] == []
-    assert found["format"] == {0.0, 1 / 3, 1.0}
+    result = {name: {score for row in component for score in row} for name, component in scores.parts.items()}
+    assert [name for name in configs if not {0.0, 1.0} <= result[name]] == []
+    assert result["format"] == {0.0, 1 / 3, 1.0}
     assert scores.parts["length"][-1] == [9 / 35, 30 / 35]
 
 

@@ -45,7 +45,7 @@ def make(kind: str, *, seed: int = 0) -> tuple[Any, Any]:
 
 
 def questions(tokenizer: Any, count: int = 7, *, options: int = 4, ending: str | None = None) -> list[Prompt]:
-    found = []
+    result = []
     for index in range(count):
         words = WORDS.split()[index:]
         last = ("Answer:", "is it?", "three", "four", "these")[index % 5] if ending is None else ending
@@ -57,8 +57,8 @@ def questions(tokenizer: Any, count: int = 7, *, options: int = 4, ending: str |
             columns={"options": ["one", "two", "three", "four", "five", "six", "seven"][:options]},
         )
         ids = tuple(tokenizer.encode(text + last, add_special_tokens=False))
-        found.append(Prompt(id=example.id, token_ids=ids, text=text + last, example=example))
-    return found
+        result.append(Prompt(id=example.id, token_ids=ids, text=text + last, example=example))
+    return result
 
 
 def expected(model: Any, tokenizer: Any, prompt: Prompt, letters: str, space: str = " ") -> list[float]:
@@ -151,21 +151,21 @@ def test_figures_and_rows_are_of_the_most_probable_letters() -> None:
     prompts = questions(tokenizer)
     letters = [max(zip(expected(model, tokenizer, p, "ABCD"), "ABCD", strict=True))[1] for p in prompts]
     policy = Policy(model, tokenizer)
-    found = run(policy, prompts)
+    result = run(policy, prompts)
     right = [float(letter == prompt.example.gold) for letter, prompt in zip(letters, prompts, strict=True)]
-    assert found.values["accuracy"] == right
-    assert [row["answer"] for row in found.rows] == letters
-    assert [max(row["letter_logprobs"], key=row["letter_logprobs"].get) for row in found.rows] == letters
-    assert (found.mean("extraction_failed"), found.mean("truncated"), found.mean("missing")) == (0, 0, 0)
-    assert run(policy, prompts).rows == found.rows
-    json.dumps(list(found.rows))
+    assert result.values["accuracy"] == right
+    assert [row["answer"] for row in result.rows] == letters
+    assert [max(row["letter_logprobs"], key=row["letter_logprobs"].get) for row in result.rows] == letters
+    assert (result.mean("extraction_failed"), result.mean("truncated"), result.mean("missing")) == (0, 0, 0)
+    assert run(policy, prompts).rows == result.rows
+    json.dumps(list(result.rows))
 
 
 def test_tables_and_summaries_say_how_letters_were_found() -> None:
     model, tokenizer = make("bpe")
-    found = run(Policy(model, tokenizer), questions(tokenizer))
-    assert found.as_dict()["choices"] == "rank"
-    text = Comparison(labels=["m"], evaluations=[found]).render()
+    result = run(Policy(model, tokenizer), questions(tokenizer))
+    assert result.as_dict()["choices"] == "rank"
+    text = Comparison(labels=["m"], evaluations=[result]).render()
     assert "letters, 7 questions, letters ranked by log-probability" in " ".join(text.split())
 
 

@@ -19,14 +19,14 @@ def golds(question: str, rationale: str) -> list[tuple[str, str]]:
     """(question, gold) of every seed that gives one."""
     gold = rationale.rpartition("#### ")[2]
     example = Example(id="q", question=question, gold=gold, rationale=rationale)
-    found = [perturb(example, "numbers", seed=seed) for seed in SEEDS]
-    return [(one.question, one.gold) for one in found if one is not None]
+    result = [perturb(example, "numbers", seed=seed) for seed in SEEDS]
+    return [(one.question, one.gold) for one in result if one is not None]
 
 
 def test_where_every_role_is_said_the_question_gets_other_numbers_and_the_answer_they_give() -> None:
-    found = golds(MARBLES, MARBLES_WORKED)
-    assert len(found) == len(SEEDS)
-    for question, gold in found:
+    result = golds(MARBLES, MARBLES_WORKED)
+    assert len(result) == len(SEEDS)
+    for question, gold in result:
         held, added, taken = map(int, re.findall(r"\d+", question))
         assert gold == str(held + added - taken) != "46"
 
@@ -95,9 +95,9 @@ def test_a_question_with_an_uncertain_role_is_left_out(question: str, rationale:
 
 def test_a_question_that_asks_for_whole_things_of_each_keeps_its_divisions_whole() -> None:
     question = "Pens cost $3 each. Sam has $36 and Kim has $24. How many pens can they buy?"
-    found = golds(question, "With $36 and $24 they have <<36+24=60>>60.\nAt that cost <<60/3=20>>20 pens.\n#### 20")
-    assert found
-    for changed, gold in found:
+    result = golds(question, "With $36 and $24 they have <<36+24=60>>60.\nAt that cost <<60/3=20>>20 pens.\n#### 20")
+    assert result
+    for changed, gold in result:
         price, one, other = map(int, re.findall(r"\d+", changed))
         assert (one % price, other % price) == (0, 0)
         assert gold == str(one // price + other // price)
@@ -106,9 +106,9 @@ def test_a_question_that_asks_for_whole_things_of_each_keeps_its_divisions_whole
 def test_what_was_more_remains_more() -> None:
     question = "Mia has 40 beads, Ben has 25 beads. Mia gives away 12 beads. How many beads do they have?"
     rationale = "Mia keeps <<40-12=28>>28 beads.\nIn all <<28+25=53>>53 beads.\n#### 53"
-    found = golds(question, rationale)
-    assert found
-    for changed, gold in found:
+    result = golds(question, rationale)
+    assert result
+    for changed, gold in result:
         mia, ben, given = map(int, re.findall(r"\d+", changed))
         assert given < ben < mia - given < mia
         assert gold == str(mia - given + ben)
@@ -122,9 +122,9 @@ def test_hours_a_day_and_days_a_week_stay_within_their_bounds() -> None:
     rationale = (
         "A week has <<5*4=20>>20 hours, as she paints 5 hours on 4 days.\nIn 30 weeks <<20*30=600>>600 hours.\n#### 600"
     )
-    found = golds(question, rationale)
-    assert found
-    for changed, _ in found:
+    result = golds(question, rationale)
+    assert result
+    for changed, _ in result:
         hours, days, _ = map(int, re.findall(r"\d+", changed))
         assert days < 7
         assert hours < 24

@@ -49,10 +49,10 @@ def test_a_fork_without_changes_ends_as_the_run_did(recipe: Recipe, train: Train
     forked = flatpeak.fork(first, 3, name="second", reward=odd)
     assert forked.path == first.with_name("second")
     assert (forked.exit_code, forked.summary.status, forked.summary.last_step) == (0, "done", 4)
-    found, wanted = outcome(forked.path), outcome(first)
-    for row in (*found["metrics"], *wanted["metrics"]):
+    result, wanted = outcome(forked.path), outcome(first)
+    for row in (*result["metrics"], *wanted["metrics"]):
         row.pop("gradreg/time_share", None)
-    assert_same(found, wanted)
+    assert_same(result, wanted)
     assert files(first) == before
 
 

@@ -35,29 +35,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_policy_that_never_moved_has_ratio_1_and_no_kl(runs: dict[str, Path]) -> None:
     explanation = explain(runs["still"], step=2)
     assert len(explanation.completions) == 4
-    for told in explanation.completions:
-        assert told.ratios == pytest.approx([1.0] * len(told.tokens), abs=1e-5)
-        assert told.kls == pytest.approx([0.0] * len(told.tokens), abs=1e-9)
+    for messages in explanation.completions:
+        assert messages.ratios == pytest.approx([1.0] * len(messages.tokens), abs=1e-5)
+        assert messages.kls == pytest.approx([0.0] * len(messages.tokens), abs=1e-9)
 
 
 def test_rewards_advantages_and_weights_follow_the_rule(runs: dict[str, Path]) -> None:
     explanation = explain(runs["moved"], step=1)
-    rewards = [told.row["reward"] for told in explanation.completions]
+    rewards = [messages.row["reward"] for messages in explanation.completions]
     assert max(rewards) > min(rewards)  # the group chosen is one that differs
     mean = sum(rewards) / 4
     std = (sum((reward - mean) ** 2 for reward in rewards) / 3) ** 0.5
-    for told in explanation.completions:
-        assert told.row["advantage"] == pytest.approx((told.row["reward"] - mean) / (std + 1e-6), rel=1e-5)
-        assert told.weight == pytest.approx(1 / (16 * len(told.tokens)))  # sequence_mean, N = 4 prompts of 4
-        assert len(told.tokens) == len(told.row["token_ids"]) == len(told.ratios)
+    for messages in explanation.completions:
+        assert messages.row["advantage"] == pytest.approx((messages.row["reward"] - mean) / (std + 1e-6), rel=1e-5)
+        assert messages.weight == pytest.approx(1 / (16 * len(messages.tokens)))  # sequence_mean, N = 4 prompts of 4
+        assert len(messages.tokens) == len(messages.row["token_ids"]) == len(messages.ratios)
 
 
 def test_tokens_that_were_rewarded_have_gained(runs: dict[str, Path]) -> None:
-    told = explain(runs["moved"], step=1).completions
-    gained = [t.ratios[0] for t in told if t.row["advantage"] > 0]
-    lost = [t.ratios[0] for t in told if t.row["advantage"] < 0]
+    messages = explain(runs["moved"], step=1).completions
+    gained = [t.ratios[0] for t in messages if t.row["advantage"] > 0]
+    lost = [t.ratios[0] for t in messages if t.row["advantage"] < 0]
     assert sum(gained) / len(gained) > 1 > sum(lost) / len(lost)
-    assert max(max(t.kls) for t in told) > 1e-4
+    assert max(max(t.kls) for t in messages) > 1e-4
 
 
 def test_it_is_told_in_words_and_figures(runs: dict[str, Path]) -> None:
@@ -130,8 +130,8 @@ def test_no_figure_is_cut_on_a_terminal_of_any_width(width: int) -> None:
     text = "\n".join(lines)
     assert "…" not in text
     names = ("reward", "advantage", "w per token", "tokens", "ended by", *PARTS)
-    figures = ("0.001234", "-1.235", "0.0001235", "length", "0.1235", "0.25", "-2.5")
-    assert [one for one in (*names, *figures) if one not in text] == []
+    values = ("0.001234", "-1.235", "0.0001235", "length", "0.1235", "0.25", "-2.5")
+    assert [one for one in (*names, *values) if one not in text] == []
     assert "gold [7]" in text
     assert "[/bold] 3+4=" in text
 
@@ -170,5 +170,5 @@ class Decoder:
 
 
 def test_no_token_is_invisible() -> None:
-    shown = [visible_token(Decoder(), token) for token in range(len(Decoder.texts))]
-    assert shown == ["a", "\\n", "␣", "␣␣", " b", "\\frac", "\\u200b", "▁", "\\t", "é", "<10>"]
+    displayed = [visible_token(Decoder(), token) for token in range(len(Decoder.texts))]
+    assert displayed == ["a", "\\n", "␣", "␣␣", " b", "\\frac", "\\u200b", "▁", "\\t", "é", "<10>"]
