@@ -73,7 +73,8 @@ def test_nothing_is_missing_for_the_built_in_rewards() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     docs = next(line for line in page.splitlines() if line.startswith("| `rewards`"))
     assert set(members()) <= set(reward_configs())
-    assert missing(reward_configs(), defined(Scorer), recipes=in_recipes(), docs=docs) == []
+    lacking = missing(reward_configs(), defined(Scorer), recipes=in_recipes(), docs=docs)
+    assert not lacking, "\n".join(lacking)
 
 
 def test_what_is_missing_for_a_reward_is_named() -> None:

@@ -287,7 +287,8 @@ def missing_of_a_loss(name: str) -> Iterator[str]:
     "name", sorted({*get_args(PolicyLossName), *POLICY_LOSSES, *LOSS_SETTINGS, *(set(losses.__all__) - HELPERS)})
 )
 def test_a_loss_has_a_function_a_name_a_recipe_and_a_row_in_the_documents(name: str) -> None:
-    assert list(missing_of_a_loss(name)) == []
+    missing = list(missing_of_a_loss(name))
+    assert not missing, "\n".join(missing)
 
 
 def test_all_that_a_forgotten_loss_needs_is_named() -> None:
