@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
+from pathlib import Path
 
 import typer
 
@@ -21,6 +23,8 @@ ENVIRONMENT = {
     # A bar for every checkpoint would tear the display apart.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
+
+_python_format = warnings.formatwarning
 
 app = typer.Typer(
     name="flatpeak",
@@ -58,6 +62,7 @@ def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 a bad command or recipe, 130 and 143 stopped by a signal."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    warnings.formatwarning = _format_warning
     try:
         app(prog_name="flatpeak")
     except UserError as error:
@@ -67,6 +72,14 @@ def main() -> None:
     except Exception as error:
         line = explanation(error)
         _fail(traceback.format_exc().rstrip() if line is None else f"error: {' '.join(line.split())}", code=1)
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of flatpeak's own as one line, as notices are; those of other libraries as Python shows them."""
+    own = Path(filename).is_relative_to(Path(__file__).parents[1])
+    return f"warning: {message}\n" if own else _python_format(message, category, filename, lineno, line)
 
 
 def _fail(text: str, *, code: int) -> None:
