@@ -134,7 +134,8 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, seen):
 
 
 def test_a_deprecated_recipe_is_announced_on_one_line():
-    command = [sys.executable, "-m", "flatpeak", "train", "flatpeak:algorithms/gradient_regularization_s0"]
-    done = subprocess.run([*command, "--print-config"], capture_output=True, text=True)
-    assert done.stderr.splitlines()[0].startswith("warning: recipe flatpeak:algorithms/gradient_regularization_s0 is now")
+    former = "flatpeak:algorithms/gradient_regularization_s0"
+    command = [sys.executable, "-m", "flatpeak", "train", former, "--print-config"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.splitlines()[0].startswith(f"warning: recipe {former} is now")
     assert done.stderr.count("is now") == len(done.stderr.splitlines())
