@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from flatpeak.errors import UserError, did_you_mean
 from flatpeak.rewards.base import ComponentScores, Isolation, Scorer, WorkerCalls, join_scores
-from flatpeak.rewards.function_calls import CheckedFunction, call_each
+from flatpeak.rewards.checked_calls import CheckedFunction, call_each
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Group, Prompt

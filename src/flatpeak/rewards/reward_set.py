@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import Component, GradingBudget, Scorer
-from flatpeak.rewards.function_calls import FailureLog, Failures
+from flatpeak.rewards.checked_calls import FailureLog, Failures
 from flatpeak.rewards.functions import FunctionReward, function_name
 from flatpeak.rewards.workers.grading import Grading, UnloadableError
 from flatpeak.rewards.workers.pool import WorkerPool

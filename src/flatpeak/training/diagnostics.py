@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flatpeak.errors import RunError
-from flatpeak.rewards.function_calls import reaches_power_of_ten
+from flatpeak.rewards.checked_calls import reaches_power_of_ten
 from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
 from flatpeak.types import Group

@@ -18,8 +18,8 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.rewards.base import Component, ComponentScores, Scorer
+from flatpeak.rewards.checked_calls import PATIENCE
 from flatpeak.rewards.config import FunctionConfig, NumberConfig
-from flatpeak.rewards.function_calls import PATIENCE
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers import grading
 from flatpeak.rewards.workers.pool import WorkerPool

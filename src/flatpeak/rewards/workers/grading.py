@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import ComponentScores, Isolation, join_scores, stopwatch
-from flatpeak.rewards.function_calls import PATIENCE
+from flatpeak.rewards.checked_calls import PATIENCE
 from flatpeak.rewards.workers.pool import NOT_CALLED, WorkerError, WorkerPool
 from flatpeak.rewards.workers.process import LIMITS
 from flatpeak.utils.user_code import one_line
