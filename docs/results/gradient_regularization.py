@@ -44,7 +44,8 @@ from torch import Tensor, nn
 
 from flatpeak.functional import frozen_policy_loss, importance_ratio
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.regularizer import GradientRegularizer, Report
+from flatpeak.gradreg.guard import Report
+from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
 from flatpeak.policy.model import Policy

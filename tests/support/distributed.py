@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.parameters import plain_name
-from flatpeak.gradreg.regularizer import GradientRegularizer, Report
+from flatpeak.gradreg.regularizer import GradientRegularizer
 
 Way = Literal["single", "ddp", "ddp_view", "fsdp"]
 Rows = tuple[Tensor, ...]

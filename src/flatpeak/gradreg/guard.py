@@ -1,9 +1,11 @@
-"""The guard against penalties that rounding or a long step has spoilt: refusals at first, notices later."""
+"""The measurements of an update's penalty, and the guard against one that rounding or a long step has spoilt."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,54 @@ WEAK_BELOW = 0.75
 """Share of the perturbation along the gradient below which a notice is given: the penalty is as much weaker."""
 SHORT_STEP = 1 / 30
 """Share of the usual step, in half precision: the changes of a shorter one may be rounded away, alike both ways."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Statistics of one update; norms and cosine are over the perturbed parameters, NaN where nothing was measured."""
+
+    pass_count: int = 0
+    """The number of passes after the first."""
+    skipped: str | None = None
+    """The reason for a penalty that is missing although there should be one."""
+    strength: float = 0.0
+    """This update's strength, warm-up and ratio included."""
+    g1_norm: float = math.nan
+    """Norm of the gradient without penalty, before any clipping."""
+    penalty_ratio: float = math.nan
+    """Norm of the penalty's gradient over that of g1."""
+    cosine: float = math.nan
+    """Cosine of g1 with the penalty's gradient."""
+    kept: PerturbationFidelity | None = None
+    """The agreement of the realized with the intended perturbation; None where nothing was perturbed."""
+    consistency: float | None = None
+    """Cosine of the penalty's gradient at the step and at its opposite; None in updates that do not check it."""
+    seconds: float = 0.0
+    """Wall time of everything after the first pass."""
+
+    def __getattr__(self, name: str) -> int:
+        if name != "passes":
+            raise AttributeError(name)
+        warnings.warn("Report.passes is now pass_count", DeprecationWarning, stacklevel=2)
+        return self.pass_count
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics by the names of docs/metrics.md; empty in updates without penalty."""
+        if not self.pass_count and self.skipped is None and math.isnan(self.penalty_ratio):
+            return {}
+        metrics = {
+            "gradreg/penalty_ratio": self.penalty_ratio,
+            "gradreg/cosine": self.cosine,
+            "gradreg/g1_norm": self.g1_norm,
+            "gradreg/strength": self.strength,
+            "gradreg/skipped": float(self.skipped is not None),
+        }
+        if self.kept is not None:
+            metrics["gradreg/perturbation_kept"] = self.kept.cosine
+            metrics["gradreg/perturbation_norm_kept"] = self.kept.norm
+        if self.consistency is not None:
+            metrics["gradreg/step_consistency"] = self.consistency
+        return metrics
 
 
 class Guard:

@@ -26,7 +26,7 @@ from flatpeak.gradreg.directions import (
 )
 from flatpeak.gradreg.distributed import check_replicas_agree, collective_device, lowest_over_ranks, pairwise_dots
 from flatpeak.gradreg.gradients import add_gradients, backward, clip_to_norm, combine, take_gradients
-from flatpeak.gradreg.guard import Guard
+from flatpeak.gradreg.guard import Guard, Report
 from flatpeak.gradreg.parameters import (
     check_not_sparse,
     choose_parameters,
@@ -40,54 +40,6 @@ from flatpeak.gradreg.schedule import PenaltyMemory, StrengthSchedule
 
 Losses = Callable[[], Iterable[Tensor]]
 """The losses of all micro-batches of an update, each of which is backpropagated before the next is drawn."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """Statistics of one update; norms and cosine are over the perturbed parameters, NaN where nothing was measured."""
-
-    pass_count: int = 0
-    """The number of passes after the first."""
-    skipped: str | None = None
-    """The reason for a penalty that is missing although there should be one."""
-    strength: float = 0.0
-    """This update's strength, warm-up and ratio included."""
-    g1_norm: float = math.nan
-    """Norm of the gradient without penalty, before any clipping."""
-    penalty_ratio: float = math.nan
-    """Norm of the penalty's gradient over that of g1."""
-    cosine: float = math.nan
-    """Cosine of g1 with the penalty's gradient."""
-    kept: PerturbationFidelity | None = None
-    """The agreement of the realized with the intended perturbation; None where nothing was perturbed."""
-    consistency: float | None = None
-    """Cosine of the penalty's gradient at the step and at its opposite; None in updates that do not check it."""
-    seconds: float = 0.0
-    """Wall time of everything after the first pass."""
-
-    def __getattr__(self, name: str) -> int:
-        if name != "passes":
-            raise AttributeError(name)
-        warnings.warn("Report.passes is now pass_count", DeprecationWarning, stacklevel=2)
-        return self.pass_count
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics by the names of docs/metrics.md; empty in updates without penalty."""
-        if not self.pass_count and self.skipped is None and math.isnan(self.penalty_ratio):
-            return {}
-        metrics = {
-            "gradreg/penalty_ratio": self.penalty_ratio,
-            "gradreg/cosine": self.cosine,
-            "gradreg/g1_norm": self.g1_norm,
-            "gradreg/strength": self.strength,
-            "gradreg/skipped": float(self.skipped is not None),
-        }
-        if self.kept is not None:
-            metrics["gradreg/perturbation_kept"] = self.kept.cosine
-            metrics["gradreg/perturbation_norm_kept"] = self.kept.norm
-        if self.consistency is not None:
-            metrics["gradreg/step_consistency"] = self.consistency
-        return metrics
 
 
 class GradientRegularizer:

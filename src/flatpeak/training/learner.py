@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatpeak.gradreg.regularizer import Report
+from flatpeak.gradreg.guard import Report
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import OptimizerConfig
