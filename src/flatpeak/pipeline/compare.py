@@ -17,6 +17,7 @@ from flatpeak.pipeline.progress import SilentProgress
 from flatpeak.protocols import Progress
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, verify_checkpoint
 from flatpeak.runs.directory import RunPaths, run_hint
+from flatpeak.utils.huggingface import is_surely_local
 
 RawRecipe = Mapping[str, Any]
 """A recipe as it stands in YAML, unchecked."""
@@ -145,12 +146,8 @@ def locate_model(name: str) -> ModelSource:
         parents = (RunPaths(parent) for parent in path.absolute().parents)
         own_run = next((parent for parent in parents if parent.is_run()), None)
         return _verified(ModelSource(path=name, recipe=None) if own_run is None else _model_of_run(own_run, path=name))
-    # A Hub name has at most one slash and no local folder before it: anything else was meant as a path.
-    if (
-        name.startswith((".", "/", "~"))
-        or name.count("/") > 1
-        or (len(path.parts) > 1 and Path(path.parts[0]).is_dir())
-    ):
+    # A Hub name has no local folder before it either.
+    if is_surely_local(name) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
         raise UserError(f"{name}: no such run or model directory{run_hint(name)}")
     hint = run_hint(name)
     if hint:
