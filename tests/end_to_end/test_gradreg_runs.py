@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flatpeak.errors import UserError
+from flatpeak.gradreg import schedule
 from flatpeak.runs.checkpoints import newest_valid
 from flatpeak.training import regularized
 from flatpeak.training.regularized import second_pass_loss
@@ -154,6 +155,19 @@ def test_a_run_that_died_resumes_to_the_same_bits(make_sparing_run: MakeRun, who
         run.start(stop={("train", step): die})
     assert run.start(resume=True).exit_code == 0
     assert_same(left_behind(run.path), whole)
+
+
+def test_a_run_that_died_keeps_its_calibrated_strength(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "CALIBRATION_UPDATES", 3)  # a second pass in every other update: done in step 2
+    sections = {"training": STEPS, "gradient_regularization": SPARING | {"strength": "calibrated:0.3"}}
+    run, undisturbed = make_run("tiny", **sections), make_run("whole", **sections)
+    assert undisturbed.start().exit_code == 0
+    with pytest.raises(Death):
+        run.start(stop={("train", 3): die})
+    assert run.start(resume=True).exit_code == 0
+    assert_same(left_behind(run.path), left_behind(undisturbed.path))
+    strengths = [row["gradreg/strength"] for row in outcome(run.path)["metrics"] if row["stage"] == "train"]
+    assert strengths[0] != strengths[2] == strengths[3]
 
 
 @pytest.mark.parametrize("at", [1, 3, 5])

@@ -15,13 +15,16 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
         ({"strength": -1e-9}, "strength", "at least 0"),
         ({"strength": math.nan}, "strength", "at least 0"),
         ({"strength": math.inf}, "strength", "at least 0"),
-        ({"strength": "ratio:-1"}, "strength", "ratio:0.3 with a number above 0"),
-        ({"strength": "ratio:0"}, "strength", "ratio:0.3 with a number above 0"),
-        ({"strength": "ratio:x"}, "strength", "give a number, or ratio:0.3"),
-        ({"strength": "ratio:"}, "strength", "give a number, or ratio:0.3"),
+        ({"strength": "ratio:-1"}, "strength", "calibrated:0.3, with a number above 0"),
+        ({"strength": "ratio:0"}, "strength", "calibrated:0.3, with a number above 0"),
+        ({"strength": "ratio:x"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
+        ({"strength": "ratio:"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
         ({"strength": "ratio:nan"}, "strength", "with a number above 0"),
         ({"strength": "ratio:inf"}, "strength", "with a number above 0"),
-        ({"strength": "strong"}, "strength", "give a number, or ratio:0.3"),
+        ({"strength": "calibrated:0"}, "strength", "with a number above 0"),
+        ({"strength": "calibrated:x"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
+        ({"strength": "calibrated"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
+        ({"strength": "strong"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
         ({"strength": None}, "strength", "valid number"),
         ({"step": 0}, "step", "greater than 0"),
         ({"step": -1e-3}, "step", "greater than 0"),
@@ -73,6 +76,13 @@ def test_a_ratio_is_read_from_the_strength():
     config = GradientRegularizationConfig(strength="ratio:0.3")
     assert config.enabled
     assert config.ratio == 0.3
+    assert not config.calibrated
+
+
+def test_a_ratio_to_calibrate_is_read_from_the_strength():
+    config = GradientRegularizationConfig(strength="calibrated:0.3")
+    assert config.enabled
+    assert (config.ratio, config.calibrated) == (0.3, True)
 
 
 def test_a_list_of_patterns_is_taken_as_a_recipe_gives_it():

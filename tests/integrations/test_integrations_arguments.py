@@ -122,7 +122,7 @@ def test_every_argument_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> N
 
 BAD = [
     ({"grad_reg_strength": -1.0}, "grad_reg_strength=-1.0: a penalty needs a strength of at least 0"),
-    ({"grad_reg_strength": "ratio:zero"}, "grad_reg_strength=ratio:zero: give a number, or ratio:0.3"),
+    ({"grad_reg_strength": "ratio:zero"}, "grad_reg_strength=ratio:zero: give a number, ratio:0.3 or calibrated:0.3"),
     ({"grad_reg_strength": float("nan")}, "grad_reg_strength=nan"),
     ({"grad_reg_eps": 0.0}, "grad_reg_eps=0.0: Input should be greater than 0"),
     ({"grad_reg_warmup": -1}, "grad_reg_warmup=-1"),

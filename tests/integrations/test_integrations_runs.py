@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flatpeak.gradreg import schedule
 from flatpeak.integrations.hf_trainer import GradientRegularizationMixin, GradientRegularizedTrainer
 from support.trl import STRENGTH, distance, logged, plain_trainer, saved_model, trained, weights
 
@@ -35,10 +36,15 @@ def test_dropout_masks_are_those_of_the_first_pass_and_no_numbers_are_drawn(tmp_
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-@pytest.mark.parametrize("layout", ["present", "former"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "strength"), [("present", "ratio:0.5"), ("former", "ratio:0.5"), ("present", "calibrated:0.5")]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, layout: str, strength: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "CALIBRATION_UPDATES", 2)  # the updates of steps 1 and 3
     settings: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 6}
-    settings |= {"grad_reg_strength": "ratio:0.5", "grad_reg_every": 2, "save_strategy": "steps", "save_steps": 3}
+    settings |= {"grad_reg_strength": strength, "grad_reg_every": 2, "save_strategy": "steps", "save_steps": 3}
     model = partial(saved_model, tmp_path, "gpt2", resid_pdrop=0.1, embd_pdrop=0.1)
     whole = trained(plain_trainer(tmp_path, model=model(), **settings))
     checkpoint = tmp_path / "run" / "checkpoint-3"
@@ -53,6 +59,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, layout: str) -> 
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert logged(resumed, "gradreg/strength") == logged(whole, "gradreg/strength")
     assert len(logged(resumed, "gradreg/strength")) == 6
+    assert len(set(logged(resumed, "gradreg/strength")[2:])) == (1 if strength == "calibrated:0.5" else 2)
     assert distance(weights(resumed.model), weights(whole.model)) == 0
 
 

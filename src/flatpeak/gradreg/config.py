@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from flatpeak.utils.schema import StrictConfig
 
-RATIO = "ratio:"
+RATIO, CALIBRATED = "ratio:", "calibrated:"
+STRENGTHS = "a number, ratio:0.3 or calibrated:0.3"
 
 Factor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NAMED_SETS = ("blocks", "all", "adapters", "last_layer", "last_block")
@@ -24,7 +25,8 @@ class GradientRegularizationConfig(StrictConfig):
 
     strength: float | str = 0.0
     """A number (0: off, and no second pass), or `ratio:0.3`: the penalty's gradient has 0.3 times the norm of the
-    plain one (of the chosen groups', where `group_fraction` is below 1), tracked slowly."""
+    plain one (of the chosen groups', where `group_fraction` is below 1), tracked slowly; or `calibrated:0.3`: tracked
+    like that over the first 20 updates with advantages, and from then on the number that this came to."""
     penalty: Literal["squared_norm", "norm"] = "squared_norm"
     """squared_norm: strength / 2 * ||grad L||^2. norm: strength * ||grad L|| (Zhao et al. 2022, arXiv 2202.03599);
     with step_scale=radius and strength equal to step that is SAM (Foret et al. 2021, arXiv 2010.01412)."""
@@ -81,15 +83,14 @@ class GradientRegularizationConfig(StrictConfig):
     @classmethod
     def _number_or_ratio(cls, value: float | str) -> float | str:
         text = str(value)
+        prefix = next((prefix for prefix in (RATIO, CALIBRATED) if text.startswith(prefix)), "")
         try:
-            number = float(text.removeprefix(RATIO))
+            number = float(text.removeprefix(prefix))
         except ValueError as error:
-            raise ValueError(f"gradient_regularization.strength={value}: give a number, or ratio:0.3") from error
-        if text.startswith(RATIO):
+            raise ValueError(f"gradient_regularization.strength={value}: give {STRENGTHS}") from error
+        if prefix:
             if not 0 < number < float("inf"):
-                raise ValueError(
-                    f"gradient_regularization.strength={value}: give a number, or ratio:0.3 with a number above 0"
-                )
+                raise ValueError(f"gradient_regularization.strength={value}: give {STRENGTHS}, with a number above 0")
             return text
         if not 0 <= number < float("inf"):
             raise ValueError(f"gradient_regularization.strength={value}: a penalty needs a strength of at least 0")
@@ -124,8 +125,15 @@ class GradientRegularizationConfig(StrictConfig):
 
     @property
     def ratio(self) -> float | None:
-        """The wanted penalty ratio, where the strength is given as one; else None."""
-        return float(self.strength.removeprefix(RATIO)) if isinstance(self.strength, str) else None
+        """The wanted penalty ratio, tracked for good or to calibrate; None where the strength is a number."""
+        if not isinstance(self.strength, str):
+            return None
+        return float(self.strength.removeprefix(RATIO).removeprefix(CALIBRATED))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the strength is tracked for a while only, and then frozen."""
+        return str(self.strength).startswith(CALIBRATED)
 
     @classmethod
     def paper(cls, *, gamma: float = 1e-3, eps: float = 1e-3) -> GradientRegularizationConfig:

@@ -127,8 +127,7 @@ class GradientRegularizer:
         """The state that the next update depends on, besides `tensors`."""
         computed = self.perturbation.compute_dtype
         return {
-            "updates": self.schedule.updates,
-            "log_strength": self.schedule.log_strength,
+            **self.schedule.state(),
             "memory_grad_norm": self.memory.grad_norm,
             "precision_known": self.precision_known,
             "compute_dtype": None if computed is None else str(computed).removeprefix("torch."),
@@ -142,7 +141,7 @@ class GradientRegularizer:
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore the results of `state` and `tensors`."""
-        self.schedule.updates, self.schedule.log_strength = state["updates"], state["log_strength"]
+        self.schedule.load(state)
         self.guard.load(state)
         self.memory.load(tensors, grad_norm=state["memory_grad_norm"])
         if state.get("precision_known") and not self.precision_known:

@@ -1,10 +1,11 @@
-"""The schedule of the strength (delay, warm-up, a tracked ratio), and the penalty between second passes."""
+"""The schedule of the strength (delay, warm-up, a tracked or calibrated ratio); the penalty between second passes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,13 @@ DECAY = 0.9
 RATIO_BOUND = 2.0
 """Upper bound of an update's own ratio, in wanted ratios, where the tracked strength lags behind the curvature."""
 
+CALIBRATION_UPDATES = 20
+"""Informative updates over which `calibrated:R` tracks the strength before it is frozen."""
+CALIBRATED_FOR = {
+    "strength", "penalty", "ratio_mode", "kl_in_penalty", "perturbed", "scaling", "depth_scale", "group_fraction"
+}  # fmt: skip
+"""The settings that decide which strength reaches a ratio."""
+
 
 @dataclass(kw_only=True, slots=True)
 class StrengthSchedule:
@@ -27,6 +35,8 @@ class StrengthSchedule:
     """Updates begun."""
     log_strength: float | None = None
     """With a ratio: the logarithm of the strength that reaches it, averaged exponentially; None before the first."""
+    tracked: int = 0
+    """Updates that moved the average."""
 
     def begin(self) -> None:
         """Count the update that begins."""
@@ -47,21 +57,49 @@ class StrengthSchedule:
         """The step's warm-up factor, in (0, 1]."""
         return self._ramp(self.config.step_warmup_updates)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether a calibrated strength is final."""
+        return self.config.calibrated and self.tracked >= CALIBRATION_UPDATES
+
     def strength(self, *, grad_norm: float, penalty_norm: float, track: bool = True) -> float:
         """The strength of this update, whose penalty has this norm at strength 1; `track`: move the average."""
         ramp = self._ramp(self.config.warmup_updates)
         wanted = self.config.ratio
         if wanted is None:
             return ramp * float(self.config.strength)
+        if self.frozen and self.log_strength is not None:
+            return ramp * math.exp(self.log_strength)
         measured = grad_norm > 0 and penalty_norm > 0
         if track and measured:
             now = math.log(wanted * grad_norm / penalty_norm)
             before = self.log_strength
             self.log_strength = now if before is None else DECAY * before + (1 - DECAY) * now
+            self.tracked += 1
         if self.log_strength is None:
             return 0.0
         tracked = math.exp(self.log_strength)
         return ramp * (min(tracked, RATIO_BOUND * wanted * grad_norm / penalty_norm) if measured else tracked)
+
+    def state(self) -> dict[str, Any]:
+        """The position in the schedule, and the settings that the average was tracked for, as JSON."""
+        return {
+            "updates": self.updates,
+            "log_strength": self.log_strength,
+            "tracked": self.tracked,
+            "calibrated_for": self._calibrated_for,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`; a calibration for other settings, as in a fork that changes them, begins anew."""
+        self.updates = state["updates"]
+        if self.config.calibrated and state.get("calibrated_for") != self._calibrated_for:
+            return
+        self.log_strength, self.tracked = state["log_strength"], state.get("tracked", 0)
+
+    @property
+    def _calibrated_for(self) -> dict[str, Any]:
+        return self.config.model_dump(mode="json", include=CALIBRATED_FOR)
 
     def _ramp(self, length: int) -> float:
         return min(1.0, (self.updates - self.config.delay_updates) / length) if length else 1.0

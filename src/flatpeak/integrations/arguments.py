@@ -51,8 +51,9 @@ class GradientRegularizationArguments:
     grad_reg_strength: float | str | None = field(
         default=0.0,
         metadata={
-            "help": "Strength of the penalty strength / 2 * ||gradient||^2: a number (0: off), or ratio:0.3 to hold "
-            "the penalty's gradient at 0.3 times the norm of the plain one."
+            "help": "Strength of the penalty strength / 2 * ||gradient||^2: a number (0: off), ratio:0.3 to hold "
+            "the penalty's gradient at 0.3 times the norm of the plain one, or calibrated:0.3 to do so over the first "
+            "20 steps with advantages and keep the strength that this came to."
         },
     )
     grad_reg_eps: float | None = field(
