@@ -23,6 +23,7 @@ OPTIONS = {
     "every second update": {"every": 2},
     "a wanted ratio": {"strength": "ratio:0.3"},
     "a strength by depth": {"depth_scale": (0.5, 2.0)},
+    "a random direction": {"direction": "random"},
     "published clipping": {"g1_clip": 0.5, "g2_clip": 0.4, "outside": "g2"},
 }
 

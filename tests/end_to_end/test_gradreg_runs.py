@@ -170,6 +170,26 @@ def test_a_run_that_died_keeps_its_calibrated_strength(make_run: MakeRun, monkey
     assert strengths[0] != strengths[2] == strengths[3]
 
 
+def test_random_directions_move_no_dropout_mask_and_resume(make_run: MakeRun) -> None:
+    # A penalty of size 1e-30 is rounded away: what is left is the plain run, unless its random numbers moved.
+    plain = make_run("plain", model=DROPOUT, training=STEPS)
+    assert plain.start().exit_code == 0
+    control = {"strength": 1e-30, "direction": "random"}
+    run = make_run("tiny", model=DROPOUT, training=STEPS, gradient_regularization=control)
+    with pytest.raises(Death):
+        run.start(stop={("train", 2): die})
+    assert run.start(resume=True).exit_code == 0
+    ends = [outcome(one.path)["weights"] for one in (plain, run)]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    visible = {"strength": 0.1, "direction": "random"}
+    runs = [make_run(name, training=STEPS, gradient_regularization=visible) for name in ("whole", "broken")]
+    assert runs[0].start().exit_code == 0
+    with pytest.raises(Death):
+        runs[1].start(stop={("train", 2): die})
+    assert runs[1].start(resume=True).exit_code == 0
+    assert_same(left_behind(runs[1].path), left_behind(runs[0].path))
+
+
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_an_interrupt_in_a_second_pass_lets_the_step_end_and_leaves_a_valid_checkpoint(
     make_sparing_run: MakeRun, whole: dict[str, Any], send: Any, in_second_pass: Callable[..., None], at: int

@@ -53,6 +53,7 @@ def test_arguments_are_the_configuration_by_other_names() -> None:
         grad_reg_ratio_mode="reuse",
         grad_reg_perturbed=["*.mlp.*"],
         grad_reg_penalty="norm",
+        grad_reg_direction="gradient",
         grad_reg_difference="central",
         grad_reg_scaling="asam",
         grad_reg_every=2,
@@ -75,6 +76,14 @@ def test_arguments_are_the_configuration_by_other_names() -> None:
         "depth_scale": (1.0, 0.5),
         "min_perturbation_kept": 0.5,
     }
+
+
+def test_a_random_direction_is_an_argument_too() -> None:
+    assert config(grad_reg_strength=0.1, grad_reg_direction="random").direction == "random"
+    with pytest.raises(UserError, match=r"direction=random draws anew in every update.* set every=1"):
+        config(grad_reg_strength=0.1, grad_reg_direction="random", grad_reg_every=2)
+    with pytest.raises(UserError, match="grad_reg_direction belongs to grad_reg_behavior=corrected"):
+        config(grad_reg_strength=0.1, grad_reg_direction="random", grad_reg_behavior="published")
 
 
 def test_without_eps_the_step_is_relative() -> None:

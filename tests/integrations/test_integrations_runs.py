@@ -63,6 +63,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert distance(weights(resumed.model), weights(whole.model)) == 0
 
 
+def test_random_directions_come_from_the_trainers_seed_and_number_of_updates(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"grad_reg_direction": "random", "save_strategy": "steps", "save_steps": 2}
+    model = partial(saved_model, tmp_path)
+    whole = trained(plain_trainer(tmp_path, model=model(), **settings))
+    again = plain_trainer(tmp_path, model=model(), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert distance(weights(again.model), weights(whole.model)) == 0
+    for changes in ({"seed": 1, "data_seed": 42}, {"grad_reg_direction": "gradient"}):
+        other = trained(plain_trainer(tmp_path, model=model(), **settings | changes))
+        assert logged(other, "gradreg/g1_norm")[0] == logged(whole, "gradreg/g1_norm")[0]
+        assert logged(other, "gradreg/cosine")[0] != pytest.approx(logged(whole, "gradreg/cosine")[0], abs=1e-3)
+
+
 def test_a_plain_checkpoint_is_taken_up_at_its_step(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "grad_reg_warmup": 3}
     trained(plain_trainer(tmp_path, grad_reg_strength=0.0, **settings))

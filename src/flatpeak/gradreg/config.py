@@ -45,6 +45,9 @@ class GradientRegularizationConfig(StrictConfig):
     step_scale: Literal["relative", "radius", "absolute"] = "relative"
     """relative: step * ||theta|| is how far the perturbed parameters move. radius: step itself is (SAM). absolute: step
     multiplies the gradient (the paper's epsilon)."""
+    direction: Literal["gradient", "random"] = "gradient"
+    """gradient: perturb along the gradient, whose norm is penalized. random: along a Gaussian direction z of its
+    norm, drawn anew in every update, which adds H z: the control, which flattens without regard to the gradient."""
     difference: Literal["forward", "central", "exact"] = "forward"
     """forward: error O(step), one more pass. central: O(step^2), two more. exact: double backward through the plain
     model, slow and large; the reference the others are held against."""
@@ -114,6 +117,12 @@ class GradientRegularizationConfig(StrictConfig):
             raise ValueError("difference=exact has no second gradient: leave out g2_clip and outside")
         if self.outside == "g2" and self.group_fraction < 1:
             raise ValueError("outside=g2 leaves g2 of some groups where that of all belongs: set group_fraction=1")
+        if self.direction == "random" and self.every > 1:
+            raise ValueError(
+                "direction=random draws anew in every update, which leaves nothing to use again: set every=1"
+            )
+        if self.direction == "random" and self.scaling == "asam":
+            raise ValueError("direction=random does not depend on the weights: leave out scaling=asam")
         if self.perturbed == ():
             raise ValueError("perturbed is an empty list: name a pattern, or use blocks or all")
         return self

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flatpeak.errors import UserError
 from flatpeak.functional.curvature import hessian_vector_product
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import DotAccumulator, Gradients, pairwise_dots
+from flatpeak.gradreg.distributed import DotAccumulator, Gradients, distribute_like, pairwise_dots
 from flatpeak.gradreg.parameters import is_below_float32
 from flatpeak.gradreg.perturbation import Perturbation
 
@@ -25,7 +26,10 @@ FLOAT32_STEP, HALF_PRECISION_STEP, ADAPTER_STEP = 3e-5, 3e-4, 3e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Direction:
-    """The direction d = T^2 g, with T = 1 or ASAM's T = |w| + eta: the penalty is on ||T g||, its gradient is H d."""
+    """The direction d = T^2 g, with T = 1 or ASAM's T = |w| + eta: the penalty is on ||T g||, its gradient is H d.
+
+    Of a random direction, `vector` alone is another.
+    """
 
     vector: Gradients
     grad_norm: float
@@ -49,6 +53,27 @@ def perturbation_direction(g1: Gradients, perturbation: Perturbation, *, scaling
     plain, scaled, norm = (total**0.5 for total in pairwise_dots([(a, a) for a in (grads, once, twice)]))
     vector = dict(zip(parameters, twice, strict=True))
     return Direction(vector=vector, grad_norm=plain, norm=norm, scaled_norm=scaled)
+
+
+def random_direction(gradient: Direction, *, seed: int, update: int) -> Direction:
+    """A Gaussian direction with the norm of the gradient's, as a function of seed and update.
+
+    It is drawn whole, parameter by parameter, by generators of its own: every rank has the same, or its shard of it,
+    and torch's generators stay as they are.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    (state,) = np.random.SeedSequence((seed % 2**64, update)).generate_state(1, np.uint64)
+    drawn: dict[nn.Parameter, Tensor] = {}
+    for parameter, along in gradient.vector.items():
+        if parameter.device not in generators:
+            generators[parameter.device] = torch.Generator(parameter.device).manual_seed(int(state >> np.uint64(1)))
+        precise = torch.float64 if along.dtype == torch.float64 else torch.float32
+        whole = torch.randn(
+            parameter.shape, generator=generators[parameter.device], dtype=precise, device=parameter.device
+        )
+        drawn[parameter] = distribute_like(whole.to(along.dtype), parameter)
+    size = pairwise_dots([(drawn.values(), drawn.values())])[0] ** 0.5
+    return replace(gradient, vector={p: vector.mul_(gradient.norm / size) for p, vector in drawn.items()})
 
 
 def step_size(direction: Direction, perturbation: Perturbation, config: GradientRegularizationConfig) -> float:

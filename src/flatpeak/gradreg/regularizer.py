@@ -21,6 +21,7 @@ from flatpeak.gradreg.directions import (
     exact_curvature,
     forward_difference,
     perturbation_direction,
+    random_direction,
     step_consistency,
     step_size,
 )
@@ -61,14 +62,17 @@ class GradientRegularizer:
         *,
         masters: Mapping[nn.Parameter, Tensor] | None = None,
         compute_dtype: torch.dtype | None = None,
+        seed: int = 0,
         notice: Callable[[str], None] = warnings.warn,
     ) -> None:
         """Choose the parameters to perturb; UserError where there are none.
 
         `masters`: the float32 values behind parameters of a lower precision. `compute_dtype`: the type to which the
-        forward pass rounds weights (autocast, a sharding policy), where the first pass is not to observe it.
+        forward pass rounds weights (autocast, a sharding policy), where the first pass is not to observe it. `seed`: of
+        random directions, equal on every rank.
         """
         self.config = config
+        self.seed = seed
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.parameters = choose_parameters(model, config)
         self.perturbation = Perturbation(model, self.parameters, masters=masters, compute_dtype=compute_dtype)
@@ -251,6 +255,8 @@ class _Update:
         informative = check_replicas_agree(g1_norm, device=self.device, informative=self.replay.informative)
         if not math.isfinite(g1_norm) or direction.norm == 0:
             return Report(skipped="g1 is zero" if direction.norm == 0 else "g1 is not finite", g1_norm=g1_norm)
+        if owner.config.direction == "random":
+            direction = random_direction(direction, seed=owner.seed, update=owner.schedule.updates)
         reused = owner.memory.reuse(grad_norm=g1_norm) if owner.schedule.reuses else None
         penalty = reused or self._curvature(direction, check=informative and owner.guard.is_due(owner.schedule.updates))
         size, along, outside = pairwise_dots(

@@ -26,6 +26,7 @@ ARGUMENTS = {
     "ratio_mode": "grad_reg_ratio_mode",
     "perturbed": "grad_reg_perturbed",
     "penalty": "grad_reg_penalty",
+    "direction": "grad_reg_direction",
     "difference": "grad_reg_difference",
     "scaling": "grad_reg_scaling",
     "every": "grad_reg_every",
@@ -35,7 +36,9 @@ ARGUMENTS = {
 }
 """The argument for each field of GradientRegularizationConfig."""
 SCHEDULERS = ("grad_reg_scheduler", "gradreg_scheduler")
-FIXED_WHEN_PUBLISHED = ("ratio_mode", "perturbed", "penalty", "difference", "scaling", "every", "depth_scale")
+FIXED_WHEN_PUBLISHED = (
+    "ratio_mode", "perturbed", "penalty", "direction", "difference", "scaling", "every", "depth_scale"
+)  # fmt: skip
 
 Scheduler = Callable[[int], float]
 """The number of optimizer steps taken -> the strength of the next."""
@@ -96,6 +99,13 @@ class GradientRegularizationArguments:
     )
     grad_reg_penalty: str = field(
         default="squared_norm", metadata={"help": "squared_norm: strength / 2 * ||g||^2; norm: strength * ||g||."}
+    )
+    grad_reg_direction: str = field(
+        default="gradient",
+        metadata={
+            "help": "gradient: perturb along the gradient. random: along a Gaussian direction of the same norm, as a "
+            "control, drawn from the trainer's seed."
+        },
     )
     grad_reg_difference: str = field(
         default="forward", metadata={"help": "forward: one more pass. central: two more, error of second order."}

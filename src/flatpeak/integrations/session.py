@@ -86,6 +86,7 @@ class Session:
                     self.trainer.model,
                     self.config,
                     compute_dtype=compute_dtype(self.trainer, self.arguments.grad_reg_precision),
+                    seed=self.trainer.args.seed,
                     notice=lambda message: self.notice(in_argument_names(message)),
                 )
         return self._regularizer

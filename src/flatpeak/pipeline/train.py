@@ -164,6 +164,7 @@ def run_rl(
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.training.micro_batch_tokens,
         notice=recorder.progress.notice,
+        seed=derive_seed(config.run.seed, "gradient_regularization"),
     )
     trainer = Trainer(
         learner,

@@ -90,9 +90,10 @@ class RegularizedLearner(Learner):
         temperature: float,
         micro_batch_tokens: int | None,
         notice: Callable[[str], None],
+        seed: int = 0,
     ) -> None:
         super().__init__(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
-        self.regularizer = GradientRegularizer(policy.model, config, masters=policy.masters(), notice=notice)
+        self.regularizer = GradientRegularizer(policy.model, config, masters=policy.masters(), seed=seed, notice=notice)
         perturbed = set(self.regularizer.parameters)
         self.outside = [p for p in self.regularizer.trainable if p not in perturbed]
         self.twice_differentiable = config.difference == "exact"
@@ -196,8 +197,12 @@ def build_learner(
     temperature: float,
     micro_batch_tokens: int | None,
     notice: Callable[[str], None],
+    seed: int = 0,
 ) -> Learner:
-    """Build the learner, the plain one at strength 0, so that nothing of regularization runs there."""
+    """Build the learner, the plain one at strength 0, so that nothing of regularization runs there.
+
+    `seed` is that of random directions.
+    """
     if not regularization.enabled:
         return Learner(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
     return RegularizedLearner(
@@ -208,6 +213,7 @@ def build_learner(
         temperature=temperature,
         micro_batch_tokens=micro_batch_tokens,
         notice=notice,
+        seed=seed,
     )
 
 
