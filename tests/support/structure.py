@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"report"}),
     frozenset({"pipeline"}),
     frozenset({"integrations"}),
+    frozenset({"experiments"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )

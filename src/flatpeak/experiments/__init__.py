@@ -1,0 +1,38 @@
+"""Experiments of many runs: statistics over seeds and the comparison of arms."""
+
+from typing import TYPE_CHECKING
+
+from flatpeak.utils.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from flatpeak.experiments.mcnemar import McNemar as McNemar
+    from flatpeak.experiments.mcnemar import mcnemar_exact as mcnemar_exact
+    from flatpeak.experiments.power import power_of_mcnemar as power_of_mcnemar
+    from flatpeak.experiments.power import power_of_paired_t as power_of_paired_t
+    from flatpeak.experiments.power import seeds_needed as seeds_needed
+    from flatpeak.experiments.power import seeds_needed_mcnemar as seeds_needed_mcnemar
+    from flatpeak.experiments.selection import Selection as Selection
+    from flatpeak.experiments.selection import check_disjoint as check_disjoint
+    from flatpeak.experiments.selection import select_best as select_best
+    from flatpeak.experiments.statistics import Difference as Difference
+    from flatpeak.experiments.statistics import Equivalence as Equivalence
+    from flatpeak.experiments.statistics import MeanEstimate as MeanEstimate
+    from flatpeak.experiments.statistics import Slope as Slope
+    from flatpeak.experiments.statistics import holm as holm
+    from flatpeak.experiments.statistics import mean_over_seeds as mean_over_seeds
+    from flatpeak.experiments.statistics import paired_bca as paired_bca
+    from flatpeak.experiments.statistics import paired_t as paired_t
+    from flatpeak.experiments.statistics import slope as slope
+    from flatpeak.experiments.statistics import tost as tost
+    from flatpeak.experiments.statistics import welch as welch
+
+_HOMES = {
+    "mcnemar": ("McNemar", "mcnemar_exact"),
+    "power": ("power_of_mcnemar", "power_of_paired_t", "seeds_needed", "seeds_needed_mcnemar"),
+    "selection": ("Selection", "check_disjoint", "select_best"),
+    "statistics": (
+        *("Difference", "Equivalence", "MeanEstimate", "Slope"),
+        *("holm", "mean_over_seeds", "paired_bca", "paired_t", "slope", "tost", "welch"),
+    ),
+}
+__getattr__ = lazy_names(__name__, {name: module for module, names in _HOMES.items() for name in names})
