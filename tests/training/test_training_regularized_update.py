@@ -12,8 +12,9 @@ from torch import Tensor
 from flatpeak.functional import hessian_vector_product
 from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
-from flatpeak.training.learner import Learner, weighted_sum
+from flatpeak.training.learner import Learner, PolicyStatistics, weighted_sum
 from flatpeak.training.objective import Objective
+from flatpeak.training.step_metrics import regularization_metrics
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import (
     blocks_of,
@@ -57,6 +58,35 @@ def test_strength_0_trains_to_the_bits_of_no_regularization_without_a_second_pas
     assert largest_difference(off, weights(policy)) == 0
     assert (off_passes, on_passes) == (len(pass_count), 2 * len(pass_count))
     assert largest_difference(off, on) > 1e-4
+
+
+@pytest.mark.parametrize("perturbed", ["blocks", "all", ("*.mlp.*",)])
+def test_without_a_penalty_an_update_reports_the_norm_that_it_would_be_on(perturbed: Any) -> None:
+    policy = double_qwen2()
+    batch = off_policy(policy)
+    kept = gradient_of(policy, batch)
+    names = {"blocks": ".layers.", "all": ""}.get(perturbed, ".mlp.")
+    expected = sum(float(grad.square().sum()) for name, grad in kept.items() if names in name) ** 0.5
+    clipped = OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.1 * expected)
+    plain = make_learner(policy, optimizer=clipped, perturbed=perturbed, micro_batch_tokens=12).update(batch, rate=0.0)
+    assert plain.g1_norm == pytest.approx(expected, rel=1e-12)
+    regularized = make_learner(policy, perturbed=perturbed, strength=0.1).update(batch, rate=0.0)
+    assert regularized.regularization is not None
+    assert regularized.regularization.g1_norm == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_reported_norm_is_the_mean_over_updates_that_were_not_skipped() -> None:
+    updates = [PolicyStatistics(g1_norm=norm, skipped=norm > 5) for norm in (1.0, 2.0, float("inf"))]
+    assert regularization_metrics(updates, step_seconds=1.0) == {"gradreg/g1_norm": 1.5}
+    assert regularization_metrics(updates[2:], step_seconds=1.0) == {}
+
+
+def test_a_model_without_the_parameters_to_perturb_has_no_such_norm() -> None:
+    policy = double_qwen2()
+    learner = make_learner(policy, perturbed=("*.nothing.*",))
+    statistics = learner.update(off_policy(policy), rate=0.0)
+    assert statistics.g1_norm is None
+    assert regularization_metrics([statistics], step_seconds=1.0) == {}
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ CHARTS: Final = (
     Chart(
         title="Gradient norm without penalty",
         metrics="gradreg/g1_norm",
-        note="Of the perturbed parameters: what regularization lowers.",
+        note="Of the parameters that gradient regularization perturbs, or would: what it lowers.",
     ),
     Chart(
         title="Cosine of gradient and penalty",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatpeak.gradreg.guard import Report
 from flatpeak.policy.model import Policy
@@ -27,6 +27,8 @@ class PolicyStatistics(UpdateStatistics):
     """Sums over the tokens of each micro-batch."""
     regularization: Report | None = None
     """Report of gradient regularization, where it is on."""
+    g1_norm: float | None = None
+    """The gradient's norm over the parameters that regularization would perturb, before clipping, where it is off."""
 
 
 class Learner(BaseLearner[Batch, PolicyStatistics]):
@@ -43,10 +45,13 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         *,
         temperature: float,
         micro_batch_tokens: int | None,
+        measured: Sequence[nn.Parameter] = (),
     ) -> None:
+        """Build the optimizer. `measured` are the parameters whose gradient's norm is reported by itself."""
         super().__init__(policy.masters(), optimizer)
         self.policy = policy
         self.objective = objective
+        self.measured = measured
         self.temperature = temperature
         self.micro_batch_tokens = token_budget(micro_batch_tokens, policy.device)
 
@@ -72,6 +77,9 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         for batch in batches:
             for loss in self.losses(batch, statistics):
                 loss.backward()
+        if self.measured:
+            grads = [p.grad for p in self.measured if p.grad is not None]
+            statistics.g1_norm = float(torch.nn.utils.get_total_norm(grads))
         return statistics
 
     def losses(self, minibatch: Batch, statistics: PolicyStatistics) -> Iterator[Tensor]:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flatpeak import functional as F
+from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig, RatioMode
 from flatpeak.gradreg.gradients import backward
+from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import take
@@ -199,12 +201,19 @@ def build_learner(
     notice: Callable[[str], None],
     seed: int = 0,
 ) -> Learner:
-    """Build the learner, the plain one at strength 0, so that nothing of regularization runs there.
+    """Build the learner, the plain one at strength 0, which only measures the gradient that would be penalized.
 
     `seed` is that of random directions.
     """
     if not regularization.enabled:
-        return Learner(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        return Learner(
+            policy,
+            objective,
+            optimizer,
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+            measured=parameters_to_measure(policy.model, regularization),
+        )
     return RegularizedLearner(
         policy,
         objective,
@@ -215,6 +224,14 @@ def build_learner(
         notice=notice,
         seed=seed,
     )
+
+
+def parameters_to_measure(model: nn.Module, config: GradientRegularizationConfig) -> list[nn.Parameter]:
+    """The parameters that regularization would perturb; none where it would be refused: it is off, and no error."""
+    try:
+        return choose_parameters(model, config)
+    except UserError:
+        return []
 
 
 def split_groups(batch: Batch, fraction: float) -> tuple[Batch, Batch | None, float]:

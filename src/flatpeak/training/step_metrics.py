@@ -107,7 +107,10 @@ def sampler_gap_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]
 
 
 def regularization_metrics(updates: Sequence[PolicyStatistics], *, step_seconds: float) -> dict[str, float]:
-    """Means over the updates of a step that had a penalty, skips counted; empty where there was none to have."""
+    """Means over the updates of a step that had a penalty, skips counted; without one, the gradient's norm at most."""
+    norms = [update.g1_norm for update in updates if update.g1_norm is not None and not update.skipped]
+    if norms:
+        return {"gradreg/g1_norm": _mean(norms)}
     reports = [update.regularization for update in updates if update.regularization is not None]
     rows = [row for row in (report.metrics() for report in reports) if row]
     if not rows:
