@@ -25,12 +25,13 @@ SIGNATURES = {
     "regularized_gradient": "grad, perturbed_grad, *, strength, step",
     "token_logprobs": "hidden_TD, output_weight_VD, targets_T, *, bias_V=None, softcap=None, logit_scale=1.0, "
     "temperature=1.0, chunk_size=None",
+    "top_eigenvalue": "product, like, *, iterations=100, tolerance=0.001, seed=0",
     "wilson_interval": "successes, total, confidence=0.95",
 }
 
 
 def test_the_public_list_is_exactly_this():
-    assert set(functional.__all__) == {*SIGNATURES, *losses.__all__, "PairedDifference"}
+    assert set(functional.__all__) == {*SIGNATURES, *losses.__all__, "PairedDifference", "Eigenvalue"}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

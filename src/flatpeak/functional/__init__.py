@@ -8,7 +8,7 @@ from flatpeak.functional.bradley_terry import (
     centering_penalty,
     preference_accuracy,
 )
-from flatpeak.functional.curvature import hessian_vector_product, regularized_gradient
+from flatpeak.functional.curvature import Eigenvalue, hessian_vector_product, regularized_gradient, top_eigenvalue
 from flatpeak.functional.estimators import (
     PairedDifference,
     bootstrap_interval,
@@ -24,6 +24,7 @@ from flatpeak.functional.weights import completion_weights
 
 __all__ = [
     *losses.__all__,
+    "Eigenvalue",
     "PairedDifference",
     "bootstrap_interval",
     "bradley_terry_loss",
@@ -41,5 +42,6 @@ __all__ = [
     "preference_accuracy",
     "regularized_gradient",
     "token_logprobs",
+    "top_eigenvalue",
     "wilson_interval",
 ]
