@@ -14,6 +14,8 @@ STRENGTHS = "a number, ratio:0.3 or calibrated:0.3"
 
 Factor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NAMED_SETS = ("blocks", "all", "adapters", "last_layer", "last_block")
+PerturbedSet = Literal["blocks", "all", "adapters", "last_layer", "last_block"] | tuple[str, ...]
+"""A named set of parameters, or patterns of their names."""
 RatioMode = Literal["importance", "reuse", "importance_clipped"]
 
 
@@ -36,7 +38,7 @@ class GradientRegularizationConfig(StrictConfig):
     part of the curvature (0 on a softmax bandit). importance_clipped: the loss evaluated again, clipping included."""
     kl_in_penalty: bool = True
     """Whether L in the penalty includes the KL and entropy terms. False costs a third pass wherever there are any."""
-    perturbed: Literal["blocks", "all", "adapters", "last_layer", "last_block"] | tuple[str, ...] = "blocks"
+    perturbed: PerturbedSet = "blocks"
     """The parameters whose gradient is penalized: the repeated blocks, all trainable ones, adapters alone, the output
     layer, the last block, or those whose names match one of these patterns (`*.mlp.*`). All others keep g1."""
     step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -102,12 +104,7 @@ class GradientRegularizationConfig(StrictConfig):
     @field_validator("perturbed", mode="before")
     @classmethod
     def _patterns(cls, value: object) -> object:
-        if isinstance(value, str) and value not in NAMED_SETS:
-            raise ValueError(
-                f"gradient_regularization.perturbed={value}: give 'blocks', 'all', 'adapters', 'last_layer' or "
-                "'last_block', or a list of patterns such as ['*.mlp.*']"
-            )
-        return tuple(value) if isinstance(value, list) else value
+        return read_perturbed(value, key="gradient_regularization.perturbed")
 
     @model_validator(mode="after")
     def _consistent(self) -> GradientRegularizationConfig:
@@ -163,3 +160,13 @@ class GradientRegularizationConfig(StrictConfig):
             stacklevel=2,
         )
         return cls.from_scratch_dr_grpo(gamma=gamma, eps=eps)
+
+
+def read_perturbed(value: object, *, key: str) -> object:
+    """Check a perturbed set as a recipe writes it under `key`, and return lists of patterns as tuples."""
+    if isinstance(value, str) and value not in NAMED_SETS:
+        raise ValueError(
+            f"{key}={value}: give 'blocks', 'all', 'adapters', 'last_layer' or 'last_block', or a list of patterns "
+            "such as ['*.mlp.*']"
+        )
+    return tuple(value) if isinstance(value, list) else value

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.config import GradientRegularizationConfig, PerturbedSet
 
+SECTION = "gradient_regularization"
+"""The section of a recipe that messages name, where no other one chooses the parameters."""
 QUANTIZED = ("Params4bit", "Int8Params")
 """Types of parameters that are expanded to half precision where they are used."""
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -22,14 +24,20 @@ WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapp
 
 def choose_parameters(model: nn.Module, config: GradientRegularizationConfig) -> list[nn.Parameter]:
     """The trainable parameters whose gradient is penalized, in the model's order. UserError where there are none."""
-    perturbed = config.perturbed
-    chosen = _by_pattern(model, perturbed) if isinstance(perturbed, tuple) else set(_by_identity(model, perturbed))
+    return perturbed_parameters(model, config.perturbed, section=SECTION)
+
+
+def perturbed_parameters(model: nn.Module, perturbed: PerturbedSet, *, section: str) -> list[nn.Parameter]:
+    """The trainable parameters of a set, in the model's order; `section` is that of the recipe which names the set."""
+    chosen = (
+        _by_pattern(model, perturbed, section) if isinstance(perturbed, tuple) else set(_by_identity(model, perturbed))
+    )
     parameters = [p for p in model.parameters() if p in chosen and p.requires_grad]
     if not parameters:
-        raise UserError(f"gradient_regularization.perturbed={perturbed}: {_advice(model, perturbed)}")
+        raise UserError(f"{section}.perturbed={perturbed}: {_advice(model, perturbed)}")
     for name, parameter in model.named_parameters():
         if parameter in chosen and parameter.requires_grad:
-            _check_dense(name, parameter)
+            _check_dense(name, parameter, section)
     _check_embeddings(model, set(parameters))
     return parameters
 
@@ -100,16 +108,14 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     return linears[-1] if linears else None
 
 
-def _by_pattern(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Parameter]:
+def _by_pattern(model: nn.Module, patterns: tuple[str, ...], section: str) -> set[nn.Parameter]:
     names = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     chosen: set[nn.Parameter] = set()
     for pattern in patterns:
         matched = {p for name, p in names.items() if fnmatchcase(name, pattern)}
         if not matched:
             some = ", ".join(list(names)[:4]) or "none at all"
-            raise UserError(
-                f"gradient_regularization.perturbed: {pattern} matches no trainable parameter; names are like {some}"
-            )
+            raise UserError(f"{section}.perturbed: {pattern} matches no trainable parameter; names are like {some}")
         chosen |= matched
     return chosen
 
@@ -131,11 +137,11 @@ def _advice(model: nn.Module, perturbed: object) -> str:
     return "it selects no trainable parameter; use blocks, all or a pattern"
 
 
-def _check_dense(name: str, parameter: nn.Parameter) -> None:
+def _check_dense(name: str, parameter: nn.Parameter, section: str) -> None:
     if type(parameter).__name__ in QUANTIZED or not parameter.is_floating_point():
         raise UserError(
-            f"gradient_regularization: {plain_name(name)} is quantized and cannot be moved by a small step; "
-            "perturb adapters in float32 instead (gradient_regularization.perturbed=adapters)"
+            f"{section}: {plain_name(name)} is quantized and cannot be moved by a small step; "
+            f"perturb adapters in float32 instead ({section}.perturbed=adapters)"
         )
 
 
