@@ -186,6 +186,17 @@ def silence_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
     return settings
 
 
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """A context without dropout, also in passes with gradients."""
+    settings = silence_dropout(model)
+    try:
+        yield
+    finally:
+        for module, name, probability in settings:
+            setattr(module, name, probability)
+
+
 def _is_probability(module: nn.Module, name: str, setting: object) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd) and name == "p":
         return True
