@@ -54,6 +54,7 @@ def general(name: str) -> str:
     """A metric's name as the documents write it."""
     name = re.sub(r"@\d+$", "@k", name.replace(f"eval/{TASK}/", "eval/<task>/"))
     name = re.sub(r"(robustness)/\w+$", r"\1/<kind>", name)
+    name = re.sub(r"(sharpness/\w*fall)_[\d.]+", r"\1_<radius>", name)
     for component in PARTS:
         name = name.replace(f"reward/{component}/", "reward/<part>/")
     head, _, last = name.rpartition("/")
@@ -95,7 +96,12 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
         gradient_regularization={"strength": "ratio:0.3"},
         training={"steps": 1},
         sft={"steps": 1, "batch_size": 2},
-        evaluation={"samples": 2, "k": [1, 2], "robustness": ["framing"]},
+        evaluation={
+            "samples": 2,
+            "k": [1, 2],
+            "robustness": ["framing"],
+            "sharpness": {"radii": [0.1], "draws": 1, "samples": 2, "eigenvalue": True, "iterations": 1},
+        },
     )
     task = SimpleNamespace(name=TASK, train=sums[:6], test=sums[6:])
     result = train(config, task=task, reward={PARTS[0]: varied, PARTS[1]: (Faulty(), 0)})

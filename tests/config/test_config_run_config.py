@@ -32,6 +32,15 @@ MODEL = {"model": {"path": "x"}}
             {"objective": {"truncated": "soft_penalty", "overlong_buffer": 64}, "rollout": {"max_new_tokens": 64}},
             "set a smaller buffer",
         ),
+        (
+            {
+                "rewards": {"opinion": {"type": "judge", "backend": {"type": "local", "path": "x"}}},
+                "evaluation": {"accuracy": None, "metric": "reward", "sharpness": {"radii": [0.1], "draws": 2}},
+            },
+            r"ask rewards.opinion about 384 completions at each evaluation: set evaluation.sharpness.judges=true",
+        ),
+        ({"evaluation": {"sharpness": {"eigenvalue": True, "samples": 1}}}, "raise evaluation.sharpness.samples"),
+        ({"evaluation": {"sharpness": {"iterations": 5}}}, "set evaluation.sharpness.eigenvalue=true"),
     ],
 )
 def test_a_contradiction_is_one_line_that_names_the_fix(sections: dict[str, Any], says: str) -> None:

@@ -113,6 +113,25 @@ class RunConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _measurable_sharpness(self) -> RunConfig:
+        """Refuse a sharpness that would be paid for unasked, or whose loss would have no advantages."""
+        sharpness = self.evaluation.sharpness
+        if sharpness is None:
+            return self
+        judges = [name for name, reward in self.rewards.items() if reward.type == "judge"]
+        if judges and not sharpness.judges:
+            raise ValueError(
+                f"evaluation.sharpness would ask rewards.{judges[0]} about {sharpness.completions} completions at each "
+                "evaluation: set evaluation.sharpness.judges=true to have that, or evaluation.sharpness=null"
+            )
+        if sharpness.eigenvalue and sharpness.samples < 2 and self.advantage.baseline != "none":
+            raise ValueError(
+                f"evaluation.sharpness.eigenvalue with samples=1 and advantage.baseline={self.advantage.baseline}: a "
+                "group baseline needs at least 2 completions; raise evaluation.sharpness.samples"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _measured_accuracy(self) -> RunConfig:
         """Refuse thresholds of accuracy in a run that measures none."""
         if self.evaluation.accuracy is not None:

@@ -143,6 +143,12 @@ RULES = (
         instead="evaluation.choices=generate",
         unless=lambda get: bool(get("evaluation.samples")),
     ),
+    Rule(
+        choice="evaluation.sharpness.eigenvalue",
+        applies=lambda eigenvalue: eigenvalue is False,
+        settings=("evaluation.sharpness.iterations", "evaluation.sharpness.tolerance"),
+        instead="evaluation.sharpness.eigenvalue=true",
+    ),
     *(_optimizer(section) for section in ("optimizer", "sft.optimizer", "reward_model.optimizer")),
     *_task("task"),
     *_task("curriculum.task"),

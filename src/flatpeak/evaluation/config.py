@@ -4,14 +4,63 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from flatpeak.gradreg.config import PerturbedSet, read_perturbed
 from flatpeak.utils.schema import StrictConfig
 
 Perturbation = Literal["numbers", "distractor", "framing", "paraphrase", "rename", "typos"]
 CURRENT_NAMES: dict[Perturbation, Perturbation] = {"paraphrase": "framing"}
 """Old names of perturbations, still read, with a notice."""
 ChoiceAnswers = Literal["generate", "rank"]
+
+
+class SharpnessConfig(StrictConfig):
+    """The fall of the reward under random perturbations of the weights, and the top eigenvalue of the loss's Hessian.
+
+    One evaluation asks for (1 + len(radii) * draws) * size * samples completions.
+    """
+
+    radii: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = (0.1, 0.3, 0.6)
+    """The norm of each tensor's perturbation, over the norm of the tensor."""
+    draws: Annotated[int, Field(ge=1)] = 8
+    """Random directions, the same ones at every radius, evaluation and model; a fall is a mean over them."""
+    size: Annotated[int, Field(ge=1)] = 32
+    """The number of held-out questions, from the first on, whatever `evaluation.size` is."""
+    samples: Annotated[int, Field(ge=1)] = 4
+    """Sampled completions per question, by `evaluation.temperature`, `top_p` and `top_k`."""
+    perturbed: PerturbedSet = "blocks"
+    """The parameters that are perturbed, named as in `gradient_regularization.perturbed`. Of a named set only those
+    with two dimensions or more: norms and biases stay."""
+    eigenvalue: bool = False
+    """Whether to estimate the largest eigenvalue of the Hessian of the policy loss, by exact products through the plain
+    model: slow and large, as `gradient_regularization.difference=exact`."""
+    iterations: Annotated[int, Field(ge=1)] = 20
+    """The most Hessian-vector products of one estimate."""
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """The residual at which the estimate ends, relative to the largest product met."""
+    judges: bool = False
+    """Whether judges may be asked about all of these completions too."""
+
+    @field_validator("perturbed", mode="before")
+    @classmethod
+    def _patterns(cls, value: object) -> object:
+        return read_perturbed(value, key="evaluation.sharpness.perturbed")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SharpnessConfig:
+        if len({f"{radius:g}" for radius in self.radii}) < len(self.radii):
+            raise ValueError(f"evaluation.sharpness.radii={list(self.radii)} has a radius twice: name each once")
+        if not self.radii and not self.eigenvalue:
+            raise ValueError("evaluation.sharpness.radii is empty: name a radius, or set evaluation.sharpness=null")
+        if self.perturbed == ():
+            raise ValueError("evaluation.sharpness.perturbed is an empty list: name a pattern, or use blocks or all")
+        return self
+
+    @property
+    def completions(self) -> int:
+        """The number of completions that one evaluation asks for."""
+        return (1 + len(self.radii) * self.draws) * self.size * self.samples
 
 
 class EvaluationConfig(StrictConfig):
@@ -49,6 +98,8 @@ class EvaluationConfig(StrictConfig):
     """Ask again with perturbed questions (docs/evaluation.md), before and after training and in `flatpeak eval`."""
     robustness_size: Annotated[int, Field(ge=1)] | None = None
     """The number of questions to perturb, from the first on; null is all."""
+    sharpness: SharpnessConfig | None = None
+    """At every evaluation, measure how the reward falls as weights are perturbed (docs/evaluation.md); null: do not."""
     seed: int = 0
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from flatpeak.evaluation.choice_ranking import LetterRanker, Ranked
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.robustness import Judged, measure
+from flatpeak.evaluation.sharpness import Sharpness, SharpnessProbe
 from flatpeak.functional.estimators import maj_at_k, pass_at_k
 from flatpeak.protocols import Sampler, Tokenizer
 from flatpeak.rewards.reward_set import RewardSet
@@ -55,6 +56,8 @@ class PolicyEvaluator(Evaluator):
     longest_prompt: int
     """The most tokens of a perturbed question; a longer one is left out, and the coverage shows it."""
     ranker: LetterRanker | None = None
+    sharpness: SharpnessProbe | None = None
+    """Measures the policy that the sampler draws from under perturbed weights, at every evaluation."""
 
     def __post_init__(self) -> None:
         """ValueError where answers by rank have no ranker."""
@@ -64,15 +67,18 @@ class PolicyEvaluator(Evaluator):
     def evaluate(self, *, size: int | None = None, robustness: bool = False) -> Evaluation:
         """Evaluate on the first `size` prompts; torch's random state stays as it was.
 
-        With `robustness`, accuracy on the perturbed copies that `config.robustness` names is measured too.
+        With `robustness`, accuracy on the perturbed copies that `config.robustness` names is measured too. Sharpness
+        has prompts of its own, whatever `size` is.
         """
         self.reward.check()
         prompts = self.prompts[:size]
         with torch.random.fork_rng():
             evaluation = self._evaluate(prompts)
             if robustness and self.config.robustness:
-                return self._with_robustness(evaluation, prompts)
-            return evaluation
+                evaluation = self._with_robustness(evaluation, prompts)
+            return (
+                evaluation if self.sharpness is None else replace(evaluation, sharpness=self._sharpness(self.sharpness))
+            )
 
     def _evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
         rows: list[dict[str, Any]] = [_row(prompt) for prompt in prompts]
@@ -110,6 +116,15 @@ class PolicyEvaluator(Evaluator):
         )
         return replace(evaluation, robustness=robustness)
 
+    def _sharpness(self, probe: SharpnessProbe) -> Sharpness:
+        return probe.measure(
+            self.prompts,
+            sampler=self.sampler,
+            reward=self.reward,
+            sampling=self._random_sampling,
+            seed=self.config.seed,
+        )
+
     def _perturbed_prompts(self, examples: Sequence[Example]) -> tuple[Prompt, ...]:
         overlong = "truncate_left" if self.prompt.overlong == "truncate_left" else "drop"
         wording = self.prompt.model_copy(update={"overlong": overlong})
@@ -134,9 +149,12 @@ class PolicyEvaluator(Evaluator):
 
     def _sampled(self, prompts: Sequence[Prompt]) -> _Answers:
         """`config.samples` sampled completions per prompt."""
+        return self._generate(prompts, self.config.samples, self._random_sampling)
+
+    @property
+    def _random_sampling(self) -> SamplingParams:
         config = self.config
-        sampling = self._sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
-        return self._generate(prompts, config.samples, sampling)
+        return self._sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
 
     def _sampling(self, *, temperature: float, top_p: float, top_k: int) -> SamplingParams:
         return SamplingParams(

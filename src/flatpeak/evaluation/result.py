@@ -14,6 +14,7 @@ import numpy as np
 from flatpeak.evaluation.config import ChoiceAnswers
 from flatpeak.evaluation.estimates import Estimate, estimate
 from flatpeak.evaluation.robustness import Robustness
+from flatpeak.evaluation.sharpness import Sharpness
 
 Values = Mapping[str, Sequence[float | None]]
 """By metric, the value of each question."""
@@ -114,14 +115,27 @@ class Evaluation:
     """Per question, the subsets it belongs to: {"subject": "algebra"}."""
     robustness: Mapping[str, Robustness] = field(default_factory=dict)
     """The results on perturbed questions, by kind."""
+    sharpness: Sharpness | None = None
+    """The reward under perturbed weights, on the first questions of the task."""
     choices: ChoiceAnswers | None = None
     """The way of answering questions with lettered options; None where there are no such questions."""
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
-        """The estimate of every metric, including accuracy on the perturbed questions."""
+        """The estimate of every metric, including accuracy on the perturbed questions and under perturbed weights."""
         estimates = {metric: estimate(values, metric=metric) for metric, values in self.values.items()}
-        return estimates | {f"robustness/{kind}": one.estimate for kind, one in self.robustness.items()}
+        estimates |= {f"robustness/{kind}": one.estimate for kind, one in self.robustness.items()}
+        return estimates | (self.sharpness.estimates if self.sharpness is not None else {})
+
+    @property
+    def by_question(self) -> dict[str, Sequence[float | None]]:
+        """By metric, the value of each question; sharpness has questions of its own, the first ones of the task."""
+        return {**self.values, **(self.sharpness.values if self.sharpness is not None else {})}
+
+    @property
+    def tabled(self) -> list[str]:
+        """The metrics of the main table: all but those on perturbed questions, which have one of their own."""
+        return [*self.values, *(self.sharpness.estimates if self.sharpness is not None else ())]
 
     @cached_property
     def subset_tables(self) -> dict[str, SubsetTable]:
@@ -162,7 +176,8 @@ class Evaluation:
         return self if ids >= set(self.ids) else self._select([i for i, id in enumerate(self.ids) if id in ids])
 
     def _select(self, indices: Sequence[int]) -> Evaluation:
-        """The evaluation of some questions. The results on perturbed questions are of the whole set and left out."""
+        """The evaluation of some questions. Results on perturbed questions, and sharpness, are of the whole set and
+        left out."""
         return replace(
             self,
             size=len(indices),
@@ -171,6 +186,7 @@ class Evaluation:
             rows=[self.rows[index] for index in indices],
             subsets=[self.subsets[index] for index in indices] if self.subsets else (),
             robustness={},
+            sharpness=None,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -178,7 +194,7 @@ class Evaluation:
 
         `counted` is the number of questions of a mean, where that is not all of them.
         """
-        unperturbed = {metric: one for metric, one in self.estimates.items() if metric in self.values}
+        counts = {metric: self.estimates[metric].questions for metric in self.by_question}
         return {
             "task": self.task,
             "size": self.size,
@@ -186,7 +202,7 @@ class Evaluation:
             "metrics": self.metrics(),
             "intervals": {metric: list(one.interval) for metric, one in self.estimates.items() if one.interval},
             "methods": {metric: one.method for metric, one in self.estimates.items() if one.method},
-            "counted": {metric: one.questions for metric, one in unperturbed.items() if one.questions < self.size},
+            "counted": {metric: count for metric, count in counts.items() if count != self.size},
             "subsets": {column: table.as_dict() for column, table in self.subset_tables.items()},
             "robustness": {kind: one.as_dict() for kind, one in self.robustness.items()},
         }

@@ -78,10 +78,11 @@ def differences(before: Evaluation, after: Evaluation) -> dict[str, Change]:
     if list(before.ids) != list(after.ids):
         raise ValueError("evaluations of different questions cannot be paired")
     changes: dict[str, Change] = {}
-    for metric in before.values:
+    befores, afters = before.by_question, after.by_question
+    for metric in befores:
         pairs = [
             (old, new)
-            for old, new in zip(before.values[metric], after.values.get(metric, ()), strict=False)
+            for old, new in zip(befores[metric], afters.get(metric, ()), strict=False)
             if old is not None and new is not None
         ]
         if len(pairs) > 1:
@@ -129,12 +130,14 @@ def _metrics(
     for label in labels[1:]:
         table.add_column(f"{label} - {labels[0]}", justify="right", overflow="fold")
     table.add_column("interval")
-    for metric in dict.fromkeys(metric for evaluation in evaluations for metric in evaluation.values):
+    by_question = {metric for evaluation in evaluations for metric in evaluation.by_question}
+    for metric in dict.fromkeys(metric for evaluation in evaluations for metric in evaluation.tabled):
         estimates = [evaluation.estimates.get(metric) for evaluation in evaluations]
+        of = first.size if metric in by_question else None
         methods = dict.fromkeys(one.method for one in estimates if one is not None and one.method is not None)
         table.add_row(
             metric,
-            *(format_estimate(one, of=first.size) for one in estimates),
+            *(format_estimate(one, of=of) for one in estimates),
             *(_format_change(change.get(metric)) for change in changes),
             "/".join(methods),
         )

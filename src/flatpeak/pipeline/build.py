@@ -12,6 +12,9 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
+from flatpeak.evaluation.sharpness import SharpnessProbe
+from flatpeak.gradreg.parameters import perturbed_parameters
+from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.pipeline.components import (
     SamplerFactory,
     build_sampler,
@@ -42,6 +45,8 @@ from flatpeak.tasks.prompts import build_prompts, prompt_texts
 from flatpeak.training.config import CurriculumConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.diagnostics import Unanswered
+from flatpeak.training.objective import Objective
+from flatpeak.training.sampled_loss import SampledLoss
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
 
@@ -174,7 +179,7 @@ def _build(
         demonstrations=_demonstrations(config, demonstrated, policy, progress),
         reference=named_reference(config, policy),
         evaluator=evaluator,
-        sft_check=replace(evaluator, prompts=train[:check_size]),
+        sft_check=replace(evaluator, prompts=train[:check_size], sharpness=None),
         workers=workers,
     )
 
@@ -324,6 +329,32 @@ def _evaluator(
         prompt=config.prompt,
         longest_prompt=_longest_prompt(config, policy),
         ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
+        sharpness=_sharpness_probe(config, policy),
+    )
+
+
+def _sharpness_probe(config: RunConfig, policy: Policy) -> SharpnessProbe | None:
+    """The measurement of sharpness that the recipe asks for; UserError where there is nothing to perturb."""
+    sharpness = config.evaluation.sharpness
+    if sharpness is None:
+        return None
+    section = "evaluation.sharpness"
+    chosen = perturbed_parameters(policy.model, sharpness.perturbed, section=section)
+    if not isinstance(sharpness.perturbed, tuple):
+        chosen = [parameter for parameter in chosen if parameter.ndim >= 2]
+    if not chosen:
+        raise UserError(f"{section}.perturbed={sharpness.perturbed}: no matrix is among them; use blocks or a pattern")
+    return SharpnessProbe(
+        config=sharpness,
+        perturbation=Perturbation(policy.model, chosen),
+        make_losses=SampledLoss(
+            policy=policy,
+            objective=Objective(config=config.objective, kl=config.kl),
+            advantage=config.advantage,
+            temperature=config.evaluation.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            micro_batch_tokens=config.training.micro_batch_tokens,
+        ),
     )
 
 

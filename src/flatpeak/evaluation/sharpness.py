@@ -1,0 +1,211 @@
+"""Sharpness: how the reward falls as the weights are perturbed at random, and the loss's largest curvature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatpeak.errors import UserError
+from flatpeak.evaluation.config import SharpnessConfig
+from flatpeak.evaluation.estimates import Estimate, estimate
+from flatpeak.functional.curvature import Eigenvalue, top_eigenvalue
+from flatpeak.gradreg.directions import exact_curvature, weight_norm
+from flatpeak.gradreg.perturbation import Perturbation
+from flatpeak.gradreg.weight_noise import NoisyMeasurement, measure_under_noise
+from flatpeak.protocols import ResumableSampler, Sampler
+from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.types import Group, Prompt, SamplingParams, Score, Scores
+
+Losses = Callable[[], Iterable[Tensor]]
+"""A function that computes, at the present weights, the loss of each micro-batch of one fixed batch."""
+MakeLosses = Callable[[Sequence[Group], Scores], Losses | None]
+"""Makes such a function of scored groups; None where none of their completions has an advantage."""
+Values = dict[str, list[float | None]]
+"""By reward part ("" is the total), the mean over the samples of each question; None where all are missing."""
+TOTAL = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharpness:
+    """The reward of a policy under perturbed weights, beside its reward as it is."""
+
+    clean: Values
+    falls: Mapping[float, Values]
+    """By radius: what is lost of `clean`, mean over the draws."""
+    weight_norm: float
+    """||theta|| of the perturbed parameters."""
+    kept: float
+    """The lowest cosine of a perturbation, as rounding left it, with the intended one; NaN where there was none."""
+    eigenvalue: Eigenvalue | None = None
+
+    @cached_property
+    def values(self) -> dict[str, list[float | None]]:
+        """By metric, the value of each question that was asked."""
+        named = {_metric("sharpness/clean", name): values for name, values in self.clean.items()}
+        for radius, components in self.falls.items():
+            named |= {_metric(f"sharpness/fall_{radius:g}", name): values for name, values in components.items()}
+        return named
+
+    @cached_property
+    def estimates(self) -> dict[str, Estimate]:
+        """The estimate of every metric; what has no meaning is left out."""
+        estimates = {metric: estimate(values, metric=metric) for metric, values in self.values.items()}
+        single = {f"sharpness/relative_fall_{radius:g}": self.relative_fall(radius) for radius in self.falls}
+        single |= {"sharpness/weight_norm": self.weight_norm, "sharpness/perturbation_kept": self.kept}
+        if self.eigenvalue is not None:
+            single |= {
+                "sharpness/top_eigenvalue": self.eigenvalue.value,
+                "sharpness/eigenvalue_residual": self.eigenvalue.residual,
+            }
+        count = len(self.clean[TOTAL])
+        return estimates | {
+            metric: Estimate(mean=value, questions=count, interval=None, method=None)
+            for metric, value in single.items()
+            if math.isfinite(value)
+        }
+
+    def relative_fall(self, radius: float) -> float:
+        """The fall of the total reward over its clean value, on the same questions; NaN where that is not positive."""
+        pairs = [
+            (fall, clean)
+            for fall, clean in zip(self.falls[radius][TOTAL], self.clean[TOTAL], strict=True)
+            if fall is not None and clean is not None
+        ]
+        clean = sum(clean for _, clean in pairs)
+        return sum(fall for fall, _ in pairs) / clean if clean > 0 else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharpnessProbe:
+    """The measurement of a policy's sharpness; it leaves weights, sampler and random state as they were."""
+
+    config: SharpnessConfig
+    perturbation: Perturbation
+    """The parameters to perturb. Weights in half precision move themselves, not masters that an optimizer has: a run
+    and an evaluation of its checkpoint then agree."""
+    make_losses: MakeLosses
+    """The policy loss whose curvature `config.eigenvalue` asks for."""
+
+    def measure(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampler: Sampler,
+        reward: RewardSet,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> Sharpness:
+        """Measure on the first `config.size` prompts, with the same random numbers for every state of the weights."""
+        config, asked = self.config, prompts[: self.config.size]
+        ask = partial(_answers, asked, sampler, reward, config.samples, sampling, seed)
+        with _unchanged_state(sampler):
+            clean = ask()
+            noisy = [
+                _reduced(one, clean)
+                for one in measure_under_noise(
+                    self.perturbation, ask, radii=config.radii, draws=config.draws, seed=seed
+                )
+            ]
+            eigenvalue = self._top_eigenvalue(clean, seed=seed) if config.eigenvalue else None
+        values = _by_question(clean.scores)
+        return Sharpness(
+            clean=values,
+            falls={
+                radius: _falls(values, [one.value for one in noisy if one.radius == radius]) for radius in config.radii
+            },
+            weight_norm=weight_norm(self.perturbation),
+            kept=min((one.fidelity.cosine for one in noisy), default=math.nan),
+            eigenvalue=eigenvalue,
+        )
+
+    def _top_eigenvalue(self, answers: _Answers, *, seed: int) -> Eigenvalue | None:
+        """The largest eigenvalue of the loss of these completions; None where it has no curvature to measure."""
+        losses = self.make_losses(answers.groups, answers.scores)
+        if losses is None:
+            return None
+        parameters = self.perturbation.parameters
+
+        def product(vector: Sequence[Tensor]) -> Sequence[Tensor]:
+            with torch.enable_grad(), self.perturbation.restored_buffers():
+                curvature = exact_curvature(losses, parameters, dict(zip(parameters, vector, strict=True)))
+            return [curvature[p] for p in parameters]
+
+        return top_eigenvalue(
+            product, parameters, iterations=self.config.iterations, tolerance=self.config.tolerance, seed=seed
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answers:
+    """Completions of one state of the weights, and their scores."""
+
+    groups: Sequence[Group]
+    scores: Scores
+
+
+def _answers(
+    prompts: Sequence[Prompt], sampler: Sampler, reward: RewardSet, samples: int, sampling: SamplingParams, seed: int
+) -> _Answers:
+    groups = sampler.generate(prompts, group_size=samples, sampling=sampling, seed=seed)
+    return _Answers(groups=groups, scores=reward(groups))
+
+
+@contextmanager
+def _unchanged_state(sampler: Sampler) -> Iterator[None]:
+    """A context after which a sampler's state is as before it."""
+    state = dict(sampler.state()) if isinstance(sampler, ResumableSampler) else None
+    try:
+        yield
+    finally:
+        if state is not None and isinstance(sampler, ResumableSampler):
+            sampler.load(state)
+
+
+def _reduced(one: NoisyMeasurement[_Answers], clean: _Answers) -> NoisyMeasurement[Values]:
+    """The measurement without its completions; UserError where these do not come from the perturbed weights."""
+    if one.fidelity.norm > 0 and _logprobs(one.value) == _logprobs(clean):
+        raise UserError(
+            f"evaluation.sharpness: perturbed by {one.radius:g} of their norm, the weights give the same "
+            "log-probabilities to the last bit, so the sampler does not read them: give train a factory, "
+            "sampler=lambda policy: MySampler(NativeEngine(policy)), or set evaluation.sharpness=null"
+        )
+    return NoisyMeasurement(
+        radius=one.radius, draw=one.draw, value=_by_question(one.value.scores), fidelity=one.fidelity
+    )
+
+
+def _logprobs(answers: _Answers) -> list[tuple[float, ...]]:
+    return [completion.logprobs for group in answers.groups for completion in group.completions]
+
+
+def _by_question(scores: Scores) -> Values:
+    parts = {TOTAL: scores.total, **scores.parts}
+    return {name: [_mean(row) for row in rows] for name, rows in parts.items()}
+
+
+def _falls(clean: Values, perturbed: Sequence[Values]) -> Values:
+    """By part and question: the clean value less the mean over the draws that have one."""
+    falls: Values = {}
+    for name, values in clean.items():
+        means = [_mean([draw[name][index] for draw in perturbed]) for index in range(len(values))]
+        falls[name] = [
+            None if before is None or after is None else before - after
+            for before, after in zip(values, means, strict=True)
+        ]
+    return falls
+
+
+def _mean(values: Sequence[Score]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _metric(metric: str, component: str) -> str:
+    return metric if component == TOTAL else f"{metric}/{component}"
