@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from flatpeak.config.load import RENAMED, load_recipe, parse_config, read_recipe, shipped_recipes
+from flatpeak.experiments.config import read_sweep
+from flatpeak.experiments.plan import build_plan
 from flatpeak.policy.compatibility import PROVEN
 from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.runs.directory import RUN_FILES
@@ -147,6 +149,9 @@ def test_docs_list_every_shipped_recipe() -> None:
 @pytest.mark.parametrize("block", every_block("yaml"))
 def test_recipes_shown_parse_to_what_they_say(block: str, tmp_path: Path) -> None:
     (tmp_path / "shown.yaml").write_text(block, encoding="utf-8")
+    if "seeds:" in block:
+        assert build_plan(read_sweep(tmp_path / "shown.yaml")).runs
+        return
     content = load_recipe(tmp_path / "shown.yaml")
     assert unsaid(content, parse_config(content).model_dump(mode="json")) == []
 

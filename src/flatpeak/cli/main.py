@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from flatpeak.cli import evaluate, report, train
+from flatpeak.cli import evaluate, report, sweep, train
 from flatpeak.errors import RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; variables that the user has set stay.
@@ -40,6 +40,7 @@ app.command("demo")(train.demo)
 app.command("sft")(train.sft)
 app.command("train")(train.train)
 app.command("fork")(train.fork)
+app.command("sweep")(sweep.sweep)
 app.command("reward-model")(train.reward_model)
 app.command("eval")(evaluate.evaluate)
 app.command("chat")(evaluate.chat)

@@ -14,9 +14,16 @@ from flatpeak.errors import nearest
 _LONGEST_VALUE = 60
 
 
-def describe_errors(problems: Sequence[Mapping[str, Any]]) -> str:
-    """Describe pydantic's errors in one line: for each the dotted key, the value, and a right one."""
-    return "; ".join(_describe_error(problem) for problem in problems if not _is_consequence(problem, problems))
+def describe_errors(
+    problems: Sequence[Mapping[str, Any]], *, schema: type[BaseModel] = RunConfig, kind: str = "a recipe"
+) -> str:
+    """Describe pydantic's errors in one line: for each the dotted key, the value, and a right one.
+
+    `schema` is the model of the whole file, `kind` the word for such a file.
+    """
+    return "; ".join(
+        _describe_error(problem, schema, kind) for problem in problems if not _is_consequence(problem, problems)
+    )
 
 
 def _is_consequence(problem: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> bool:
@@ -26,14 +33,14 @@ def _is_consequence(problem: Mapping[str, Any], problems: Sequence[Mapping[str, 
     return problem["type"] == "too_short" and any(location[: len(own)] == own for location in deeper)
 
 
-def _describe_error(problem: Mapping[str, Any]) -> str:
-    path, annotation = _locate(problem["loc"])
+def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: str) -> str:
+    path, annotation = _locate(problem["loc"], schema)
     key, context = ".".join(path), problem.get("ctx", {})
     match problem["type"]:
         case "extra_forbidden" | "invalid_key":
-            text = _unknown_key(path, annotation)
+            text = _unknown_key(path, annotation, schema, kind)
         case "missing":
-            text = f"{key} is missing: give it in the recipe or as an override"
+            text = f"{key} is missing: give it in {kind.replace('a ', 'the ', 1)} or as an override"
         case "union_tag_not_found":
             text = f"{key}.type is missing: give one of {', '.join(_tagged_models(annotation))}"
         case "union_tag_invalid":
@@ -63,19 +70,20 @@ def known_keys(annotation: Any = RunConfig, prefix: str = "") -> Iterator[str]:
         yield from known_keys(inner, f"{prefix}{element}.")
 
 
-def _unknown_key(path: Sequence[str], model: Any) -> str:
+def _unknown_key(path: Sequence[str], model: Any, schema: type[BaseModel], kind: str) -> str:
     dotted, name, section = ".".join(path), path[-1], ".".join(path[:-1])
     known = list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
     near = [".".join((*path[:-1], close)) for close in nearest(name, known)]
     # The least nested first: a key that every reward of every curriculum may have is seldom meant.
-    elsewhere = sorted((key for key in known_keys() if key.rpartition(".")[2] == name), key=lambda key: key.count("."))
+    named = (key for key in known_keys(schema) if key.rpartition(".")[2] == name)
+    elsewhere = sorted(named, key=lambda key: key.count("."))
     if not near and any(_matches(key, path) for key in elsewhere):
         own = [field for field in known if field != "type"]
         type_ = model.model_fields["type"].default
         return f"unknown key {dotted}: {section}.type={type_} has no {name}, but {', '.join(own)}"
     if near or elsewhere:
         return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(near + elsewhere))[:3])}?"
-    where = f"the keys of {section} are" if section else "the sections of a recipe are"
+    where = f"the keys of {section} are" if section else f"the sections of {kind} are"
     return f"unknown key {dotted}: {where} {', '.join(known)}"
 
 
@@ -91,13 +99,13 @@ def _not_allowed(key: str, value: Any, allowed: Sequence[Any]) -> str:
     return f"{key}={_shortened(value)}: {hint}allowed values are {', '.join(str(choice) for choice in allowed)}"
 
 
-def _locate(location: Sequence[str | int]) -> tuple[list[str], Any]:
+def _locate(location: Sequence[str | int], schema: type[BaseModel]) -> tuple[list[str], Any]:
     """The dotted path of an error, and the annotation there; for a key that does not exist, its model's.
 
     pydantic puts the tag of a union's member into the location (task, gsm8k, path), which no recipe has.
     """
     path: list[str] = []
-    annotation: Any = RunConfig
+    annotation: Any = schema
     for step in location:
         members = _tagged_models(annotation)
         if members and step in members:

@@ -1,10 +1,12 @@
-"""Experiments of many runs: statistics over seeds and the comparison of arms."""
+"""Experiments of many runs: sweeps and their table, statistics over seeds, the comparison of arms."""
 
 from typing import TYPE_CHECKING
 
 from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from flatpeak.experiments.config import SweepConfig as SweepConfig
+    from flatpeak.experiments.config import read_sweep as read_sweep
     from flatpeak.experiments.mcnemar import McNemar as McNemar
     from flatpeak.experiments.mcnemar import mcnemar_exact as mcnemar_exact
     from flatpeak.experiments.power import power_of_mcnemar as power_of_mcnemar
@@ -25,8 +27,14 @@ if TYPE_CHECKING:
     from flatpeak.experiments.statistics import slope as slope
     from flatpeak.experiments.statistics import tost as tost
     from flatpeak.experiments.statistics import welch as welch
+    from flatpeak.experiments.sweep import SweepResult as SweepResult
+    from flatpeak.experiments.sweep import run_sweep as run_sweep
+    from flatpeak.experiments.table import SweepTable as SweepTable
+    from flatpeak.experiments.table import read_table as read_table
+    from flatpeak.experiments.table import write_table as write_table
 
 _HOMES = {
+    "config": ("SweepConfig", "read_sweep"),
     "mcnemar": ("McNemar", "mcnemar_exact"),
     "power": ("power_of_mcnemar", "power_of_paired_t", "seeds_needed", "seeds_needed_mcnemar"),
     "selection": ("Selection", "check_disjoint", "select_best"),
@@ -34,5 +42,7 @@ _HOMES = {
         *("Difference", "Equivalence", "MeanEstimate", "Slope"),
         *("holm", "mean_over_seeds", "paired_bca", "paired_t", "slope", "tost", "welch"),
     ),
+    "sweep": ("SweepResult", "run_sweep"),
+    "table": ("SweepTable", "read_table", "write_table"),
 }
 __getattr__ = lazy_names(__name__, {name: module for module, names in _HOMES.items() for name in names})

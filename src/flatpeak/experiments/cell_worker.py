@@ -1,0 +1,180 @@
+"""The worker process of a sweep: runs and prefix steps, one after another, each as in a process of its own.
+
+Jobs and outcomes are lines of JSON over a socket. The worker is a session of its own, so that Ctrl-C in the terminal
+reaches the sweep alone, and it ends at once when the sweep's process is gone. Nothing slow is imported before it looks
+out for that.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import flatpeak
+from flatpeak.config.load import parse_config
+from flatpeak.errors import UserError, brief
+from flatpeak.experiments.records import prune_checkpoints
+from flatpeak.utils.redaction import redact
+from flatpeak.utils.user_code import load_function, user_files
+
+Job = Mapping[str, Any]
+"""kind, path, log, and the arguments of the kind."""
+Outcome = dict[str, Any]
+"""status (done, stopped or failed), reason and seconds."""
+
+
+def serve(descriptor: int) -> None:
+    """Work off the jobs that come over this socket until it says to quit."""
+    os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=descriptor)
+    jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_jobs, args=(connection.makefile("r", encoding="utf-8"), jobs), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    fresh = _ProcessState()
+    while (job := jobs.get()) is not None:
+        with fresh.restored():
+            outcome = run_job(job)
+        connection.sendall((json.dumps(outcome) + "\n").encode())
+
+
+def _read_jobs(lines: Any, jobs: queue.SimpleQueue[Job | None]) -> None:
+    """Pass jobs on; the end of the stream means that the sweep's process is gone, and so this one goes."""
+    job: Job | None = {}
+    try:
+        for line in lines:
+            jobs.put(job := json.loads(line))
+            if job is None:
+                return
+    finally:
+        if job is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _ProcessState:
+    """The state of a fresh process that a run may change: random numbers, threads, environment, modules of the user."""
+
+    def __init__(self) -> None:
+        import torch  # here: see above
+
+        self._seed = torch.initial_seed()
+        self._threads = torch.get_num_threads()
+        self._environment = dict(os.environ)
+        self._directory = Path.cwd()
+        self._path = list(sys.path)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Begin as a fresh process would, and clear away after."""
+        import torch
+
+        torch.manual_seed(self._seed)
+        torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(self._environment)
+            os.chdir(self._directory)
+            sys.path[:] = self._path
+            self._forget_user_code()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    def _forget_user_code(self) -> None:
+        """Unload the user's files and the neighbours that they imported: what these keep is no part of another run."""
+        files = user_files()
+        folders = {Path(file).parent for file in files.values() if "site-packages" not in Path(file).parts}
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if name in files or (file and Path(file).parent in folders):
+                del sys.modules[name]
+
+
+def run_job(job: Job) -> Outcome:
+    """Run one job, its prints in its own log. Whatever it raises is its outcome."""
+    started = time.perf_counter()
+    with _output_in(Path(job["log"])), _stoppable():
+        try:
+            stopped = _CALLS[job["kind"]](job)
+            status, reason = ("stopped", "stopped by a signal") if stopped else ("done", None)
+        except KeyboardInterrupt:
+            status, reason = "stopped", "stopped by a signal"
+        except UserError as error:
+            status, reason = "failed", brief(error)
+        except BaseException as error:  # SystemExit of the user's code too: it ends a run, never the worker
+            traceback.print_exc()
+            status, reason = "failed", f"{type(error).__name__}: {brief(error)}"
+        if reason is not None:
+            sys.stderr.write(f"{reason}\n")
+    return {"status": status, "reason": redact(reason), "seconds": time.perf_counter() - started}
+
+
+def _train(job: Job) -> bool:
+    """Train, from where an earlier start was left; returns whether a signal stopped it."""
+    trainers = {"train": flatpeak.train, "sft": flatpeak.sft, "reward_model": flatpeak.train_reward_model}
+    config = parse_config(job["recipe"])
+    result = trainers[job["kind"]](config, progress=False, resume=True, command=job["command"])
+    if not result.exit_code and job["keep"] != "all":
+        prune_checkpoints(result.path, keep=job["keep"])
+    return bool(result.exit_code)
+
+
+def _call(job: Job) -> bool:
+    """Call a function of the user's with the directory that it fills."""
+    directory = Path(job["path"])
+    directory.mkdir(parents=True, exist_ok=True)
+    load_function(job["call"])(directory, job["seed"], **job["arguments"])
+    return False
+
+
+_CALLS: dict[str, Callable[[Job], bool]] = {"train": _train, "sft": _train, "reward_model": _train, "call": _call}
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Let SIGTERM interrupt what comes before and after a run, which handles signals itself."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _output_in(log: Path) -> Iterator[None]:
+    """Append this process's standard output and errors, and those of its children, to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    saved = [os.dup(1), os.dup(2)]
+    with log.open("ab") as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)

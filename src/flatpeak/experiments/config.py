@@ -1,0 +1,242 @@
+"""Configuration of a sweep, and the reading of sweep files; torch is not loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from flatpeak.config.error_messages import describe_errors
+from flatpeak.config.load import SHIPPED, apply_overrides, merge, parse_file
+from flatpeak.errors import UserError
+from flatpeak.utils.schema import StrictConfig
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+"""Names of arms and prefix steps, which are names of directories."""
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+Axes = dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]]
+"""Dotted keys of a recipe, each with its values."""
+
+
+class PrefixStepConfig(StrictConfig):
+    """A step that every seed takes once, before its runs: a function's call, SFT, or a reward model."""
+
+    call: str | None = None
+    """`file.py:function`, relative to the sweep file, or `module:function`, called with (directory, seed, **arguments);
+    what it returns is ignored."""
+    arguments: dict[str, Any] = Field(default={})
+    sft: str | None = None
+    """The recipe of an SFT run, relative to the sweep file, or `flatpeak:NAME`."""
+    reward_model: str | None = None
+    """The recipe of a reward model's training."""
+    settings: dict[str, Any] = Field(default={})
+    """Changes of that recipe, with dotted keys."""
+
+    @property
+    def kind(self) -> Literal["call", "sft", "reward_model"]:
+        """The one of the three that the step names."""
+        return "call" if self.call is not None else "sft" if self.sft is not None else "reward_model"
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> PrefixStepConfig:
+        kinds = [name for name in ("call", "sft", "reward_model") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(
+                f"a prefix step is one of call, sft and reward_model, this has {' and '.join(kinds) or 'none of them'}"
+            )
+        if self.call is not None and self.settings:
+            raise ValueError("settings change a recipe, and a prefix step with call has none: write arguments")
+        if self.call is None and self.arguments:
+            raise ValueError("arguments are those of a call: write settings to change the recipe of a prefix step")
+        return self
+
+
+class ArmConfig(StrictConfig):
+    """An arm: a recipe laid over the sweep's, settings, and axes of this arm alone."""
+
+    recipe: str | None = None
+    settings: dict[str, Any] = Field(default={})
+    axes: Axes = Field(default={})
+
+
+class TunedOnConfig(StrictConfig):
+    """The table of another sweep that chooses each arm's values of the axes."""
+
+    table: str
+    """table.csv or table.json of a finished sweep over other seeds, relative to the sweep file."""
+    metric: str
+    """A column of that table, such as `reward/gold.final`."""
+    best: Literal["max", "min"] = "max"
+
+
+class ThresholdConfig(StrictConfig):
+    """The threshold of a metric's mean over the last `window` training steps."""
+
+    above: float | None = None
+    below: float | None = None
+    window: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _one_side(self) -> ThresholdConfig:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("a threshold of table.first has either above or below")
+        return self
+
+
+class TableConfig(StrictConfig):
+    """The columns of the table: metrics, and how each is summarized."""
+
+    window: Annotated[int, Field(ge=1)] = 10
+    """Training steps at the end whose mean is `.final`."""
+    metrics: tuple[str, ...] = ("reward/*", "eval/*")
+    """Names of metrics, with `*` for any text."""
+    best: dict[str, Literal["max", "min"]] = Field(default={})
+    """Metrics whose best value is the smallest: `{metric: min}`."""
+    first: dict[str, ThresholdConfig] = Field(default={})
+    """Metrics whose first step past a threshold is a column."""
+
+
+class CurvesConfig(StrictConfig):
+    """The metrics of curves.csv, averaged over bins of training steps."""
+
+    metrics: Annotated[tuple[str, ...], Field(min_length=1)]
+    every: Annotated[int, Field(ge=1)] = 10
+
+
+class SweepConfig(StrictConfig):
+    """A sweep: arms crossed with axes and seeds, over one recipe, after a prefix that all arms of a seed share."""
+
+    name: str
+    directory: str = "runs/sweeps"
+    recipe: str
+    """A file, relative to the sweep file, or `flatpeak:NAME`."""
+    settings: dict[str, Any] = Field(default={})
+    """Changes of the recipe for every run, with dotted keys."""
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    """A list, a number, or text such as `100-119` or `1-3,7`."""
+    prefix: dict[str, PrefixStepConfig] = Field(default={})
+    arms: dict[str, ArmConfig] = Field(default={"base": ArmConfig()}, min_length=1)
+    axes: Axes = Field(default={})
+    """Crossed with every arm."""
+    tuned_on: TunedOnConfig | None = None
+    table: TableConfig = TableConfig()
+    curves: CurvesConfig | None = None
+    keep: Literal["all", "last", "none"] = "last"
+    """The checkpoints that stay of a finished run."""
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _parse_seeds(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return (value,)
+        if not isinstance(value, str):
+            return value
+        ranges = [_RANGE.fullmatch(one.strip()) for one in value.split(",")]
+        if not all(ranges):
+            raise ValueError(f"seeds={value!r}: write a list, or text such as 100-119 or 1-3,7")
+        bounds = [(int(one[1]), int(one[2] or one[1])) for one in ranges if one]
+        return tuple(seed for first, last in bounds for seed in range(first, last + 1))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SweepConfig:
+        if len(set(self.seeds)) < len(self.seeds):
+            twice = next(seed for seed in self.seeds if self.seeds.count(seed) > 1)
+            raise ValueError(f"seeds: {twice} is given twice; give every seed once")
+        parts = Path(self.name).parts
+        if not parts or Path(self.name).is_absolute() or ".." in parts:
+            raise ValueError(f"name={self.name!r} must be a name inside directory, such as sharp or tuning/sharp")
+        for section, names in (("arms", self.arms), ("prefix", self.prefix)):
+            for name in names:
+                if not SAFE_NAME.fullmatch(name):
+                    raise ValueError(
+                        f"{section}.{name}: the name becomes a directory; use letters, digits and . _ + - only"
+                    )
+        for key in (*self.axes, *(key for arm in self.arms.values() for key in arm.axes)):
+            if key in ("run.seed", "run.name", "run.directory"):
+                raise ValueError(f"axes.{key}: the sweep sets it; give seeds, name and directory of the sweep instead")
+        return self
+
+
+def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
+    """Read and check a sweep file with what it extends, changed by `key=value` overrides; paths become absolute.
+
+    Raises UserError: one line with the key and what would be right.
+    """
+    path = Path(path).expanduser()
+    content = _load(path, trail=())
+    content = _canonical(apply_overrides(content, overrides), path.resolve().parent)
+    # An empty `axes:` or `prefix:` takes those of the extended file away.
+    content = {key: value for key, value in content.items() if value is not None}
+    try:
+        return SweepConfig.model_validate(content)
+    except ValidationError as error:
+        raise UserError(
+            f"{path}: {describe_errors(error.errors(include_url=False), schema=SweepConfig, kind='a sweep')}"
+        ) from None
+
+
+def _load(path: Path, *, trail: tuple[Path, ...]) -> dict[str, Any]:
+    """The content of a sweep file merged over those that it extends."""
+    if not path.is_file():
+        origin = f" (extended by {trail[-1]})" if trail else ""
+        raise UserError(f"sweep file {path} not found{origin}: give a YAML file, see docs/sweeps.md")
+    path = path.resolve()
+    if path in trail:
+        raise UserError(f"{path}: sweep files extend each other in a circle; remove one `extends`")
+    content = parse_file(path)
+    bases = content.pop("extends", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{path}: extends must be the name of a sweep file or a list of names")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = merge(merged, _load(path.parent / Path(base).expanduser(), trail=(*trail, path)))
+    return merge(merged, _canonical(content, path.parent))
+
+
+def _canonical(content: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The content with absolute paths and dotted keys of recipes, so that files merge whatever their spelling."""
+    result = dict(content)
+    for key in ("settings", "axes"):
+        if isinstance(result.get(key), Mapping):
+            result[key] = dotted(result[key])
+    if "recipe" in result:
+        result["recipe"] = _absolute(result["recipe"], directory)
+    for section, keys in (("prefix", ("call", "sft", "reward_model")), ("arms", ("recipe",))):
+        entries = result.get(section)
+        if isinstance(entries, Mapping):
+            result[section] = {name: _canonical_entry(entry, keys, directory) for name, entry in entries.items()}
+    if isinstance(result.get("tuned_on"), Mapping):
+        result["tuned_on"] = _canonical_entry(result["tuned_on"], ("table",), directory)
+    return result
+
+
+def _canonical_entry(entry: Any, paths: Sequence[str], directory: Path) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    changed = {key: _absolute(entry[key], directory) for key in paths if key in entry}
+    changed |= {key: dotted(entry[key]) for key in ("settings", "axes") if isinstance(entry.get(key), Mapping)}
+    return {**entry, **changed}
+
+
+def _absolute(name: Any, directory: Path) -> Any:
+    """A path relative to the sweep file as an absolute one; names of shipped recipes and of modules stay."""
+    if not isinstance(name, str) or name.startswith(SHIPPED):
+        return name
+    file, colon, function = name.rpartition(":")
+    if colon and not file.endswith(".py"):
+        return name
+    return f"{directory / Path(file if colon else name).expanduser()}{colon}{function if colon else ''}"
+
+
+def dotted(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys, the later of two equal ones standing; lists and empty mappings are values."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        path = f"{prefix}{key}"
+        flat |= dotted(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+    return flat

@@ -1,0 +1,176 @@
+"""The state of a sweep's runs on disk: records of outcomes, changed recipes, and the checkpoints that stay."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from flatpeak.config.run_config import RunConfig
+from flatpeak.errors import UserError
+from flatpeak.experiments.plan import PlannedRun, PrefixStep
+from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, checkpoint_steps
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.files import write_atomic
+from flatpeak.runs.manifest import changes, flatten
+from flatpeak.runs.summary import RunSummary, read_summary
+from flatpeak.utils.redaction import redact
+
+CellStatus = Literal["done", "failed", "stopped", "missing"]
+"""`stopped`: begun, and to be continued from its checkpoint; `missing`: not begun."""
+RECORD = "sweep.json"
+"""The sweep's own file in a run's directory."""
+LOG = "output.log"
+"""The prints of a run."""
+_REMOVED = ".removed-"
+# Of the section `run`, all but the seed: none of it changes a result, and a sweep chooses the threads by its processes.
+_HARMLESS = tuple(f"run.{name}" for name in type(RunConfig().run).model_fields if name != "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellRecord:
+    """The outcome of a run or prefix step, as the sweep last saw it."""
+
+    status: Literal["started", "done", "stopped", "failed"]
+    reason: str | None = None
+    prefix: str = ""
+    """The fingerprint of the prefix that a run starts from; of a prefix step its own."""
+    seconds: float = 0.0
+    """Wall time of the last start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellState:
+    """The state of a run or prefix step, from all of its files."""
+
+    status: CellStatus
+    reason: str | None = None
+    summary: RunSummary | None = None
+
+
+def record_path(cell: PrefixStep | PlannedRun) -> Path:
+    """The path of a cell's record: in a run's directory, beside a prefix step's, which is the step's own to fill."""
+    return cell.path / RECORD if isinstance(cell, PlannedRun) else cell.path.with_name(f"{cell.name}.json")
+
+
+def log_path(cell: PrefixStep | PlannedRun) -> Path:
+    """The path of a cell's prints."""
+    return cell.path / LOG if isinstance(cell, PlannedRun) else cell.path.with_name(f"{cell.name}.log")
+
+
+def read_record(cell: PrefixStep | PlannedRun) -> CellRecord | None:
+    """The record of a cell; None where it has none that can be read."""
+    try:
+        return CellRecord(**json.loads(record_path(cell).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_record(cell: PrefixStep | PlannedRun, record: CellRecord) -> None:
+    """Write the record of a cell, whole or not at all."""
+    path = record_path(cell)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(asdict(record)) + "\n")
+
+
+def cell_state(cell: PrefixStep | PlannedRun) -> CellState:
+    """The state of a cell. A run is done where its own summary says so, also if the sweep died before it knew."""
+    record = read_record(cell)
+    summary = _summary(cell) if isinstance(cell, PlannedRun) else None
+    if (summary is not None and summary.status == "done") or (
+        summary is None and record is not None and record.status == "done" and isinstance(cell, PrefixStep)
+    ):
+        return CellState(status="done", summary=summary)
+    if record is None:
+        return CellState(status="stopped" if summary else "missing", summary=summary)
+    if record.status == "failed":
+        return CellState(status="failed", reason=record.reason, summary=summary)
+    return CellState(status="stopped", reason=None, summary=summary)
+
+
+def _summary(run: PlannedRun) -> RunSummary | None:
+    path = RunPaths(run.path).summary
+    return read_summary(path) if path.exists() else None
+
+
+def changed_keys(cell: PrefixStep | PlannedRun) -> str | None:
+    """The settings in which a cell differs from its files on disk, as `key: old -> new`; None where nothing does."""
+    written_config = RunPaths(cell.path).config
+    if cell.recipe is not None and written_config.exists():
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        old = yaml.load(written_config.read_text(encoding="utf-8"), Loader=loader)
+        changed = _changed(old, cell.recipe)
+        if changed:
+            return "; ".join(f"{key}: {change}" for key, change in changed.items())
+    record = read_record(cell)
+    if record is None:
+        return None
+    if isinstance(cell, PlannedRun):
+        return None if record.prefix == cell.prefix else "its prefix"
+    return None if record.prefix == cell.fingerprint else "its call, arguments or earlier prefix steps"
+
+
+def _changed(old: Mapping[str, Any], recipe: RunConfig) -> dict[str, str]:
+    """The changed keys that can change a result; one that an older version did not know counts if it is no default."""
+    new = redact(json.loads(json.dumps(recipe.model_dump(mode="json"))))
+    chosen, known = flatten(recipe.model_dump(mode="json", exclude_defaults=True)), flatten(old)
+    return {
+        key: change
+        for key, change in changes(old, new).items()
+        if key not in _HARMLESS and (key in known or key in chosen)
+    }
+
+
+def remove_cell(cell: PrefixStep | PlannedRun) -> None:
+    """Delete a run or prefix step with its record. What a kill leaves of it goes by no run's name."""
+    record_path(cell).unlink(missing_ok=True)
+    if isinstance(cell, PrefixStep):
+        log_path(cell).unlink(missing_ok=True)
+    doomed = cell.path.with_name(f"{_REMOVED}{cell.path.name}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    if cell.path.exists():
+        cell.path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def prune_checkpoints(run: Path, *, keep: Literal["all", "last", "none"]) -> None:
+    """Delete the checkpoints of a finished run but for its last, or all; the run's summary names those that stay."""
+    if keep == "all":
+        return
+    paths = RunPaths(run)
+    summary = read_summary(paths.summary)
+    last = (paths.checkpoints / LAST).resolve().name if keep == "last" else ""
+    for parent in (paths.checkpoints, paths.sft_checkpoints):
+        for step in checkpoint_steps(parent):
+            if parent != paths.checkpoints or checkpoint_name(step) != last:
+                shutil.rmtree(parent / checkpoint_name(step))
+        for name in (BEST, LAST):
+            if not (parent / name).exists():
+                (parent / name).unlink(missing_ok=True)
+    kept = tuple(checkpoint_name(step) for step in checkpoint_steps(paths.checkpoints))
+    if kept != summary.checkpoints:
+        content = json.loads(paths.summary.read_text(encoding="utf-8")) | {"checkpoints": list(kept)}
+        write_atomic(paths.summary, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def check_unchanged(cells: list[PrefixStep | PlannedRun]) -> list[PrefixStep | PlannedRun]:
+    """The cells that were made with other settings than the sweep has now."""
+    return [cell for cell in cells if changed_keys(cell) is not None]
+
+
+def refuse_changed(name: str, cells: list[PrefixStep | PlannedRun]) -> None:
+    """Raise UserError where cells were made with other settings, naming the first and its keys."""
+    changed = check_unchanged(cells)
+    if changed:
+        first = changed[0]
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise UserError(
+            f"{name}: {first.label}{more} was made with other settings ({changed_keys(first)}): put the old values "
+            "back, choose another name for the sweep, or rerun what changed with --overwrite"
+        )

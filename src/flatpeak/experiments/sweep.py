@@ -1,0 +1,330 @@
+"""Sweeps: many runs from one file, in parallel, resumable, and a table of what came out."""
+
+from __future__ import annotations
+
+import selectors
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from flatpeak.errors import UserError
+from flatpeak.experiments.config import SweepConfig, read_sweep
+from flatpeak.experiments.plan import PlannedRun, PrefixStep, SweepPlan, build_plan
+from flatpeak.experiments.records import (
+    CellRecord,
+    cell_state,
+    changed_keys,
+    log_path,
+    prune_checkpoints,
+    read_record,
+    refuse_changed,
+    remove_cell,
+    write_record,
+)
+from flatpeak.experiments.results import TableWriter
+from flatpeak.experiments.sweep_progress import SweepProgress
+from flatpeak.experiments.worker_process import WorkerProcess
+from flatpeak.runs.directory import RunLock
+from flatpeak.runs.files import write_atomic
+from flatpeak.runs.signals import StopSignals
+
+Cell = PrefixStep | PlannedRun
+Phase = Literal["waiting", "busy", "done", "failed", "stopped"]
+"""The phase of a cell in this start of the sweep."""
+SECONDS_BETWEEN_LOOKS = 0.5
+"""The time after which signals and deaths of workers are looked for."""
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """The outcome of a sweep, or of one start of it."""
+
+    path: Path
+    """DIRECTORY/NAME, with runs/, prefix/, table.csv and table.json."""
+    table: Path
+    done: int
+    failed: int
+    stopped: int
+    missing: int
+    exit_code: int
+    """0 when every run is done, 1 where some failed, 130 or 143 when a signal stopped the sweep."""
+
+
+def run_sweep(
+    sweep: SweepConfig | str | Path,
+    *,
+    settings: Sequence[str] = (),
+    processes: int | None = None,
+    skip_failed: bool = False,
+    overwrite: bool = False,
+    notice: Callable[[str], None] | None = None,
+    command: Sequence[str] | None = None,
+) -> SweepResult:
+    """Run a sweep file, or go on with it, and write its table.
+
+    Finished runs stay, interrupted ones continue from their checkpoints, failed ones are tried again unless
+    `skip_failed`. A failed run never stops the others. `overwrite` reruns the runs whose settings have changed, which
+    are refused otherwise. `settings` are `key=value` changes of the sweep file; `notice` is given a line per run, None
+    writes them to stderr. Raises UserError before anything runs.
+    """
+    config = sweep if isinstance(sweep, SweepConfig) else read_sweep(sweep, settings)
+    plan = plan_sweep(config, processes)
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    with closing(_Lock(plan.directory / _LOCK)):
+        if overwrite:
+            for cell in affected(plan):
+                remove_cell(cell)
+        refuse_changed(config.name, plan.by_seed)
+        content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        write_atomic(plan.directory / "sweep.yaml", content)
+        return _Sweep(plan, skip_failed=skip_failed, notice=notice or _print_line, command=command).run()
+
+
+def plan_sweep(config: SweepConfig, processes: int | None = None) -> SweepPlan:
+    """The plan of a sweep with one process per visible GPU where its runs use them, unless `processes` says more."""
+    plan = build_plan(config, processes=processes)
+    gpus = len(visible_gpus(plan))
+    return build_plan(config, processes=gpus) if gpus and processes is None else plan
+
+
+def visible_gpus(plan: SweepPlan) -> list[str]:
+    """The GPUs that the runs may use, as values of CUDA_VISIBLE_DEVICES; none where all of them are on the CPU."""
+    if all(run.recipe.model.device == "cpu" for run in plan.runs):
+        return []
+    import os
+
+    import torch
+
+    count = torch.cuda.device_count()
+    listed = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    return listed[:count] if listed else [str(index) for index in range(count)]
+
+
+def affected(plan: SweepPlan) -> list[Cell]:
+    """The cells whose settings have changed, and everything of the same seed that a changed prefix step precedes."""
+    cells: list[Cell] = []
+    changed_seeds: set[int] = set()
+    for cell in plan.by_seed:
+        if cell.seed in changed_seeds or changed_keys(cell) is not None:
+            cells.append(cell)
+            if isinstance(cell, PrefixStep):
+                changed_seeds.add(cell.seed)
+    return cells
+
+
+def _print_line(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+class _Lock:
+    """The lock on a sweep's directory, against a second process."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._lock = RunLock(path)
+        except UserError:
+            raise UserError(
+                f"{path.parent}: another process works on this sweep; wait for it or stop it, or choose another name="
+            ) from None
+
+    def close(self) -> None:
+        """Release the lock on the directory."""
+        self._lock.release()
+
+
+class _Sweep:
+    """One start of a sweep: which cells wait, which worker is at which, and what came out."""
+
+    def __init__(
+        self,
+        plan: SweepPlan,
+        *,
+        skip_failed: bool,
+        notice: Callable[[str], None],
+        command: Sequence[str] | None,
+    ) -> None:
+        self.plan = plan
+        self.command = list(command) if command is not None else ["flatpeak", "sweep"]
+        self.cells = plan.by_seed
+        self.phases: dict[str, Phase] = {}
+        self.reasons: dict[str, str] = {}
+        self.table = TableWriter(plan, command=self.command, notice=notice)
+        self.progress = SweepProgress(plan, notice=notice)
+        self.workers: list[WorkerProcess] = []
+        self.busy: dict[int, Cell] = {}
+        """The cell of each worker, by the worker's index."""
+        self.selector = selectors.DefaultSelector()
+        self.gpus = visible_gpus(plan)
+        for cell in self.cells:
+            self.phases[cell.label] = self._first_phase(cell, skip_failed=skip_failed)
+
+    def _first_phase(self, cell: Cell, *, skip_failed: bool) -> Phase:
+        state = cell_state(cell)
+        if state.status == "done":
+            if isinstance(cell, PlannedRun):
+                prune_checkpoints(cell.path, keep=self.plan.config.keep)
+            return "done"
+        if state.status == "failed" and skip_failed:
+            self.reasons[cell.label] = state.reason or "failed"
+            return "failed"
+        return "waiting"
+
+    def run(self) -> SweepResult:
+        """Work until nothing is left that can be run, or a signal asks to stop; then write the table."""
+        self.progress.begin(self.phases)
+        interrupted = False
+        with StopSignals() as stop:
+            try:
+                while True:
+                    if stop.signal is None:
+                        self._dispatch()
+                    elif not interrupted:
+                        interrupted = True
+                        self.progress.notice("stopping: runs in progress save a checkpoint; once more to end at once")
+                        for worker in self.workers:
+                            if worker.index in self.busy:
+                                worker.interrupt()
+                    if not self.busy:
+                        break
+                    self._collect(stopping=stop.signal is not None)
+            except KeyboardInterrupt:
+                pass  # the second signal: the runs' last checkpoints are whole
+            finally:
+                self._close()
+        self.table.write()
+        return self._result(stop.exit_code)
+
+    def _dispatch(self) -> None:
+        """Give every idle worker the first cell that is ready; start workers as long as there is work for them."""
+        while len(self.busy) < self.plan.processes:
+            cell = self._next_ready()
+            if cell is None:
+                return
+            worker = next((one for one in self.workers if one.index not in self.busy), None) or self._start_worker()
+            if isinstance(cell, PrefixStep) and cell.config.kind == "call":
+                remove_cell(cell)  # what an interrupted call has left
+            write_record(cell, CellRecord(status="started", prefix=_fingerprint(cell)))
+            self.phases[cell.label] = "busy"
+            self.busy[worker.index] = cell
+            worker.send(self._job(cell))
+
+    def _next_ready(self) -> Cell | None:
+        """The first waiting cell whose prefix is there; cells whose prefix failed are failed on the way."""
+        for cell in self.cells:
+            if self.phases[cell.label] != "waiting":
+                continue
+            before = self._before(cell)
+            phase = self.phases[before.label] if before else "done"
+            if phase == "done":
+                return cell
+            if phase == "failed" and before is not None:
+                reason = self.reasons[before.label]
+                if isinstance(before, PrefixStep) and not reason.startswith("prefix step "):
+                    reason = f"prefix step {before.name} failed: {reason}"
+                self._finish(cell, "failed", reason)
+        return None
+
+    def _before(self, cell: Cell) -> PrefixStep | None:
+        """The prefix step that a cell follows directly."""
+        steps = [step for step in self.plan.steps if step.seed == cell.seed]
+        if isinstance(cell, PlannedRun):
+            return steps[-1] if steps else None
+        index = next(number for number, step in enumerate(steps) if step.name == cell.name)
+        return steps[index - 1] if index else None
+
+    def _start_worker(self) -> WorkerProcess:
+        used = {worker.index for worker in self.workers}
+        index = next(number for number in range(len(used) + 1) if number not in used)
+        gpu = self.gpus[index % len(self.gpus)] if self.gpus else None
+        worker = WorkerProcess(index, log=self.plan.directory / "logs" / f"worker-{index}.log", gpu=gpu)
+        self.workers.append(worker)
+        self.selector.register(worker.connection, selectors.EVENT_READ, worker)
+        return worker
+
+    def _job(self, cell: Cell) -> dict[str, Any]:
+        job: dict[str, Any] = {
+            "kind": "train" if isinstance(cell, PlannedRun) else cell.config.kind,
+            "path": str(cell.path),
+            "log": str(log_path(cell)),
+            "recipe": cell.written,
+            "keep": self.plan.config.keep if isinstance(cell, PlannedRun) else "all",
+            "command": self.command,
+        }
+        if isinstance(cell, PrefixStep) and cell.config.kind == "call":
+            job |= {"call": cell.config.call, "seed": cell.seed, "arguments": cell.config.arguments}
+        return job
+
+    def _collect(self, *, stopping: bool) -> None:
+        """Wait for outcomes for a moment, and take in those that have come."""
+        self.selector.select(timeout=SECONDS_BETWEEN_LOOKS)
+        for worker in list(self.workers):
+            try:
+                outcome = worker.receive()
+            except EOFError as death:
+                self._drop(worker)
+                outcome = {"status": "stopped" if stopping else "failed", "reason": str(death), "seconds": 0.0}
+                if worker.index not in self.busy:
+                    continue
+            if outcome is None or worker.index not in self.busy:
+                continue
+            cell = self.busy.pop(worker.index)
+            if outcome["status"] == "stopped" and not stopping:
+                outcome["reason"] = "stopped by a signal to its worker process"
+            self._finish(cell, outcome["status"], outcome["reason"], seconds=outcome["seconds"])
+            self.table.write_if_due()
+
+    def _drop(self, worker: WorkerProcess) -> None:
+        self.selector.unregister(worker.connection)
+        self.workers.remove(worker)
+        worker.kill()
+        worker.connection.close()
+
+    def _finish(
+        self, cell: Cell, status: Literal["done", "failed", "stopped"], reason: str | None, *, seconds: float = 0.0
+    ) -> None:
+        """Note the outcome of a cell, on disk and for the display."""
+        write_record(cell, CellRecord(status=status, reason=reason, prefix=_fingerprint(cell), seconds=seconds))
+        if isinstance(cell, PlannedRun) and status != "failed" and cell_state(cell).status == "done":
+            status = "done"
+        self.phases[cell.label] = status
+        if reason is not None:
+            self.reasons[cell.label] = reason
+        self.progress.finish(cell, status, reason=reason, seconds=seconds, phases=self.phases)
+
+    def _close(self) -> None:
+        """End all workers: those that are idle by themselves, a busy one by force."""
+        for worker in self.workers:
+            self.selector.unregister(worker.connection)
+            if worker.index in self.busy:
+                worker.kill()
+                cell = self.busy.pop(worker.index)
+                record = read_record(cell) or CellRecord(status="stopped", prefix=_fingerprint(cell))
+                write_record(cell, replace(record, status="stopped"))
+                self.phases[cell.label] = "stopped"
+            worker.close()
+        self.workers.clear()
+        self.selector.close()
+
+    def _result(self, exit_code: int) -> SweepResult:
+        counts = self.table.counts()
+        unfinished = counts["failed"] + counts["stopped"] + counts["missing"]
+        return SweepResult(
+            path=self.plan.directory,
+            table=self.table.path,
+            done=counts["done"],
+            failed=counts["failed"],
+            stopped=counts["stopped"],
+            missing=counts["missing"],
+            exit_code=exit_code or int(unfinished > 0),
+        )
+
+
+def _fingerprint(cell: Cell) -> str:
+    return cell.prefix if isinstance(cell, PlannedRun) else cell.fingerprint

@@ -1,0 +1,91 @@
+"""The choice of each arm's axes on the table of an earlier sweep, over seeds that this sweep does not report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatpeak.errors import UserError
+from flatpeak.experiments.config import TunedOnConfig
+from flatpeak.experiments.table import SweepTable, read_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedValues:
+    """The values that an arm's axes take, and the evidence for them."""
+
+    axes: Mapping[str, Any]
+    mean: float
+    """The mean of the metric over the tuning seeds."""
+    seeds: tuple[int, ...]
+    candidates: int
+    """The number of combinations of values that were compared."""
+
+
+def read_tuning(config: TunedOnConfig, seeds: Sequence[int]) -> SweepTable:
+    """The table to tune on. Raises UserError where it has the metric for none, or shares a seed with this sweep."""
+    table = read_table(config.table)
+    if config.metric not in table.columns:
+        table.column(config.metric)  # raises, with the nearest name
+    shared = sorted(set(seeds) & set(table.column("seed")))
+    if shared:
+        raise UserError(
+            f"tuned_on: seed {shared[0]} is in {config.table} too, and values chosen on a seed cannot be reported on "
+            "it: give the sweep other seeds"
+        )
+    return table
+
+
+def best_values(
+    config: TunedOnConfig, table: SweepTable, arm: str, candidates: Sequence[Mapping[str, Any]]
+) -> TunedValues:
+    """The candidate whose mean over the table's seeds is best; of equal ones the first.
+
+    Raises UserError where a candidate has no rows, where one of its runs is not done, or where candidates were run
+    with different seeds.
+    """
+    scored = [_mean(config, table, arm, axes) for axes in candidates]
+    if len({seeds for _, seeds in scored}) > 1:
+        raise UserError(
+            f"tuned_on: the values of arm {arm} were run with different seeds in {config.table}: finish that sweep"
+        )
+    sign = 1 if config.best == "max" else -1
+    index = max(range(len(candidates)), key=lambda number: sign * scored[number][0])
+    mean, seeds = scored[index]
+    return TunedValues(axes=candidates[index], mean=mean, seeds=seeds, candidates=len(candidates))
+
+
+def _mean(config: TunedOnConfig, table: SweepTable, arm: str, axes: Mapping[str, Any]) -> tuple[float, tuple[int, ...]]:
+    """The mean of the metric over the runs of one combination, and their seeds."""
+    values = ", ".join(f"{key}={value}" for key, value in axes.items())
+    unknown = [key for key in axes if key not in table.columns]
+    rows = [
+        row
+        for row in table.rows
+        if row["arm"] == arm and not unknown and all(_equal(row[key], value) for key, value in axes.items())
+    ]
+    if not rows:
+        raise UserError(
+            f"tuned_on: {config.table} has no run of arm {arm} with {values}: add it to the tuning sweep and run that, "
+            "or leave the value out here"
+        )
+    for row in rows:
+        value = row[config.metric]
+        usable = isinstance(value, int | float) and math.isfinite(value)
+        if row["status"] != "done" or not usable:
+            problem = f"is {row['status']}" if row["status"] != "done" else f"has no {config.metric}"
+            raise UserError(
+                f"tuned_on: the run of arm {arm} with {values}, seed {row['seed']}, {problem} in {config.table}: "
+                f"run the tuning sweep again until {Path(config.table).name} is whole"
+            )
+    mean = math.fsum(row[config.metric] for row in rows) / len(rows)
+    return mean, tuple(sorted(row["seed"] for row in rows))
+
+
+def _equal(cell: Any, value: Any) -> bool:
+    if isinstance(cell, bool) != isinstance(value, bool):
+        return False
+    return bool((list(value) if isinstance(value, tuple) else value) == cell)
