@@ -63,6 +63,8 @@ class RunSummary:
     """Time spent in SFT and RL together, over all starts of the run."""
     signal: int | None = None
     """The signal that stopped the run."""
+    ended_by: str | None = None
+    """The condition that ended the run before, or at, its last step: `training.stop_at` or `training.stop_when`."""
 
     def evaluation(self, stage: EvaluationStage) -> StageEvaluation | None:
         """The last evaluation of a stage, or None."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.tasks.config import TaskConfig
@@ -108,6 +108,41 @@ class DynamicSamplingConfig(StrictConfig):
     """Number of further rounds of rollouts that a step may draw; 0 is off."""
 
 
+class StopWhenConfig(StrictConfig):
+    """A condition on a metric of the training steps, after which the run ends."""
+
+    metric: str
+    """Name of a metric of training steps, such as reward/exploit."""
+    above: FiniteFloat | None = None
+    """Met where the metric's mean over the window is greater than this."""
+    below: FiniteFloat | None = None
+    """Met where it is less than this; exactly one of the two."""
+    window: Annotated[int, Field(ge=1)] = 1
+    """The last so many steps, each of which has to have the metric, as a finite number."""
+
+    @model_validator(mode="after")
+    def _decidable(self) -> StopWhenConfig:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("training.stop_when: give one of above and below, such as above: 0.9")
+        if self.metric.startswith(("eval/", "sft/")):
+            stage = "training" if self.metric.startswith("eval/") else "sft"
+            raise ValueError(
+                f"training.stop_when.metric={self.metric} is no metric of the RL steps: name one of them, or stop by "
+                f"an evaluation with {stage}.stop_at"
+            )
+        return self
+
+    def is_passed_by(self, mean: float) -> bool:
+        """Whether a mean over the window lies beyond the threshold."""
+        return mean > self.above if self.above is not None else self.below is not None and mean < self.below
+
+    def reason(self, step: int, mean: float) -> str:
+        """The condition in words, as it was met after a step."""
+        bound = f"above {self.above:g}" if self.above is not None else f"below {self.below:g}"
+        steps = f"at step {step}" if self.window == 1 else f"on average over steps {step - self.window + 1} to {step}"
+        return f"training.stop_when: {self.metric} was {mean:.4g} {steps}, {bound}"
+
+
 class TrainingConfig(StrictConfig):
     """The length of training and how a rollout batch is used."""
 
@@ -134,6 +169,8 @@ class TrainingConfig(StrictConfig):
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once the evaluation metric reaches this."""
+    stop_when: StopWhenConfig | None = None
+    """Stop after the step at which the mean of a training metric over the last steps passes a threshold."""
 
 
 class CurriculumConfig(StrictConfig):

@@ -152,6 +152,8 @@ class Recorder:
         self.zero_advantages = zero_advantages
         self.evaluated = evaluated
         """Whether the evaluation that was due after the last step, if one was, has been made."""
+        self.ended_by: str | None = None
+        """The condition that ended the run, if its steps did not."""
         self._completed: CompletedStep | None = None
         """The last step, as long as no checkpoint has it."""
         self.logprob_gaps = LogprobGapMonitor(progress.notice)
@@ -367,7 +369,6 @@ class Recorder:
     def summarize(self, status: Status) -> RunSummary:
         """Write summary.json and return its content."""
         self._count_time()
-        evaluations: Sequence[dict[str, Any]] = self.history.evaluations
         summary = RunSummary(
             name=self.config.name,
             status=status,
@@ -375,11 +376,12 @@ class Recorder:
             best_step=self.history.best_step,
             last_step=self.history.last_step,
             evaluations=tuple(
-                StageEvaluation(**{key: value for key, value in row.items() if key != "choice"}) for row in evaluations
+                StageEvaluation(**{k: v for k, v in row.items() if k != "choice"}) for row in self.history.evaluations
             ),
             checkpoints=tuple(checkpoint_name(step) for step in checkpoint_steps(self.run.checkpoints)),
             wall_seconds=self.history.seconds,
             signal=self.stop.signal,
+            ended_by=self.ended_by,
         )
         try:
             write_summary(self.run.summary, summary)

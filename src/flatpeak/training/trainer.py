@@ -26,6 +26,8 @@ from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.reference_resets import PREFIX, ReferenceResets
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.training.step_metrics import Clock, step_metrics
+from flatpeak.training.stop_condition import STATE as STOP_WHEN
+from flatpeak.training.stop_condition import StopCondition
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
 
 
@@ -65,6 +67,7 @@ class Trainer:
         self.resets = ReferenceResets(config.reference)
         self.reached = False
         """Whether `training.stop_at` is reached."""
+        self.condition = StopCondition(config.training.stop_when)
         self.skipped = SkippedUpdateMonitor()
 
     def train(self, *, first_step: int = 1) -> None:
@@ -75,23 +78,35 @@ class Trainer:
         elif not self.recorder.evaluated:
             self.evaluate_and_save(first_step - 1)
         for step in range(first_step, config.steps + 1):
-            if self.reached or self.recorder.stopped:
+            if self.reached or self.condition.met or self.recorder.stopped:
                 break
             self.recorder.begin_step(self, step)
             with seeded(derive_seed(self.config.seed, "dropout", step)):
                 metrics = self.train_step(step)
             self.learner.zero_grad()  # evaluation and the next rollouts can have the memory
-            due = self.recorder.evaluation_due(step, total=config.steps)
+            self.condition.observe(step, metrics, notice=self.recorder.progress.notice)
+            due = self.recorder.evaluation_due(step, total=self.last_step(step))
             self.recorder.complete(self, step, config.steps, metrics, evaluation_due=due)
             self.evaluate_and_save(step)
+        self.recorder.ended_by = None if self.recorder.stopped else self.ended_by()
 
     def evaluate_and_save(self, step: int) -> None:
         """Evaluate and save where it is due. Raises RunError where too many updates were skipped."""
         config = self.config.training
-        last = step == config.steps
+        last = step == self.last_step(step)
         self.recorder.check_skipped(self.name, step, self.skipped, limit=config.max_skipped_updates, at_end=last)
-        self.reached = self.recorder.evaluate_if_due("train", step, total=config.steps, goal=config.stop_at)
+        self.reached = self.recorder.evaluate_if_due("train", step, total=self.last_step(step), goal=config.stop_at)
         self.recorder.checkpoint_if_due(self, step, last=self.reached or last)
+
+    def last_step(self, step: int) -> int:
+        """The last step of the run, as far as is known after a step."""
+        return step if self.condition.met else self.config.training.steps
+
+    def ended_by(self) -> str | None:
+        """The condition that ended the run, in words; None where its steps did."""
+        if self.condition.met or not self.reached:
+            return self.condition.reason
+        return f"training.stop_at={self.config.training.stop_at:g} was reached"
 
     def train_step(self, step: int) -> dict[str, float]:
         """Sample groups, score them, improve the policy."""
@@ -207,6 +222,7 @@ class Trainer:
             "reached": self.reached,
             "resets": self.resets.count,
             "skipped_updates": self.skipped.state(),
+            **self.condition.state(),
             SAMPLER_STATE: dict(self.sampler.state()) if isinstance(self.sampler, ResumableSampler) else {},
         }
 
@@ -222,6 +238,7 @@ class Trainer:
         self.reached = progression.pop("reached") and self.recorder.goal_reached(self.config.training.stop_at)
         self.skipped = SkippedUpdateMonitor.of(progression)
         progression.pop("skipped_updates", None)
+        self.condition.load(progression.pop(STOP_WHEN, None))
         progression.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
         self.reference = self.resets.load(
             progression.pop("resets"), reference, reference=self.reference, policy=self.learner.policy

@@ -1,0 +1,145 @@
+"""The condition of `training.stop_when`: its window, its threshold, what a checkpoint keeps of it, and bad settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from flatpeak.training.config import StopWhenConfig
+from flatpeak.training.stop_condition import STATE, StopCondition
+
+NAN = math.nan
+
+
+def condition(**settings: Any) -> StopCondition:
+    return StopCondition(StopWhenConfig(**{"metric": "reward/exploit", **settings}))
+
+
+def observe(stopping: StopCondition, values: list[float | None], *, first: int = 1) -> tuple[int | None, list[str]]:
+    """The step after which the condition is met, and the notices; a value of None is a step without the metric."""
+    notices: list[str] = []
+    for step, value in enumerate(values, start=first):
+        metrics = {"reward/mean": 0.0} | ({} if value is None else {"reward/exploit": value})
+        stopping.observe(step, metrics, notice=notices.append)
+        if stopping.met:
+            return step, notices
+    return None, notices
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "last"),
+    [
+        ({"above": 0.9}, [0.5, 0.9, 0.91, 0.0], 3),  # 0.9 is not above 0.9
+        ({"below": 0.5}, [0.6, 0.5, 0.4], 3),
+        ({"above": 0.5, "window": 3}, [9.0, 0.1, 0.3, 0.6, 0.9], 3),  # (9.0 + 0.1 + 0.3) / 3
+        ({"above": 0.5, "window": 3}, [0.9, 0.1, 0.3, 0.6, 0.7], 5),  # (0.3 + 0.6 + 0.7) / 3 after means 0.43, 0.33
+        ({"below": 0.0, "window": 2}, [-3.0, 4.0, -3.0, 2.9], 4),
+        ({"above": 0.5, "window": 2}, [0.9, None, 0.9, 0.9], 4),
+        ({"above": 0.5, "window": 2}, [0.9, NAN, 0.9, math.inf, 0.9, 0.9], 6),
+        ({"above": 0.5, "window": 4}, [0.9, 0.9, 0.9], None),
+        ({"above": -1.0}, [None, NAN, -math.inf], None),
+    ],
+    ids=str,
+)
+def test_the_condition_is_met_once_the_mean_of_a_whole_window_passes_the_threshold(
+    settings: dict[str, Any], values: list[float | None], last: int | None
+) -> None:
+    assert observe(condition(**settings), values)[0] == last
+
+
+def test_the_reason_names_metric_mean_steps_and_threshold() -> None:
+    stopping = condition(above=0.5, window=3)
+    _, notices = observe(stopping, [0.9, 0.1, 0.3, 0.6, 0.7])
+    assert stopping.reason == "training.stop_when: reward/exploit was 0.5333 on average over steps 3 to 5, above 0.5"
+    assert notices == [f"the run ends after step 5: {stopping.reason}"]
+    single = condition(below=0.25)
+    observe(single, [0.125])
+    assert single.reason == "training.stop_when: reward/exploit was 0.125 at step 1, below 0.25"
+
+
+def test_without_a_setting_nothing_is_met_or_kept() -> None:
+    stopping = StopCondition(None)
+    assert observe(stopping, [1.0, None]) == (None, [])
+    assert (stopping.met, stopping.state()) == (False, {})
+
+
+def test_a_metric_that_the_first_step_lacks_is_told_once_with_those_that_are_like_it() -> None:
+    stopping = condition(metric="reward/exploitt", above=0.5)
+    last, notices = observe(stopping, [0.9, 0.9, 0.9])
+    assert last is None
+    (notice,) = notices
+    assert "training.stop_when.metric=reward/exploitt is not among the metrics of step 1" in notice
+    assert "did you mean reward/exploit" in notice
+    _, (notice,) = observe(condition(metric="throughput", above=0.5), [0.9])
+    assert "metrics.jsonl lists those that it has" in notice
+    assert observe(condition(above=5.0), [0.9, None]) == (None, [])  # absent from a later step, as some metrics are
+
+
+@pytest.mark.parametrize("saved_after", range(6))
+def test_a_restored_condition_is_met_after_the_same_step(saved_after: int) -> None:
+    values: list[float | None] = [0.9, None, 0.1, 0.3, 0.6, 0.7, 0.8]
+    first = condition(above=0.5, window=3)
+    assert observe(first, values[:saved_after])[0] is None
+    second = condition(above=0.5, window=3)
+    second.load(json.loads(json.dumps(first.state()))[STATE])
+    last, notices = observe(second, values[saved_after:], first=saved_after + 1)
+    assert last == 6
+    assert len(notices) == 1
+
+
+def test_a_condition_that_was_met_stays_met() -> None:
+    first = condition(above=0.5)
+    observe(first, [0.75])
+    second = condition(above=0.5)
+    second.load(first.state()[STATE])
+    assert second.reason == first.reason is not None
+
+
+def test_another_threshold_or_window_goes_on_with_the_values_and_decides_anew() -> None:
+    first = condition(above=0.5, window=3)
+    observe(first, [0.5, 0.6, 0.7])
+    assert first.met
+    higher, shorter, longer = (
+        condition(above=0.6, window=3),
+        condition(above=0.74, window=2),
+        condition(above=0.5, window=4),
+    )
+    for changed in (higher, shorter, longer):
+        changed.load(first.state()[STATE])
+        assert not changed.met
+    assert (higher.values, shorter.values, longer.values) == ([0.5, 0.6, 0.7], [0.6, 0.7], [0.5, 0.6, 0.7])
+    assert observe(higher, [0.6], first=4)[0] == 4  # 1.9 / 3
+    assert observe(shorter, [0.8], first=4)[0] == 4
+    assert observe(longer, [0.5], first=4)[0] == 4  # 2.3 / 4
+
+
+def test_of_another_metric_nothing_is_known_before_a_fork() -> None:
+    first = condition(metric="reward/mean", above=-1.0, window=2)
+    observe(first, [0.0, 0.0])
+    second = condition(above=0.5, window=2)
+    second.load(first.state()[STATE])
+    assert (second.values, second.met) == ([], False)
+    second.load(None)  # a checkpoint of a run without the setting
+    assert second.values == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({}, "give one of above and below"),
+        ({"above": 0.1, "below": 0.2}, "give one of above and below"),
+        ({"above": 0.5, "window": 0}, "greater than or equal to 1"),
+        ({"above": NAN}, "finite"),
+        ({"metric": "eval/arithmetic/accuracy", "above": 0.5}, "with training.stop_at"),
+        ({"metric": "sft/loss", "below": 0.5}, "with sft.stop_at"),
+        ({"abov": 0.5}, "not permitted"),
+    ],
+    ids=str,
+)
+def test_conditions_that_cannot_be_decided_are_refused_with_the_fix(settings: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ValidationError, match=fix):
+        condition(**settings)
