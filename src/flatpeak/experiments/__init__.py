@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from flatpeak.experiments.comparison import Comparison as Comparison
+    from flatpeak.experiments.comparison import compare as compare
+    from flatpeak.experiments.comparison_report import write_comparison as write_comparison
     from flatpeak.experiments.config import SweepConfig as SweepConfig
     from flatpeak.experiments.config import read_sweep as read_sweep
     from flatpeak.experiments.mcnemar import McNemar as McNemar
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from flatpeak.experiments.table import write_table as write_table
 
 _HOMES = {
+    "comparison": ("Comparison", "compare"),
+    "comparison_report": ("write_comparison",),
     "config": ("SweepConfig", "read_sweep"),
     "mcnemar": ("McNemar", "mcnemar_exact"),
     "power": ("power_of_mcnemar", "power_of_paired_t", "seeds_needed", "seeds_needed_mcnemar"),

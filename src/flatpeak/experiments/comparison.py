@@ -1,0 +1,368 @@
+"""The comparison of a sweep's arms with a baseline: means, paired differences and shares over seeds, from its table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from flatpeak.errors import UserError, did_you_mean
+from flatpeak.experiments.mcnemar import McNemar, mcnemar_exact
+from flatpeak.experiments.power import seeds_needed, seeds_needed_mcnemar
+from flatpeak.experiments.statistics import (
+    Difference,
+    MeanEstimate,
+    holm,
+    mean_over_seeds,
+    paired_bca,
+    paired_t,
+    welch,
+)
+from flatpeak.experiments.table import SweepTable
+
+Row = Mapping[str, Any]
+FIRST: Final = ".first"
+"""The end of columns with the first step past a threshold, empty where the run never passed it."""
+FINAL: Final = ".final"
+_FACTS: Final = frozenset({"arm", "seed", "status", "reason", "steps", "end", "seconds"})
+"""Columns that are neither settings nor metrics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnfinishedRun:
+    """A run without results: failed, stopped or missing."""
+
+    arm: str
+    seed: int
+    status: str
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmRuns:
+    """The runs of one arm by seed."""
+
+    name: str
+    done: Mapping[int, Row]
+    unfinished: tuple[UnfinishedRun, ...]
+
+    @property
+    def planned(self) -> int:
+        """The number of rows in the table, finished or not."""
+        return len(self.done) + len(self.unfinished)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricOfArm:
+    """One metric of an arm: its mean over seeds and the difference from the baseline."""
+
+    arm: str
+    mean: MeanEstimate
+    never: int
+    """Runs that never passed the threshold of a `.first` column; their value is their last step."""
+    difference: Difference | None
+    """By paired t on the shared seeds, by Welch's t where no seed is shared; None for the baseline."""
+    bootstrap: Difference | None
+    """The BCa interval of the paired difference; None where no seed is shared."""
+    p_holm: float
+    """Adjusted for the arms of this metric."""
+    seeds_needed: int | None
+    """For the observed paired difference, at the comparison's level and power; None where it has no answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutcomeOfArm:
+    """One outcome of an arm: the share of runs with a yes and McNemar's test against the baseline."""
+
+    arm: str
+    yes: int
+    n: int
+    left_out: int
+    """Runs without a value."""
+    low: float
+    high: float
+    """Wilson's 95% interval of the share."""
+    mcnemar: McNemar | None
+    """On the shared seeds; None for the baseline and where no seed is shared."""
+    p_holm: float
+    seeds_needed: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Every arm of a table beside the baseline."""
+
+    baseline: str
+    header: Mapping[str, str]
+    """Version, commit and command of the runs, from the table."""
+    runs: int
+    alpha: float
+    power: float
+    arms: tuple[ArmRuns, ...]
+    metrics: Mapping[str, tuple[MetricOfArm, ...]]
+    """By column, arms in the order of the table."""
+    outcomes: Mapping[str, tuple[OutcomeOfArm, ...]]
+    """By description, such as `reward/exploit.final >= 0.5`."""
+
+    @property
+    def unfinished(self) -> tuple[UnfinishedRun, ...]:
+        """The runs that no statistic contains."""
+        return tuple(run for arm in self.arms for run in arm.unfinished)
+
+
+def compare(
+    table: SweepTable,
+    *,
+    baseline: str | None = None,
+    metrics: Sequence[str] = (),
+    at_least: Mapping[str, float] | None = None,
+    alpha: float = 0.05,
+    power: float = 0.9,
+) -> Comparison:
+    """Compare every arm of the table with the baseline, by default the table's first arm.
+
+    `metrics` are columns, patterns with `*`, or metrics whose `.final` is meant; by default all `.final` and `.first`
+    columns. `at_least` adds outcomes: whether a column is at least a value. Columns of true and false are outcomes, and
+    so is whether a `.first` column has a step. An arm with several settings counts as several.
+    """
+    arms = read_arms(table)
+    names = [arm.name for arm in arms]
+    chosen = names[0] if baseline is None else baseline
+    if chosen not in names:
+        raise UserError(f"baseline {chosen!r} is no arm of the table, which has {', '.join(names)}")
+    if not (0 < alpha < 1 and 0 < power < 1):
+        raise UserError(f"alpha={alpha}, power={power}: give shares between 0 and 1, such as 0.05 and 0.9")
+    done = [row for arm in arms for row in arm.done.values()]
+    columns = metric_columns(table, done, metrics)
+    reference = arms[names.index(chosen)]
+    return Comparison(
+        baseline=chosen,
+        header=table.header,
+        runs=len(table.rows),
+        alpha=alpha,
+        power=power,
+        arms=tuple(arms),
+        metrics={
+            column: _compare_metric(column, arms, reference, alpha=alpha, power=power)
+            for column in columns
+            if not _is_boolean(column, done)
+        },
+        outcomes={
+            str(outcome): _compare_outcome(outcome, arms, reference, alpha=alpha, power=power)
+            for outcome in _outcomes(columns, done, at_least or {}, table.columns)
+        },
+    )
+
+
+def read_arms(table: SweepTable) -> list[ArmRuns]:
+    """The arms of a table in its order; an arm with several settings is several, named `arm,key=value`."""
+    for column in ("arm", "seed"):
+        if column not in table.columns:
+            raise UserError(f"the table has no column {column!r}: give the table.csv of a sweep")
+    if not table.rows:
+        raise UserError("the table has no rows: run the sweep first")
+    names = arm_names(table)
+    rows: dict[str, list[Row]] = {}
+    for name, row in zip(names, table.rows, strict=True):
+        rows.setdefault(name, []).append(row)
+    arms = []
+    for name, own in rows.items():
+        seeds = [row["seed"] for row in own]
+        twice = [seed for seed in seeds if seeds.count(seed) > 1]
+        if twice:
+            raise UserError(f"arm {name} has {seeds.count(twice[0])} rows of seed {twice[0]}: leave one in the table")
+        # A table without the column has finished runs only.
+        done = {row["seed"]: row for row in own if row.get("status", "done") == "done"}
+        unfinished = tuple(
+            UnfinishedRun(arm=name, seed=row["seed"], status=str(row["status"]), reason=row.get("reason"))
+            for row in own
+            if row["seed"] not in done
+        )
+        arms.append(ArmRuns(name=name, done=done, unfinished=unfinished))
+    return arms
+
+
+def arm_names(table: SweepTable) -> list[str]:
+    """The name of each row's arm, with the settings that vary within the arm."""
+    settings = table.columns[table.columns.index("arm") + 1 : table.columns.index("seed")]
+    values: dict[tuple[str, str], set[str]] = {}
+    for row in table.rows:
+        for key in settings:
+            values.setdefault((row["arm"], key), set()).add(repr(row[key]))
+    names = []
+    for row in table.rows:
+        varied = [key for key in settings if len(values[row["arm"], key]) > 1]
+        ends = [key.rpartition(".")[2] for key in varied]
+        short = {key: end if ends.count(end) == 1 else key for key, end in zip(varied, ends, strict=True)}
+        names.append(",".join([str(row["arm"]), *(f"{short[key]}={row[key]}" for key in varied)]))
+    return names
+
+
+def metric_columns(table: SweepTable, rows: Sequence[Row], patterns: Sequence[str] = ()) -> list[str]:
+    """The columns that the patterns choose, of those that hold metrics; without patterns `.final` and `.first`."""
+    start = table.columns.index("seed") + 1
+    known = [column for column in table.columns[start:] if column not in _FACTS]
+    if not patterns:
+        ends = [column for column in known if column.endswith((FINAL, FIRST))] or known
+        return [
+            column
+            for column in ends
+            if column.endswith(FIRST) or any(isinstance(row[column], int | float) for row in rows)
+        ]
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        matching = [column for column in known if fnmatchcase(column, pattern)]
+        matching = matching or [column for column in known if fnmatchcase(column, pattern + FINAL)]
+        if not matching:
+            raise UserError(_unknown_metric(pattern, known))
+        chosen |= dict.fromkeys(matching)
+    return list(chosen)
+
+
+def never_passed(row: Row, column: str) -> bool:
+    """Whether a run logged the metric of a `.first` column and never passed its threshold."""
+    # The best value is missing only where the run never logged the metric.
+    return (
+        column.endswith(FIRST) and row[column] is None and row.get(f"{column.removesuffix(FIRST)}.best", 0) is not None
+    )
+
+
+def metric_value(row: Row, column: str) -> float | None:
+    """The value of a finished run, None where it is missing; the last step of a run that never passed a threshold."""
+    value = row.get("steps") if never_passed(row, column) else row[column]
+    if isinstance(value, str | list | Mapping):
+        raise UserError(f"column {column} has {value!r}: choose a column of numbers by --metric")
+    return None if value is None or math.isnan(value) else float(value)
+
+
+def _compare_metric(
+    column: str, arms: Sequence[ArmRuns], reference: ArmRuns, *, alpha: float, power: float
+) -> tuple[MetricOfArm, ...]:
+    values = {arm.name: {seed: metric_value(row, column) for seed, row in arm.done.items()} for arm in arms}
+    baseline = values[reference.name]
+    differences: dict[str, tuple[Difference, Difference | None]] = {}
+    for arm in arms:
+        own = values[arm.name]
+        shared = sorted(own.keys() & baseline.keys())
+        if arm.name == reference.name or not own or not baseline:
+            continue
+        if shared:
+            pair = [own[seed] for seed in shared], [baseline[seed] for seed in shared]
+            differences[arm.name] = paired_t(*pair), paired_bca(*pair)
+        else:
+            differences[arm.name] = welch(list(own.values()), list(baseline.values())), None
+    p_values = [tested.p for tested, _ in differences.values()]
+    adjusted = dict(zip(differences, holm(p_values, hypotheses=len(p_values)), strict=True))
+    result = []
+    for arm in arms:
+        difference, bootstrap = differences.get(arm.name, (None, None))
+        result.append(
+            MetricOfArm(
+                arm=arm.name,
+                mean=mean_over_seeds(list(values[arm.name].values())),
+                never=sum(never_passed(row, column) for row in arm.done.values()),
+                difference=difference,
+                bootstrap=bootstrap,
+                p_holm=adjusted.get(arm.name, math.nan),
+                seeds_needed=_seeds_for(difference, alpha=alpha, power=power),
+            )
+        )
+    return tuple(result)
+
+
+def _seeds_for(difference: Difference | None, *, alpha: float, power: float) -> int | None:
+    if difference is None or not difference.sd > 0 or difference.estimate == 0:
+        return None
+    return seeds_needed(sd=difference.sd, difference=difference.estimate, alpha=alpha, power=power)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A question of yes or no to every finished run."""
+
+    column: str
+    at_least: float | None = None
+    """The value that answers yes; None for columns of true and false, and for `.first`, where any step does."""
+
+    def __str__(self) -> str:
+        if self.at_least is not None:
+            return f"{self.column} >= {self.at_least:g}"
+        return f"{self.column} reached" if self.column.endswith(FIRST) else self.column
+
+    def of(self, row: Row) -> bool | None:
+        """The answer of one run; None where its value is missing."""
+        value = row[self.column]
+        if self.at_least is not None:
+            number = metric_value(row, self.column)
+            return None if number is None else number >= self.at_least
+        if self.column.endswith(FIRST):
+            return False if never_passed(row, self.column) else None if value is None else True
+        return None if value is None else bool(value)
+
+
+def _outcomes(
+    columns: Sequence[str], rows: Sequence[Row], at_least: Mapping[str, float], known: Sequence[str]
+) -> list[Outcome]:
+    outcomes = [Outcome(column=column) for column in columns if column.endswith(FIRST) or _is_boolean(column, rows)]
+    for name, threshold in at_least.items():
+        column = name if name in known else name + FINAL
+        if column not in known:
+            raise UserError(_unknown_metric(name, known))
+        outcomes.append(Outcome(column=column, at_least=threshold))
+    return outcomes
+
+
+def _unknown_metric(name: str, known: Sequence[str]) -> str:
+    hint = did_you_mean(name, known, form="; did you mean {}?")
+    return f"no metric {name!r} in the table{hint or ': give a column, or a pattern such as ' + repr('reward/*.final')}"
+
+
+def _is_boolean(column: str, rows: Sequence[Row]) -> bool:
+    values = [row[column] for row in rows if row[column] is not None]
+    return bool(values) and all(isinstance(value, bool) for value in values)
+
+
+def _compare_outcome(
+    outcome: Outcome, arms: Sequence[ArmRuns], reference: ArmRuns, *, alpha: float, power: float
+) -> tuple[OutcomeOfArm, ...]:
+    values = {arm.name: {seed: outcome.of(row) for seed, row in arm.done.items()} for arm in arms}
+    baseline = values[reference.name]
+    tests: dict[str, McNemar] = {}
+    for arm in arms:
+        shared = sorted(values[arm.name].keys() & baseline.keys())
+        if arm.name != reference.name and shared:
+            tests[arm.name] = mcnemar_exact(
+                [values[arm.name][seed] for seed in shared], [baseline[seed] for seed in shared]
+            )
+    adjusted = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+    result = []
+    for arm in arms:
+        known = [value for value in values[arm.name].values() if value is not None]
+        low, high = _wilson(sum(known), len(known))
+        test = tests.get(arm.name)
+        needed = None
+        if test is not None and test.only_a + test.only_baseline:
+            shares = {"only_a": test.only_a / test.n, "only_baseline": test.only_baseline / test.n}
+            needed = seeds_needed_mcnemar(**shares, alpha=alpha, power=power)
+        result.append(
+            OutcomeOfArm(
+                arm=arm.name,
+                yes=sum(known),
+                n=len(known),
+                left_out=len(arm.done) - len(known),
+                low=low,
+                high=high,
+                mcnemar=test,
+                p_holm=adjusted.get(arm.name, math.nan),
+                seeds_needed=needed,
+            )
+        )
+    return tuple(result)
+
+
+def _wilson(yes: int, n: int) -> tuple[float, float]:
+    from flatpeak.functional.estimators import wilson_interval
+
+    return wilson_interval(yes, n) if n else (math.nan, math.nan)

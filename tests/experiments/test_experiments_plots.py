@@ -1,0 +1,145 @@
+"""Plots of arms: the same bytes each time, one look per arm, every arm and label in the text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flatpeak.experiments import paired_t
+from flatpeak.experiments.plots import (
+    PairedValues,
+    arm_styles,
+    curves_with_bands,
+    gold_against_kl,
+    paired_dots,
+    strip,
+    survival,
+    survival_curve,
+)
+
+FEW = ("none", "kl", "gr")
+MANY = tuple(f"arm{index}" for index in range(9))
+RUNS = [{10: 0.1, 20: 0.3}, {10: 0.2, 20: 0.5}, {10: 0.3}]
+
+
+def texts(svg: str) -> list[str]:
+    return re.findall(r"<text [^>]*>([^<]*)</text>", svg)
+
+
+def curves(arms: tuple[str, ...] = FEW, **changes: Any) -> str:
+    styles = arm_styles(arms, baseline=arms[0])
+    return curves_with_bands(dict.fromkeys(arms, RUNS), styles=styles, baseline=arms[0], label="reward/gold", **changes)
+
+
+def against_kl(arms: tuple[str, ...] = FEW) -> str:
+    run = {"gold": {10: 0.5, 20: 0.25}, "proxy": {10: 1.0, 20: 2.0}, "kl": {10: 4.0, 20: 9.0, 30: 16.0}}
+    return gold_against_kl(
+        {arm: [run, run] for arm in arms},
+        styles=arm_styles(arms, baseline=arms[0]),
+        baseline=arms[0],
+        gold="gold",
+        proxy="proxy",
+        kl="kl",
+    )
+
+
+def survivors(arms: tuple[str, ...] = FEW) -> str:
+    runs = {arm: [(30, True), (60, False)] for arm in arms}
+    return survival(runs, styles=arm_styles(arms, baseline=arms[0]), baseline=arms[0], label="share not hacked")
+
+
+def strips(arms: tuple[str, ...] = FEW) -> str:
+    return strip({arm: [0.0, 0.0, 1.0] for arm in arms}, styles=arm_styles(arms, baseline=arms[0]), label="gold")
+
+
+def dots(arms: tuple[str, ...] = FEW) -> str:
+    before, after = [0.1, 0.2, 0.4], [0.6, 0.5, 0.9]
+    pair = PairedValues(baseline=before, arm=after, difference=paired_t(after, before))
+    pairs = dict.fromkeys(arms[1:], pair)
+    return paired_dots(pairs, styles=arm_styles(arms, baseline=arms[0]), baseline=arms[0], label="gold")
+
+
+ALL: list[Callable[..., str]] = [curves, against_kl, survivors, strips, dots]
+
+
+@pytest.mark.parametrize("draw", ALL)
+@pytest.mark.parametrize("arms", [FEW, MANY], ids=["few", "many"])
+def test_a_plot_is_the_same_text_each_time_and_names_every_arm(draw: Callable[..., str], arms: tuple[str, ...]) -> None:
+    svg = draw(arms)
+    assert svg == draw(arms)
+    assert "<dc:date>" not in svg
+    named = " ".join(texts(svg))
+    assert [arm for arm in arms if arm not in named] == []
+
+
+@pytest.mark.parametrize("draw", ALL)
+def test_no_two_texts_of_many_panels_overlap(draw: Callable[..., str]) -> None:
+    # Upright texts by their place and about 0.6 of their size for each character.
+    svg = draw(MANY)
+    boxes = []
+    for style, x, y, text in re.findall(
+        r'<text style="([^"]*)" x="([\d.-]+)" y="([\d.-]+)" transform="rotate\(-0 [^"]*\)">([^<]*)</text>', svg
+    ):
+        size = float(re.search(r"([\d.]+)px", style)[1])  # type: ignore[index]
+        width = 0.6 * size * len(text)
+        left = float(x) - (width / 2 if "middle" in style else width if "end" in style else 0)
+        boxes.append((left, left + width, float(y) - 0.75 * size, float(y), text))
+    assert len(boxes) > 10
+    overlaps = [
+        (one[4], other[4])
+        for index, one in enumerate(boxes)
+        for other in boxes[:index]
+        if one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
+    ]
+    assert overlaps == []
+
+
+def test_axes_say_what_they_measure() -> None:
+    assert {"training step", "reward/gold"} < set(texts(curves()))
+    assert {"√KL to the reference (kl), √nat", "gold (full), proxy (dashed)"} < set(texts(against_kl()))
+    assert {"training step", "share not hacked"} < set(texts(survivors()))
+    assert {"baseline", "arm", "difference", "baseline: none", "gr, n = 3"} < set(texts(dots()))
+
+
+def test_a_legend_counts_the_seeds_also_where_runs_end_early() -> None:
+    assert "gr, n = 2-3" in texts(curves())
+    assert "gr, n = 2" in texts(against_kl())
+
+
+def test_kl_is_drawn_by_its_root() -> None:
+    # KL 4 and 9 lie at 2 and 3; 16 has no gold.
+    numbers = [float(text) for text in texts(against_kl()) if re.fullmatch(r"[\d.]+", text)]
+    assert {2.0, 3.0} <= set(numbers)
+    assert 4.0 not in numbers
+
+
+def test_every_run_adds_a_thin_line_per_run() -> None:
+    assert curves(every_run=True).count("stroke-width: 0.5") == 3 * len(RUNS)
+    assert "stroke-width: 0.5" not in curves()
+
+
+def test_every_seed_is_a_line_between_two_arms() -> None:
+    assert dots().count("stroke-opacity: 0.3") == 2 * 3
+
+
+def test_an_arm_looks_the_same_wherever_it_is() -> None:
+    styles = arm_styles(FEW, baseline="none")
+    assert list(styles) == list(FEW)
+    assert styles["none"].color == "#000000"
+    assert arm_styles(["kl", "none", "gr"], baseline="none") == {arm: styles[arm] for arm in ("kl", "none", "gr")}
+    many = arm_styles([f"{n}" for n in range(27)], baseline=None)
+    assert len({(style.color, style.marker) for style in many.values()}) == 27
+    for arm in ("kl", "gr"):
+        for draw in ALL:
+            assert styles[arm].color.lower() in draw().lower()
+
+
+def test_survival_falls_by_the_share_of_runs_still_at_risk() -> None:
+    # 4 runs: one passes at 10; one ends at 20 without; one of the two left passes at 30, the other never.
+    runs = [(10, True), (20, False), (30, True), (60, False)]
+    assert survival_curve(runs) == ([0, 10, 30, 60], [1.0, 0.75, 0.375, 0.375])
+    assert survival_curve([(5, True), (5, True)]) == ([0, 5], [1.0, 0.0])
+    assert survival_curve([(60, False)]) == ([0, 60], [1.0, 1.0])
