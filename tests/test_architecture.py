@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import flatpeak
-from support.structure import RANK, imports, module_name, part_of, read_structure
+from support.structure import RANK, imports, module_name, part_of, read_structure, source_files
 
 PACKAGE = Path(flatpeak.__file__).parent
-FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+FILES = [path.relative_to(PACKAGE) for path in source_files(PACKAGE)]
 FUNCTIONAL_MAY_IMPORT = {"torch", "numpy"} | set(sys.stdlib_module_names)
 KERNELS_MAY_IMPORT = {"torch", "triton"} | set(sys.stdlib_module_names)
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "protocols.py", "types.py"}

@@ -139,9 +139,14 @@ def imports(source: str, *, typing_only: bool = True) -> Iterator[tuple[int, str
                 yield node.lineno, f"{node.module}.{alias.name}"
 
 
+def source_files(package: Path = PACKAGE) -> list[Path]:
+    """The package's Python files. Those among the recipes are data: tasks and rewards of studies, loaded by path."""
+    return [path for path in sorted(package.rglob("*.py")) if "recipes" not in path.relative_to(package).parts]
+
+
 def read_structure(package: Path = PACKAGE) -> Structure:
     """The structure of the package at this path. What an `__init__` names for type checkers only is no import of it."""
-    paths = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    paths = {module_name(path, package): path for path in source_files(package)}
     packages = frozenset(module for module, path in paths.items() if path.name == "__init__.py")
     imported = {}
     for module, path in paths.items():
@@ -166,14 +171,14 @@ def _module(name: str, known: Mapping[str, Path]) -> str | None:
 
 def occurrences(package: Path, pattern: str) -> int:
     """Count the occurrences of a text in the package's files."""
-    return sum(path.read_text(encoding="utf-8").count(pattern) for path in package.rglob("*.py"))
+    return sum(path.read_text(encoding="utf-8").count(pattern) for path in source_files(package))
 
 
 def count(package: Path = PACKAGE) -> dict[str, int]:
     """The figures of docs/architecture.md, in its order."""
     structure = read_structure(package)
     ranked = all(part_of(module) in RANK for module in structure.lines if "." in module)
-    names = Counter(path.name for path in package.rglob("*.py"))
+    names = Counter(path.name for path in source_files(package))
     return {
         "Python files": len(structure.lines),
         "lines": sum(structure.lines.values()),

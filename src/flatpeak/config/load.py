@@ -64,8 +64,9 @@ def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the recipes in the package, `flatpeak:...`."""
-    return sorted(SHIPPED + path.relative_to(_RECIPES).with_suffix("").as_posix() for path in _RECIPES.rglob("*.yaml"))
+    """The names of the recipes in the package, `flatpeak:...`; those of studies are parts of their sweeps."""
+    paths = (path.relative_to(_RECIPES).with_suffix("") for path in _RECIPES.rglob("*.yaml"))
+    return sorted(SHIPPED + path.as_posix() for path in paths if path.parts[0] != "studies")
 
 
 def merge(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:

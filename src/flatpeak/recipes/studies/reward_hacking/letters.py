@@ -32,7 +32,7 @@ def write_prompts(directory: Path, seed: int, *, rows: int = 2000) -> None:
 def write_pairs(
     directory: Path, seed: int, *, recipe: str, model: str, prefix: str, pairs: int = 1500, noise: float = 0.1
 ) -> None:
-    """Write `pairs.jsonl`: two answers of the SFT `model` to each training prompt of `recipe`, the better one chosen."""
+    """Write `pairs.jsonl`: two answers of the SFT `model` to each training prompt of `recipe`, the better one first."""
     from flatpeak.config.load import load_recipe, parse_config
     from flatpeak.pipeline.components import build_sampler
     from flatpeak.policy.config import ModelConfig
