@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from flatpeak.functional import kl_k3
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.learner import PolicyStatistics
 from flatpeak.training.reward_tensors import RewardTensors, informative
-from flatpeak.types import Score
+from flatpeak.types import PackedCompletions, Score
 
 
 class Clock:
@@ -103,6 +104,22 @@ def sampler_gap_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]
     return {
         "rollout/logprob_gap_mean": sum(sums) / sum(s.tokens for s in first),
         "rollout/logprob_gap_max": max(largest),
+    }
+
+
+def kl_metrics(completions: PackedCompletions) -> dict[str, float]:
+    """The KL of the policy that sampled to the reference, over all completions; empty where either has no score.
+
+    kl_reference is the mean over tokens of k3, kl_sequence the mean over completions of sum_t log p - log p_ref, both
+    unbiased (Schulman 2020, http://joschu.net/blog/kl-approx.html). Whatever the loss leaves out takes part.
+    """
+    sampled_T, reference_T = completions.sampler_logprobs_T, completions.reference_logprobs_T
+    if sampled_T is None or reference_T is None or not len(sampled_T):
+        return {}
+    sampled_T, reference_T = sampled_T.double(), reference_T.double()
+    return {
+        "rollout/kl_reference": float(kl_k3(sampled_T, reference_T).mean()),
+        "rollout/kl_sequence": float((sampled_T - reference_T).sum()) / len(completions.lengths_N),
     }
 
 

@@ -25,7 +25,7 @@ from flatpeak.training.optimizer import learning_rate, split_prefix
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.reference_resets import PREFIX, ReferenceResets
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
-from flatpeak.training.step_metrics import Clock, step_metrics
+from flatpeak.training.step_metrics import Clock, kl_metrics, step_metrics
 from flatpeak.training.stop_condition import STATE as STOP_WHEN
 from flatpeak.training.stop_condition import StopCondition
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
@@ -122,7 +122,7 @@ class Trainer:
         updates = [self.learner.update(*batches, rate=rate) for batches in scored]
 
         metrics = step_metrics(rollouts, rewards, updates, clock=clock, learning_rate=rate)
-        return self.finish(step, rollouts, advantages_PG, updates, metrics)
+        return self.finish(step, rollouts, advantages_PG, updates, metrics | self.kl_metrics(completions))
 
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
@@ -200,6 +200,13 @@ class Trainer:
                 seed=derive_seed(self.config.seed, "minibatches", step, epoch),
                 all_tokens=self.learner.objective.needs_all_tokens,
             )
+
+    def kl_metrics(self, completions: PackedCompletions) -> dict[str, float]:
+        """The KL over all sampled tokens, where the log-probabilities at hand can be compared.
+
+        Below float32 the sampler's round otherwise than the reference's, which are there for some tokens only.
+        """
+        return {} if uses_trainer_logprobs(self.learner.policy) else kl_metrics(completions)
 
     def finish(
         self,
