@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +209,7 @@ class QuietRecorder(NoRecorder):
 
     stopped = False
     evaluated = True
+    progress = SimpleNamespace(notice=print)
 
     def begin_step(self, *step: Any) -> None:
         pass
