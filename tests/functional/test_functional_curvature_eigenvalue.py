@@ -45,9 +45,9 @@ def top(matrix, *, dtype=torch.float64, **settings):
 )
 def test_the_largest_eigenvalue_is_found_whatever_dominates(spectrum):
     for seed in range(5):
-        found = top(symmetric(spectrum, seed=seed), iterations=2000, tolerance=1e-6, seed=seed)
+        found = top(symmetric(spectrum, seed=seed), iterations=30, tolerance=1e-6, seed=seed)
         assert found.converged
-        assert found.residual <= 1e-6
+        assert found.residual <= 1e-6 or max(spectrum) == 0
         assert found.value == pytest.approx(max(spectrum), abs=1e-6 * max(map(abs, spectrum)))
 
 
@@ -56,15 +56,45 @@ def test_random_matrices_agree_with_their_full_decomposition(seed):
     generator = torch.Generator().manual_seed(seed)
     root = torch.randn(8, 8, generator=generator, dtype=torch.float64)
     matrix = root + root.T
-    found = top(matrix, iterations=5000, tolerance=1e-5)
-    eigenvalues = torch.linalg.eigvalsh(matrix)
+    found = top(matrix, iterations=100, tolerance=1e-5)
     assert found.converged
-    assert found.value == pytest.approx(float(eigenvalues[-1]), abs=2e-5 * float(eigenvalues.abs().max()))
+    assert found.value == pytest.approx(float(torch.linalg.eigvalsh(matrix)[-1]), rel=1e-8)
+
+
+@pytest.mark.parametrize("spectrum", [[66.0, 43.0, 25.0, -21.0, -12.0], [5.0, 3.0, -66.0, -40.0, -8.0]])
+def test_a_hessian_that_is_nearly_zero_in_most_directions_is_not_taken_for_zero(spectrum):
+    # As networks have them: of 20,000 dimensions five matter, of which a random vector has hardly any.
+    generator = torch.Generator().manual_seed(3)
+    basis, _ = torch.linalg.qr(torch.randn(20_000, len(spectrum), generator=generator))
+    scale = torch.tensor(spectrum)
+    found = top_eigenvalue(
+        lambda v: [basis @ (scale * (basis.T @ v[0]))], [torch.zeros(20_000)], iterations=20, tolerance=0.01
+    )
+    assert found.converged
+    assert found.value == pytest.approx(max(spectrum), rel=1e-3)
 
 
 def test_the_zero_matrix_has_eigenvalue_zero_at_once():
     found = top(torch.zeros(4, 4, dtype=torch.float64))
     assert (found.value, found.residual, found.iterations, found.converged) == (0.0, 0.0, 1, True)
+
+
+def test_a_residual_of_rounding_converges_where_the_largest_eigenvalue_is_zero():
+    # Relative to the value no residual is small enough; relative to the products of size 4 it is rounding.
+    found = top(symmetric([0.0, -1.0, -2.0, -4.0]), iterations=50, tolerance=1e-3)
+    assert found.converged
+    assert abs(found.value) < 1e-12
+
+
+def test_each_iteration_asks_for_one_product():
+    asked = []
+
+    def product(vector):
+        asked.append(vector)
+        return [torch.arange(50.0) * vector[0]]
+
+    found = top_eigenvalue(product, [torch.zeros(50)], iterations=7, tolerance=1e-9)
+    assert found.iterations == len(asked) == 7
 
 
 def test_too_few_iterations_are_told_and_leave_a_lower_bound():
@@ -75,12 +105,11 @@ def test_too_few_iterations_are_told_and_leave_a_lower_bound():
         assert found.iterations == 3
         assert found.residual > 1e-4
         assert found.value <= 1.0
-        # Some eigenvalue is no further away than the residual, times the largest product, which is at most 1.
-        assert min(abs(found.value - one) for one in spectrum) <= found.residual + 1e-12
+        assert min(abs(found.value - one) for one in spectrum) <= found.residual * abs(found.value) + 1e-12
 
 
 def test_the_residual_is_that_of_the_value():
-    # The first unit vector v gives value v . H v and residual ||H v - value v|| / ||H v||.
+    # The first unit vector v gives value v . H v and residual ||H v - value v|| / |value|.
     matrix = symmetric([3.0, 1.0, -1.0, 0.5])
     seen = []
 
@@ -92,7 +121,7 @@ def test_the_residual_is_that_of_the_value():
     (v,) = seen
     assert float(v.norm()) == pytest.approx(1.0)
     assert found.value == pytest.approx(float(v @ matrix @ v), rel=1e-12)
-    expected = (matrix @ v - (v @ matrix @ v) * v).norm() / (matrix @ v).norm()
+    expected = (matrix @ v - (v @ matrix @ v) * v).norm() / (v @ matrix @ v).abs()
     assert found.residual == pytest.approx(float(expected), rel=1e-12)
 
 
@@ -138,7 +167,7 @@ def test_a_network_agrees_with_its_explicit_hessian(sign):
     found = top_eigenvalue(
         lambda vector: hessian_vector_product(lambda: loss_of(first, last), [first, last], vector),
         [first, last],
-        iterations=5000,
+        iterations=200,
         tolerance=1e-6,
     )
     assert found.converged
