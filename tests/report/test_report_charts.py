@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from flatpeak.report.charts import CHARTS, Chart, accuracy_curves, charts, metric_curves
+from flatpeak.report.charts import CHARTS, Chart, accuracy_curves, charts, metric_curves, sharpness_curves
 from flatpeak.runs.summary import EvaluationStage, StageEvaluation
 
 
@@ -101,3 +101,21 @@ def test_what_chooses_the_best_checkpoint_is_drawn_where_nothing_says_right_or_w
     assert ">Held-out reward</text>" in chart["svg"]
     assert "greedy" in chart["note"]
     assert charts([], result, metric="other") == []
+
+
+def test_falls_of_the_total_reward_have_a_curve_for_each_radius():
+    evaluations = [
+        evaluation("start", 0, **{"sharpness/fall_0.1": 0.0, "sharpness/fall_0.6": 0.25, "sharpness/clean": 1.0}),
+        evaluation(
+            "train", 5, **{"sharpness/fall_0.1": 0.125, "sharpness/fall_0.6": None, "sharpness/fall_0.6/x": 9.0}
+        ),
+        evaluation("train", 9, **{"sharpness/fall_0.1": -0.5, "sharpness/fall_0.6": 0.5}),
+    ]
+    curves = sharpness_curves(evaluations)
+    assert [(curve.label, list(curve.steps), list(curve.values)) for curve in curves] == [
+        ("radius 0.1", [0, 5, 9], [0.0, 0.125, -0.5]),
+        ("radius 0.6", [0, 9], [0.25, 0.5]),
+    ]
+    drawn = charts([], evaluations)
+    assert any(">Sharpness</text>" in chart["svg"] and ">radius 0.6</text>" in chart["svg"] for chart in drawn)
+    assert not any(">Sharpness</text>" in chart["svg"] for chart in charts([], [evaluation("start", 0, accuracy=1.0)]))

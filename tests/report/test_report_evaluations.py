@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -235,3 +236,25 @@ def test_a_kind_that_covers_nothing_has_no_figures() -> None:
 @pytest.mark.parametrize("metric", ["accuracy", "sampled/accuracy"])
 def test_without_perturbed_questions_there_is_no_such_table(metric: str) -> None:
     assert robustness_table(columns(evaluation("train", 1, {metric: [1.0]}))) is None
+
+
+def test_metrics_of_sharpness_say_what_they_are() -> None:
+    values = {"accuracy": [1.0, 0.0]}
+    found = evaluation("train", 5, values)
+    metrics = {
+        "sharpness/clean": 0.75,
+        "sharpness/fall_0.3": 0.25,
+        "sharpness/fall_0.3/format": 0.5,
+        "sharpness/relative_fall_1e-05": 0.125,
+        "sharpness/top_eigenvalue": 12.0,
+    }
+    table = metric_table(columns(replace(found, metrics={**found.metrics, **metrics}, counted={"sharpness/clean": 32})))
+    assert table is not None
+    rows = {row["metric"]: (row["meaning"], row["cells"]) for row in table["rows"] if "sharpness" in row["metric"]}
+    assert rows == {
+        "sharpness/clean": ("reward of samples, the weights as they are", ["0.750 of 32"]),
+        "sharpness/fall_0.3": ("reward lost under noise of this radius in the weights", ["0.250"]),
+        "sharpness/fall_0.3/format": ("", ["0.500"]),
+        "sharpness/relative_fall_1e-05": ("the same over the reward", ["0.125"]),
+        "sharpness/top_eigenvalue": ("of the Hessian of the policy loss", ["12.000"]),
+    }

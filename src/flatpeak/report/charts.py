@@ -26,6 +26,11 @@ _BESIDE_ACCURACY: Final = {
     "longer_wins": "always preferring the longer answer",
 }
 """Metrics drawn in the chart of accuracy, with the labels of their curves."""
+_FALL: Final = "sharpness/fall_"
+_SHARPNESS_NOTE: Final = (
+    "Reward that random noise in the weights costs, by the noise's norm over that of each matrix, mean over its "
+    "directions. The lower, the flatter the peak."
+)
 _MANY_POINTS: Final = 40
 """Curves with more points are drawn faint, under their moving average."""
 _REACH_FRACTION: Final = 0.05
@@ -187,6 +192,9 @@ def charts(
             right_unit="only measured (dashed)",
         )
         drawn.append({"svg": svg, "note": _OVEROPTIMIZATION_NOTE})
+    falls = sharpness_curves(evaluations)
+    if falls:
+        drawn.append({"svg": curve_svg("Sharpness", falls, unit="reward lost", legend=True), "note": _SHARPNESS_NOTE})
     by_chart = ((chart, metric_curves(rows, chart)) for chart in CHARTS)
     return drawn + [
         # A pattern's curves are named after metrics, so even a single one needs a legend.
@@ -224,6 +232,14 @@ def accuracy_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
             )
             return [accuracy, *(curve for curve in others if curve is not None)]
     return []
+
+
+def sharpness_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
+    """The fall of the total reward over RL steps, one curve for each radius of noise."""
+    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics if name.startswith(_FALL))
+    totals = [name for name in names if "/" not in name.removeprefix(_FALL)]
+    curves = (held_out_curve(evaluations, name, label=f"radius {name.removeprefix(_FALL)}") for name in totals)
+    return [curve for curve in curves if curve is not None]
 
 
 def reward_weights(config: str | None) -> dict[str, float]:

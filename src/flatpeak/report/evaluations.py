@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +24,16 @@ MEANINGS: Final = {
     "prefers_longer": "the model scores the longer one higher",
     "calibration_error": "of the probabilities that the scores stand for",
 }
+SHARPNESS: Final = {
+    "clean": "reward of samples, the weights as they are",
+    "fall": "reward lost under noise of this radius in the weights",
+    "relative_fall": "the same over the reward",
+    "weight_norm": "norm of the perturbed weights",
+    "perturbation_kept": "cosine of the noise after rounding with that before",
+    "top_eigenvalue": "of the Hessian of the policy loss",
+    "eigenvalue_residual": "of the eigenvalue, relative to it",
+}
+"""Meanings of the metrics `sharpness/<name>`, for which a radius and a reward part may follow."""
 _BEST: Final = "at its best"
 _FIRST_METRICS: Final = ("accuracy", "extraction_failed", "reward", "missing", "timeouts")
 _METHODS: Final = {"wilson": "Wilson", "bootstrap": "bootstrap"}
@@ -97,13 +108,22 @@ def metric_table(columns: Sequence[EvaluationColumn]) -> dict[str, Any] | None:
         "rows": [
             {
                 "metric": name,
-                "meaning": MEANINGS.get(name.removeprefix("sampled/"), ""),
+                "meaning": meaning(name),
                 "cells": [cell(evaluation, name) for evaluation in evaluations],
                 "method": _methods(evaluation.methods.get(name) for evaluation in evaluations),
             }
             for name in ordered
         ],
     }
+
+
+def meaning(metric: str) -> str:
+    """An explanation of a metric in a few words; empty where it has none."""
+    namespace, _, name = metric.partition("/")
+    if namespace != "sharpness":
+        return MEANINGS.get(metric.removeprefix("sampled/"), "")
+    stem, _, component = name.partition("/")
+    return "" if component else SHARPNESS.get(re.sub(r"_[-+.e\d]+$", "", stem), "")
 
 
 def cell(evaluation: StageEvaluation, metric: str) -> str:
