@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flatpeak.errors import UserError
 from flatpeak.evaluation.config import SharpnessConfig
 from flatpeak.evaluation.sharpness import SharpnessProbe
 from flatpeak.gradreg.parameters import perturbed_parameters
@@ -16,13 +18,14 @@ from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.gradreg.weight_noise import relative_noise
 from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.policy.model import Policy
+from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from flatpeak.types import Group, SamplingParams, Scores
 from support.models import letter_tokenizer, tiny_model
-from support.resumes import Run, assert_same, outcome
+from support.resumes import Judge, Run, assert_same, outcome
 from support.training import plain_logprobs, prompt, tiny_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,6 +85,35 @@ def test_a_run_ends_the_same_with_and_without(measured: dict[str, Any], uninterr
 def test_a_resumed_run_measures_the_same(make_run: MakeRun, send: Any, measured: dict[str, Any]) -> None:
     run = make_run("stopped", **MEASURED)
     assert run.start(stop={("train", 3): send(signal.SIGTERM)}).exit_code == 143
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), measured)
+
+
+class Interrupting(Judge):
+    """Is interrupted while it scores completions of perturbed weights, in the evaluation after step 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __call__(self, group: Any) -> list[float]:
+        if self.step == 4 and len(group.completions) == SHARPNESS["samples"]:
+            self.calls += 1
+            # The first three are of the weights as they are.
+            if self.calls == 5:
+                raise KeyboardInterrupt
+        return super().__call__(group)
+
+
+def test_an_interrupt_under_perturbed_weights_leaves_a_checkpoint_of_the_step(
+    make_run: MakeRun, measured: dict[str, Any]
+) -> None:
+    run = make_run("interrupted", **MEASURED)
+    judge = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        run.start(judge=judge)
+    assert judge.calls == 5
+    assert (run.path / "checkpoints" / "last").readlink() == Path("step_000004")
     assert run.start(resume=True).exit_code == 0
     assert_same(outcome(run.path), measured)
 
@@ -170,6 +202,25 @@ def test_completions_come_from_the_perturbed_weights_through_the_decoder_of_trai
             for c in group.completions:
                 expected = plain_logprobs(moved, group.prompt.token_ids, c.token_ids, temperature=1.0)
                 torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=1e-4, atol=1e-5)
+
+
+class Opinion(Scorer):
+    """A caller's own judge."""
+
+    is_judge = True
+
+    def score(self, groups: Sequence[Group]) -> ComponentScores:
+        return ComponentScores(scores=[[float(len(c.token_ids)) for c in group.completions] for group in groups])
+
+
+def test_a_callers_judge_is_asked_only_where_the_recipe_allows_it(recipe: Any, train: Any) -> None:
+    own = {"accuracy": None, "metric": "reward", "sharpness": {"radii": [0.5], "draws": 1, "size": 2, "samples": 3}}
+    with pytest.raises(UserError, match=r"would ask rewards.opinion about 12 completions .*judges=true") as caught:
+        train(recipe(evaluation=own), reward={"opinion": Opinion()})
+    assert "\n" not in str(caught.value)
+    allowed = {**own, "sharpness": {**own["sharpness"], "judges": True}}
+    result = train(recipe(evaluation=allowed), reward={"opinion": Opinion()})
+    assert "sharpness/fall_0.5/opinion" in read_summary(result.path / "summary.json").evaluations[-1].metrics
 
 
 def test_sft_checks_leave_sharpness_out(make_run: MakeRun) -> None:

@@ -35,6 +35,7 @@ class WeightReader:
         self.model = model
         self.asked: list[tuple[list[str], int, SamplingParams, int]] = []
         self.fail_at: int | None = None
+        self.logprob: float | None = None
         self.lengths = {"q0": 3.0}
 
     def generate(
@@ -46,9 +47,13 @@ class WeightReader:
         self.lengths["q0"] += 1
         total = weight_sum(self.model) if self.model is not None else 1.0
         return [
-            Group(prompt=prompt, completions=tuple(said(total + p + g / 10) for g in range(group_size)))
+            Group(prompt=prompt, completions=tuple(self.said(total + p + g / 10) for g in range(group_size)))
             for p, prompt in enumerate(prompts)
         ]
+
+    def said(self, value: float) -> Completion:
+        logprob = -abs(value) if self.logprob is None else self.logprob
+        return Completion(token_ids=(1,), logprobs=(logprob,), finish_reason="stop", text=repr(value))
 
     def state(self) -> Mapping[str, Any]:
         return dict(self.lengths)
@@ -59,10 +64,6 @@ class WeightReader:
 
 def weight_sum(model: nn.Module) -> float:
     return sum(float(p.detach().double().sum()) for p in model.parameters() if p.ndim == 2)
-
-
-def said(value: float) -> Completion:
-    return Completion(token_ids=(1,), logprobs=(-abs(value),), finish_reason="stop", text=repr(value))
 
 
 def doubled(completion: str) -> float:
@@ -105,6 +106,7 @@ def evaluator(model: nn.Module, sampler: Any, *, reward: Any = None, **settings:
             config=config,
             perturbation=Perturbation(model, matrices(model)),
             make_losses=lambda groups, scores: None,
+            foreign_sampler=True,
         ),
     )
 
@@ -200,10 +202,23 @@ def test_an_error_in_the_middle_leaves_weights_and_sampler_as_before(call: int) 
     assert sampler.lengths == {"q0": 4.0}
 
 
-def test_a_sampler_with_weights_of_its_own_is_refused() -> None:
-    with pytest.raises(UserError, match=r"the sampler does not read them.*evaluation.sharpness=null") as caught:
+def test_a_callers_sampler_with_weights_of_its_own_is_refused() -> None:
+    says = r"perturbed by 0\.1 of their norm .* does not read the policy's weights.*evaluation\.sharpness=null"
+    with pytest.raises(UserError, match=says) as caught:
         evaluator(network(), WeightReader(None)).evaluate()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["ours", "small radii", "a certain policy"])
+def test_equal_log_probabilities_are_no_reason_to_refuse_where_they_can_be_explained(case: str) -> None:
+    model, sampler = network(), WeightReader(None)
+    ours = evaluator(model, sampler, radii=(0.001,) if case == "small radii" else RADII)
+    if case == "ours":
+        assert ours.sharpness is not None
+        ours = replace(ours, sharpness=replace(ours.sharpness, foreign_sampler=False))
+    if case == "a certain policy":
+        sampler.logprob = -1e-4
+    assert ours.evaluate().metrics()["sharpness/clean"] == pytest.approx(2 * 1.55)
 
 
 def test_the_relative_fall_is_absent_where_the_clean_reward_is_not_positive() -> None:
@@ -267,3 +282,17 @@ def test_an_evaluation_without_a_probe_measures_none() -> None:
 def test_impossible_settings_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         SharpnessConfig(**settings)
+
+
+def test_falls_have_no_intervals_of_shares() -> None:
+    # All falls are 0, which as shares of questions would be [0, 0.66] (Wilson's of 0 of 2).
+    class Constant(WeightReader):
+        def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Group]:
+            total = weight_sum(self.model) if self.model is not None else 0.0
+            told = replace(self.said(0.0), logprobs=(-abs(total),))
+            return [Group(prompt=prompt, completions=(told,) * settings["group_size"]) for prompt in prompts]
+
+    model = network()
+    result = evaluator(model, Constant(model)).evaluate()
+    assert result.estimates["sharpness/fall_0.1"].interval == (0.0, 0.0)
+    assert result.estimates["sharpness/fall_0.1"].method == "bootstrap"

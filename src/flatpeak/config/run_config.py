@@ -120,10 +120,7 @@ class RunConfig(StrictConfig):
             return self
         judges = [name for name, reward in self.rewards.items() if reward.type == "judge"]
         if judges and not sharpness.judges:
-            raise ValueError(
-                f"evaluation.sharpness would ask rewards.{judges[0]} about {sharpness.completions} completions at each "
-                "evaluation: set evaluation.sharpness.judges=true to have that, or evaluation.sharpness=null"
-            )
+            raise ValueError(sharpness.refusal_of(judges[0]))
         if sharpness.eigenvalue and sharpness.samples < 2 and self.advantage.baseline != "none":
             raise ValueError(
                 f"evaluation.sharpness.eigenvalue with samples=1 and advantage.baseline={self.advantage.baseline}: a "

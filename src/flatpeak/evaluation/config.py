@@ -38,7 +38,7 @@ class SharpnessConfig(StrictConfig):
     iterations: Annotated[int, Field(ge=1)] = 20
     """The most Hessian-vector products of one estimate."""
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """The residual at which the estimate ends, relative to the largest product met."""
+    """The residual at which the estimate ends, relative to the eigenvalue."""
     judges: bool = False
     """Whether judges may be asked about all of these completions too."""
 
@@ -56,6 +56,13 @@ class SharpnessConfig(StrictConfig):
         if self.perturbed == ():
             raise ValueError("evaluation.sharpness.perturbed is an empty list: name a pattern, or use blocks or all")
         return self
+
+    def refusal_of(self, judge: str) -> str:
+        """The message for a recipe whose reward of this name is a judge that was not allowed for."""
+        return (
+            f"evaluation.sharpness would ask rewards.{judge} about {self.completions} completions at each evaluation: "
+            "set evaluation.sharpness.judges=true to have that, or evaluation.sharpness=null"
+        )
 
     @property
     def completions(self) -> int:

@@ -14,6 +14,8 @@ from flatpeak.functional.estimators import bootstrap_interval, wilson_interval
 Method = Literal["wilson", "bootstrap"]
 COUNTS: Final = frozenset({"length", "sampled/length"})
 """Metrics that are not shares, even where all their values are 0 or 1."""
+DIFFERENCES: Final = "sharpness/fall_"
+"""Prefix of metrics that are differences, and likewise no shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,7 @@ def estimate(values: Sequence[float | None], *, metric: str) -> Estimate:
     mean = float(np.mean(known)) if known else math.nan
     if len(known) < 2:
         return Estimate(mean=mean, questions=len(known), interval=None, method=None)
-    if metric not in COUNTS and all(value in (0.0, 1.0) for value in known):
+    if metric not in COUNTS and not metric.startswith(DIFFERENCES) and all(value in (0.0, 1.0) for value in known):
         interval = wilson_interval(int(sum(known)), len(known))
         return Estimate(mean=mean, questions=len(known), interval=interval, method="wilson")
     return Estimate(mean=mean, questions=len(known), interval=bootstrap_interval(known), method="bootstrap")

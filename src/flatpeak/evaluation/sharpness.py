@@ -30,6 +30,8 @@ MakeLosses = Callable[[Sequence[Group], Scores], Losses | None]
 Values = dict[str, list[float | None]]
 """By reward part ("" is the total), the mean over the samples of each question; None where all are missing."""
 TOTAL = ""
+CONSIDERABLE, CERTAIN = 0.01, 0.01
+"""The radius of noise from which it changes log-probabilities, but for those above -CERTAIN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ class SharpnessProbe:
     and an evaluation of its checkpoint then agree."""
     make_losses: MakeLosses
     """The policy loss whose curvature `config.eigenvalue` asks for."""
+    foreign_sampler: bool = False
+    """Whether the sampler is the caller's own, which may have weights of its own."""
 
     def measure(
         self,
@@ -107,12 +111,11 @@ class SharpnessProbe:
         ask = partial(_answers, asked, sampler, reward, config.samples, sampling, seed)
         with _unchanged_state(sampler):
             clean = ask()
-            noisy = [
-                _reduced(one, clean)
-                for one in measure_under_noise(
-                    self.perturbation, ask, radii=config.radii, draws=config.draws, seed=seed
-                )
-            ]
+            noisy = []
+            for one in measure_under_noise(self.perturbation, ask, radii=config.radii, draws=config.draws, seed=seed):
+                if self.foreign_sampler:
+                    _check_reads_weights(clean, one)
+                noisy.append(_reduced(one))
             eigenvalue = self._top_eigenvalue(clean, seed=seed) if config.eigenvalue else None
         values = _by_question(clean.scores)
         return Sharpness(
@@ -168,17 +171,26 @@ def _unchanged_state(sampler: Sampler) -> Iterator[None]:
             sampler.load(state)
 
 
-def _reduced(one: NoisyMeasurement[_Answers], clean: _Answers) -> NoisyMeasurement[Values]:
-    """The measurement without its completions; UserError where these do not come from the perturbed weights."""
-    if one.fidelity.norm > 0 and _logprobs(one.value) == _logprobs(clean):
-        raise UserError(
-            f"evaluation.sharpness: perturbed by {one.radius:g} of their norm, the weights give the same "
-            "log-probabilities to the last bit, so the sampler does not read them: give train a factory, "
-            "sampler=lambda policy: MySampler(NativeEngine(policy)), or set evaluation.sharpness=null"
-        )
+def _reduced(one: NoisyMeasurement[_Answers]) -> NoisyMeasurement[Values]:
+    """The measurement without its completions."""
     return NoisyMeasurement(
         radius=one.radius, draw=one.draw, value=_by_question(one.value.scores), fidelity=one.fidelity
     )
+
+
+def _check_reads_weights(clean: _Answers, noisy: NoisyMeasurement[_Answers]) -> None:
+    """UserError where completions under considerable noise have the log-probabilities of those without, bit for bit.
+
+    Log-probabilities near 0 say nothing: a policy that is certain stays so.
+    """
+    logprobs = _logprobs(clean)
+    uncertain = any(logprob < -CERTAIN for row in logprobs for logprob in row)
+    if noisy.radius >= CONSIDERABLE and uncertain and _logprobs(noisy.value) == logprobs:
+        raise UserError(
+            f"evaluation.sharpness: with weights perturbed by {noisy.radius:g} of their norm the sampler's "
+            "log-probabilities are the same to the last bit, so it does not read the policy's weights: give train a "
+            "factory, sampler=lambda policy: MySampler(NativeEngine(policy)), or set evaluation.sharpness=null"
+        )
 
 
 def _logprobs(answers: _Answers) -> list[tuple[float, ...]]:

@@ -16,6 +16,7 @@ from flatpeak.evaluation.sharpness import SharpnessProbe
 from flatpeak.gradreg.parameters import perturbed_parameters
 from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.pipeline.components import (
+    CheckedSampler,
     SamplerFactory,
     build_sampler,
     callers_sampler,
@@ -329,15 +330,19 @@ def _evaluator(
         prompt=config.prompt,
         longest_prompt=_longest_prompt(config, policy),
         ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
-        sharpness=_sharpness_probe(config, policy),
+        sharpness=_sharpness_probe(config, policy, reward, foreign_sampler=isinstance(sampler, CheckedSampler)),
     )
 
 
-def _sharpness_probe(config: RunConfig, policy: Policy) -> SharpnessProbe | None:
-    """The measurement of sharpness that the recipe asks for; UserError where there is nothing to perturb."""
+def _sharpness_probe(
+    config: RunConfig, policy: Policy, reward: RewardSet, *, foreign_sampler: bool
+) -> SharpnessProbe | None:
+    """The measurement of sharpness that the recipe asks for; UserError where nothing is to perturb, or for judges."""
     sharpness = config.evaluation.sharpness
     if sharpness is None:
         return None
+    if reward.judges and not sharpness.judges:
+        raise UserError(sharpness.refusal_of(reward.judges[0]))
     section = "evaluation.sharpness"
     chosen = perturbed_parameters(policy.model, sharpness.perturbed, section=section)
     if not isinstance(sharpness.perturbed, tuple):
@@ -355,6 +360,7 @@ def _sharpness_probe(config: RunConfig, policy: Policy) -> SharpnessProbe | None
             max_new_tokens=config.rollout.max_new_tokens,
             micro_batch_tokens=config.training.micro_batch_tokens,
         ),
+        foreign_sampler=foreign_sampler,
     )
 
 

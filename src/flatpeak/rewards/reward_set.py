@@ -86,6 +86,11 @@ class RewardSet:
         return {name: component.weight for name, component in self._components.items()}
 
     @property
+    def judges(self) -> list[str]:
+        """The names of the components that are judges."""
+        return [name for name, scorer in self._scorers.items() if scorer.is_judge]
+
+    @property
     def failures(self) -> dict[str, Failures]:
         """The failures of each component that has had any so far; the counts only grow."""
         return dict(self._failures.by_component)

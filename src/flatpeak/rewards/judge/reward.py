@@ -43,6 +43,8 @@ class Safety:
 class JudgeReward(Scorer):
     """A reward that asks a judge. The first `score` checks the judge, unless `prepare` was called before."""
 
+    is_judge = True
+
     def __init__(
         self,
         scoring: JudgeScoring,
