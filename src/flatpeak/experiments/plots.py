@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,7 +18,7 @@ from flatpeak.experiments.statistics import Difference, MeanEstimate, mean_over_
 Series = Mapping[int, float]
 """The values of one run by step."""
 
-_COLORS: Final = ("#332288", "#CC6677", "#117733", "#88CCEE", "#882255", "#999933", "#44AA99", "#AA4499", "#DDCC77")
+_COLORS: Final = ("#332288", "#CC6677", "#117733", "#882255", "#44AA99", "#999933", "#AA4499", "#88CCEE", "#DDCC77")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _DASHES: Final[tuple[Any, ...]] = ("-", (0, (6, 2)), (0, (4, 1, 1, 1)), (0, (1.5, 1)), (0, (8, 2, 1, 2, 1, 2)))
 _BASELINE: Final = "#000000"
@@ -27,6 +27,10 @@ _MOST_TOGETHER: Final = 5
 """Arms in one pair of axes; with more, each has a panel of its own beside the baseline."""
 _COLUMNS: Final = 3
 _PANEL_INCHES: Final = (3.0, 2.5)
+_LETTER_INCHES: Final = 0.07
+"""The width of a letter in legends and titles."""
+_SHORT: Final = 20
+"""Letters of arms' names that leave room for a second column of a legend."""
 _SINGLE_INCHES: Final = (5.6, 3.6)
 
 
@@ -165,7 +169,8 @@ def strip(
     label: str,
 ) -> str:
     """Draw one dot per run in a row per arm, above it the mean over seeds with its 95% t interval."""
-    with _axes(f"strip {label}", (5.6, 1.0 + 0.42 * len(values))) as (axes, text):
+    inches = 4.5 + _LETTER_INCHES * _longest(values), 1.0 + 0.42 * len(values)
+    with _axes(f"strip {label}", inches) as (axes, text):
         for row, (arm, own) in enumerate(values.items()):
             style, mean = styles[arm], mean_over_seeds(list(own))
             axes.plot(
@@ -198,7 +203,8 @@ def paired_dots(
         level = math.fsum(pair.baseline) / len(pair.baseline)
         ends += [level + end for end in (pair.difference.low, pair.difference.high) if not math.isnan(end)]
     margin = 0.06 * (max(ends) - min(ends)) or 0.5
-    with _grid(f"paired {label}", len(pairs), x=f"baseline: {baseline}", y=label) as (all_axes, text):
+    with _grid(f"paired {label}", len(pairs), longest=_longest(pairs), x=f"baseline: {baseline}", y=label) as grid:
+        all_axes, text = grid
         for axes, (arm, pair) in zip(all_axes, pairs.items(), strict=False):
             for before, after in zip(pair.baseline, pair.arm, strict=True):
                 # Equal pairs darken each other.
@@ -268,6 +274,10 @@ def _spread(values: Sequence[float]) -> list[float]:
     return [0.1 + step * ((count + 1) // 2) * (-1) ** count for count in before]
 
 
+def _longest(arms: Iterable[str]) -> int:
+    return max((len(arm) for arm in arms), default=0)
+
+
 def _share_at(step: int, steps: Sequence[int], shares: Sequence[float]) -> float:
     return [share for at, share in zip(steps, shares, strict=True) if at <= step][-1]
 
@@ -281,19 +291,21 @@ def _figure(
     others = [arm for arm in arms if arm != baseline]
     first = [baseline] if baseline in runs and baseline is not None else []
     groups = [arms] if len(arms) <= _MOST_TOGETHER else [[*first, arm] for arm in others]
-    with _grid(name, len(groups), x=x, y=y) as (all_axes, text):
+    with _grid(name, len(groups), longest=_longest(arms), x=x, y=y) as (all_axes, text):
         yield list(zip(all_axes, groups, strict=False)), text
         for axes in all_axes[: len(groups)]:
             above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
-            axes.legend(frameon=False, fontsize=8, ncols=2 if len(groups) == 1 else 1, **above)
+            together = len(groups) == 1 and _longest(arms) <= _SHORT
+            axes.legend(frameon=False, fontsize=8, ncols=2 if together else 1, **above)
 
 
 @contextmanager
-def _grid(name: str, panels: int, *, x: str, y: str) -> Iterator[tuple[list[Any], io.StringIO]]:
+def _grid(name: str, panels: int, *, longest: int, x: str, y: str) -> Iterator[tuple[list[Any], io.StringIO]]:
     """Rows of panels on common scales with one label for each axis; unused panels stay empty."""
     columns = min(_COLUMNS, panels)
     rows = -(-panels // columns)
-    width, height = _SINGLE_INCHES if panels == 1 else (columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1])
+    panel_width = max(_PANEL_INCHES[0], _LETTER_INCHES * (longest + 20))
+    width, height = _SINGLE_INCHES if panels == 1 else (columns * panel_width, rows * _PANEL_INCHES[1])
     with _canvas(name, (width, height)) as (figure, text):
         grid = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
         for index, axes in enumerate(grid):
