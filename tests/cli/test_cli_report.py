@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def test_json_is_one_object_and_that_of_the_file(sweep: str) -> None:
     text = report(sweep, "--json")
     assert json.loads(text)["baseline"] == "none"
     assert text == (Path(sweep) / "comparison.json").read_text()
+
+
+def test_the_example_of_the_documents_prints_what_they_show(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    content, shown = re.findall(r"```text\n((?:arm,seed|\| arm ).*?)```", page, flags=re.DOTALL)
+    (tmp_path / "pilot.csv").write_text(content)
+    options = re.search(r"`flatpeak report pilot\.csv (.*?)`", page)
+    assert options is not None
+    text = report(str(tmp_path / "pilot.csv"), *options[1].split())
+    assert [line for line in shown.splitlines() if line not in text] == []
+    assert len(shown.splitlines()) == 9
 
 
 @pytest.mark.parametrize(
