@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-COMMANDS = ("demo", "sft", "train", "eval", "chat", "explain", "report")
+COMMANDS = ("demo", "sft", "train", "sweep", "eval", "chat", "explain", "report")
 
 
 def flatpeak(*arguments, cwd=None, env=None):

@@ -112,3 +112,13 @@ def test_curves_are_means_over_bins_named_by_their_last_step() -> None:
         {"step": 2, "reward/gold": 0.5, "eval/x/accuracy": None},
         {"step": 4, "reward/gold": 0.5, "eval/x/accuracy": 0.3},
     ]
+
+
+def test_a_window_is_of_steps_but_of_evaluations_where_these_are_counted() -> None:
+    points = [(5, 0.9), (10, 0.9), (11, 0.9)]
+    threshold = ThresholdConfig(above=0.5, window=2)
+    assert first_step_past(points, threshold) == 11
+    assert first_step_past(points, threshold, consecutive=False) == 10
+    config = TableConfig(first={"eval/x/accuracy": threshold, "reward/gold": threshold})
+    cells = run_measures({"eval/x/accuracy": points, "reward/gold": points}, [], config)
+    assert cells == {"eval/x/accuracy.first": 10, "reward/gold.first": 11}

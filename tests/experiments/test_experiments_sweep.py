@@ -1,29 +1,34 @@
-"""Whole sweeps of tiny runs in real worker processes."""
+"""Whole sweeps of tiny runs, their workers within the test's process; tests/end_to_end has real ones."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import flatpeak
 from flatpeak.errors import UserError
 from flatpeak.experiments.sweep import SweepResult, run_sweep
-from flatpeak.experiments.table import SweepTable, read_table
+from flatpeak.experiments.table import read_table
+from flatpeak.runs.directory import RunLock
 from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.summary import read_summary
 from support.resumes import TIMES
-from support.sweeps import write_sweep
+from support.sweeps import FROM_PREFIX, PREFIX, reward, use_local_workers, write_sweep
 
-PREFIX = {
-    "data": {"call": "functions.py:write_rows", "arguments": {"count": 3}},
-    "sft": {"sft": "recipe.yaml", "settings": {"sft.steps": 2, "sft.batch_size": 4}},
-}
-START = {"model.new": None, "model.path": "${prefix}/sft/checkpoints/sft/last"}
+COMMAND = ["flatpeak", "sweep", "sweep.yaml"]
 
 
 def sweep(path: Path, **options: Any) -> tuple[SweepResult, list[str]]:
     lines: list[str] = []
-    return run_sweep(path, processes=2, notice=lines.append, command=["flatpeak", "sweep", path.name], **options), lines
+    return run_sweep(path, **{"processes": 2, "notice": lines.append, "command": COMMAND, **options}), lines
+
+
+def finished_cells(lines: list[str]) -> list[str]:
+    return [line.split("] ")[1].split()[0] for line in lines if " done in " in line]
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -32,50 +37,65 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
 
 
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return use_local_workers(monkeypatch)
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SweepResult, list[str]]:
-    """A sweep of two arms, one of which crashes, after a prefix."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, SweepResult, list[str]]]:
+    """A sweep of three arms, one of which crashes, after a prefix."""
     directory = tmp_path_factory.mktemp("finished")
-    functions = directory / "functions.py"
     path = write_sweep(
         directory,
-        settings={
-            **START,
-            "rewards": {"letters": {"type": "function", "function": f"{functions}:first_letters"}},
-            "evaluation.accuracy": None,
-            "evaluation.metric": "reward",
-        },
+        settings=FROM_PREFIX,
         prefix=PREFIX,
         arms={
             "none": {},
-            "broken": {"settings": {"rewards.letters.function": f"{functions}:broken"}},
+            "broken": {"settings": {"rewards.letters": reward(directory, "broken")}},
             "kl": {"settings": {"kl.coefficient": 0.3}},
         },
         table={"window": 2, "metrics": ["reward/mean"], "first": {"reward/mean": {"above": -1}}},
         curves={"metrics": ["reward/mean"], "every": 2},
     )
-    result, lines = sweep(path)
-    return path, result, lines
+    with pytest.MonkeyPatch.context() as patch:
+        use_local_workers(patch)
+        result, lines = sweep(path)
+    yield path, result, lines
 
 
-def test_a_failed_run_stops_no_other_and_its_row_says_why(finished: tuple[Path, SweepResult, list[str]]) -> None:
+Finished = tuple[Path, SweepResult, list[str]]
+
+
+def test_a_failed_run_stops_no_other_and_its_row_says_why(finished: Finished) -> None:
     _, result, lines = finished
-    assert (result.done, result.failed, result.exit_code) == (4, 2, 1)
+    assert (result.done, result.failed, result.stopped, result.missing, result.exit_code) == (4, 2, 0, 0, 1)
     table = read_table(result.table)
     assert table.column("arm") == ["none", "none", "broken", "broken", "kl", "kl"]
     assert table.column("seed") == [1, 2] * 3
     assert table.column("status") == ["done"] * 2 + ["failed"] * 2 + ["done"] * 2
     assert table.column("steps")[:2] == [3, 3]
+    assert table.column("end")[1:3] == ["steps", None]
     assert "no score today" in table.column("reason")[2]
     assert sum("failed" in line and "no score today" in line for line in lines) == 2
 
 
-def test_the_numbers_of_a_row_are_those_of_the_runs_own_metrics(finished: tuple[Path, SweepResult, list[str]]) -> None:
+def test_the_prefix_is_made_once_per_seed(finished: Finished) -> None:
+    _, result, lines = finished
+    steps = [f"prefix/seed-{seed}/{name}" for seed in (1, 2) for name in ("data", "sft")]
+    assert sorted(cell for cell in finished_cells(lines) if cell.startswith("prefix")) == steps
+    prefix = result.path / "prefix" / "seed-2"
+    assert json.loads((prefix / "data" / "rows.json").read_text()) == [2, 2, 2]
+
+
+def test_the_numbers_of_a_row_are_those_of_the_runs_own_metrics(finished: Finished) -> None:
     _, result, _ = finished
     rows = [row for row in rows_of(result.path / "runs" / "kl" / "seed-2") if row["stage"] == "train"]
     values = [row["reward/mean"] for row in rows]
+    assert len(set(values)) > 1
     row = read_table(result.table).rows[-1]
     assert row["reward/mean.last"] == values[-1]
+    assert row["reward/mean.best"] == max(values)
     assert row["reward/mean.final"] == pytest.approx((values[1] + values[2]) / 2, abs=1e-15)
     assert row["reward/mean.auc"] == pytest.approx((values[0] / 2 + values[1] + values[2] / 2) / 2, abs=1e-15)
     assert row["reward/mean.first"] == 1
@@ -84,55 +104,157 @@ def test_the_numbers_of_a_row_are_those_of_the_runs_own_metrics(finished: tuple[
     assert (curves.rows[-1]["step"], curves.rows[-1]["reward/mean"]) == (4, values[2])
 
 
-def test_the_same_command_again_runs_only_what_failed_and_gives_the_same_table(
-    finished: tuple[Path, SweepResult, list[str]],
+def test_the_header_names_command_versions_hardware_and_seeds(finished: Finished) -> None:
+    header = read_table(finished[1].table).header
+    assert header["sweep"] == "tiny, 6 runs"
+    assert header["flatpeak"] == flatpeak.__version__
+    assert header["command"] == "flatpeak sweep sweep.yaml"
+    assert header["seeds"] == "1-2"
+    assert header["commit"].endswith(("(clean)", "(changed files)", "git repository)"))
+    assert {"hardware", "torch"} <= header.keys()
+
+
+def test_a_run_of_a_sweep_has_the_bits_of_the_same_run_alone(
+    finished: Finished, tmp_path: Path, one_thread: None, train: Any
 ) -> None:
+    for name in ("none/seed-1", "kl/seed-2"):
+        run = finished[1].path / "runs" / name
+        settings = {"run.directory": str(tmp_path), "run.name": name}
+        alone = train(run / "config.yaml", settings=settings, progress=False).path
+        assert rows_of(alone) == rows_of(run)
+        weights = [path / "checkpoints" / "last" / "model.safetensors" for path in (alone, run)]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_the_same_command_again_tries_only_what_failed_and_gives_the_same_table(finished: Finished, local: Any) -> None:
     path, result, _ = finished
     before = read_table(result.table)
     again, lines = sweep(path)
-    assert [line for line in lines if " done in " in line] == []
+    assert finished_cells(lines) == []
+    assert len(lines) == 3  # the beginning, and both runs that fail again
     assert again.failed == 2
     assert read_table(result.table) == before
+    started = len(local.started)
     skipped, lines = sweep(path, skip_failed=True)
     assert len(lines) == 1
+    assert len(local.started) == started
     assert (skipped.failed, skipped.exit_code) == (2, 1)
     assert read_table(result.table) == before
 
 
-def test_a_run_of_a_sweep_has_the_bits_of_the_same_run_alone(
-    finished: tuple[Path, SweepResult, list[str]], tmp_path: Path, one_thread: None
-) -> None:
-    import flatpeak
-
-    _, result, _ = finished
-    for name in ("none/seed-1", "kl/seed-2"):
-        run = result.path / "runs" / name
-        settings = {"run.directory": str(tmp_path), "run.name": name}
-        alone = flatpeak.train(run / "config.yaml", settings=settings, progress=False)
-        assert rows_of(alone.path) == rows_of(run)
-        weights = [one.path if hasattr(one, "path") else one for one in (alone.path, run)]
-        first, second = ((one / "checkpoints" / "last" / "model.safetensors").read_bytes() for one in weights)
-        assert first == second
+def test_a_failed_run_whose_cause_is_gone_is_finished(tmp_path: Path, local: Any) -> None:
+    path = write_sweep(tmp_path, settings={"rewards.letters": reward(tmp_path, "late")}, seeds=1)
+    assert sweep(path)[0].failed == 1
+    with (tmp_path / "functions.py").open("a") as file:
+        file.write("\n\nlate = first_letters\n")
+    result, lines = sweep(path)
+    assert (result.done, result.exit_code) == (1, 0)
+    assert finished_cells(lines) == ["base/seed-1"]
+    assert read_table(result.table).column("reason") == [None]
 
 
-def test_changed_settings_are_refused_with_run_and_key_and_rerun_with_overwrite(
-    finished: tuple[Path, SweepResult, list[str]], tmp_path: Path
-) -> None:
-    path = write_sweep(tmp_path, arms={"a": {"settings": {"kl.coefficient": 0.1}}, "b": {}}, seeds=1)
-    sweep(path)
-    table = read_table(tmp_path / "sweeps" / "tiny" / "table.csv")
-    path = write_sweep(tmp_path, arms={"a": {"settings": {"kl.coefficient": 0.2}}, "b": {}}, seeds=1)
-    with pytest.raises(UserError, match=r"tiny: a/seed-1 was made with other settings \(kl\.coefficient: 0\.1 -> 0\.2"):
-        sweep(path)
-    assert read_table(tmp_path / "sweeps" / "tiny" / "table.csv") == table
-    _, lines = sweep(path, overwrite=True)
-    assert [line.split("] ")[1].split()[0] for line in lines if " done in " in line] == ["a/seed-1"]
-    assert read_table(tmp_path / "sweeps" / "tiny" / "table.csv").column("kl.coefficient") == [0.2, 0.0]
+def test_arms_and_seeds_can_be_added_and_only_those_are_run(tmp_path: Path, local: Any) -> None:
+    sweep(write_sweep(tmp_path, arms={"a": {}}, seeds=[1]))
+    path = write_sweep(tmp_path, arms={"a": {}, "b": {"settings": {"kl.coefficient": 0.5}}}, seeds=[1, 2])
+    _, lines = sweep(path)
+    assert finished_cells(lines) == ["b/seed-1", "a/seed-2", "b/seed-2"]
 
 
-def test_a_failed_prefix_fails_the_runs_of_its_seed_with_its_reason(tmp_path: Path) -> None:
-    path = write_sweep(tmp_path, prefix={"rows": {"call": "functions.py:fail"}}, arms={"a": {}, "b": {}}, seeds=[4])
-    result, _ = sweep(path)
-    table: SweepTable = read_table(result.table)
+def test_changed_settings_are_refused_with_run_and_key_and_rerun_with_overwrite(tmp_path: Path, local: Any) -> None:
+    def path_at(strength: float) -> Path:
+        return write_sweep(tmp_path, arms={"a": {"settings": {"kl.coefficient": strength}}, "b": {}}, seeds=1)
+
+    result, _ = sweep(path_at(0.1))
+    before = read_table(result.table)
+    problem = (
+        r"tiny: a/seed-1 was made with other settings \(kl\.coefficient: 0\.1 -> 0\.2\): put the old values back, "
+        "choose another name for the sweep, or rerun what changed with --overwrite"
+    )
+    with pytest.raises(UserError, match=problem):
+        sweep(path_at(0.2))
+    assert read_table(result.table) == before
+    _, lines = sweep(path_at(0.2), overwrite=True)
+    assert finished_cells(lines) == ["a/seed-1"]
+    assert read_table(result.table).column("kl.coefficient") == [0.2, 0.0]
+
+
+def test_a_changed_prefix_reruns_every_arm_of_its_seed(tmp_path: Path, local: Any) -> None:
+    def path_at(count: int) -> Path:
+        prefix = {"data": {"call": "functions.py:write_rows", "arguments": {"count": count}}}
+        return write_sweep(tmp_path, prefix=prefix, arms={"a": {}, "b": {}}, seeds=[1])
+
+    result, _ = sweep(path_at(2))
+    with pytest.raises(UserError, match=r"prefix/seed-1/data \(and 2 more\) was made with other settings \(its call, "):
+        sweep(path_at(3))
+    _, lines = sweep(path_at(3), overwrite=True)
+    assert finished_cells(lines) == ["prefix/seed-1/data", "a/seed-1", "b/seed-1"]
+    assert json.loads((result.path / "prefix" / "seed-1" / "data" / "rows.json").read_text()) == [1, 1, 1]
+
+
+def test_a_failed_prefix_fails_the_runs_of_its_seed_with_its_reason(tmp_path: Path, local: Any) -> None:
+    prefix = {"rows": {"call": "functions.py:fail"}, "sft": PREFIX["sft"]}
+    result, _ = sweep(write_sweep(tmp_path, prefix=prefix, arms={"a": {}, "b": {}}, seeds=[4]))
+    table = read_table(result.table)
     assert table.column("status") == ["failed", "failed"]
     assert table.column("reason") == ["prefix step rows failed: ValueError: no rows for seed 4"] * 2
+    assert not (result.path / "prefix" / "seed-4" / "sft").exists()
+
+
+def test_a_run_does_not_see_what_the_users_module_kept_of_another(tmp_path: Path, local: Any) -> None:
+    """The reward counts its calls in a list of its module."""
+    arms: dict[str, Any] = {"first": {"settings": {"run.checkpoint_every": 2}}, "second": {}}
+    settings = {"rewards.letters": reward(tmp_path, "counted")}
+    result, _ = sweep(write_sweep(tmp_path, settings=settings, seeds=1, arms=arms), processes=1)
+    assert result.done == 2
+    first, second = (rows_of(result.path / "runs" / arm / "seed-1") for arm in arms)
+    assert first == second
+    assert len({row["reward/mean"] for row in first if row["stage"] == "train"}) > 1
+
+
+@pytest.mark.parametrize(("keep", "expected"), [("all", 5), ("last", 1), ("none", 0)])
+def test_the_checkpoints_of_a_finished_run_stay_as_the_sweep_says(
+    tmp_path: Path, local: Any, keep: str, expected: int
+) -> None:
+    settings = {"training.steps": 4, "run.keep_checkpoints": 9}
+    result, _ = sweep(write_sweep(tmp_path, settings=settings, seeds=1, keep=keep))
+    run = result.path / "runs" / "base" / "seed-1"
+    summary = read_summary(run / "summary.json")
+    assert len(summary.checkpoints) == expected
+    links = {path.name: path.resolve().exists() for path in (run / "checkpoints").iterdir() if path.is_symlink()}
+    assert all(links.values())
+    assert ("last" in links) == (expected > 0)
+    again, lines = sweep(tmp_path / "sweep.yaml")
+    assert finished_cells(lines) == []
+    assert again.done == 1
+
+
+def test_two_processes_never_work_on_one_sweep(tmp_path: Path, local: Any) -> None:
+    path = write_sweep(tmp_path, seeds=1)
+    directory = tmp_path / "sweeps" / "tiny"
+    directory.mkdir(parents=True)
+    lock = RunLock(directory / ".lock")
+    with pytest.raises(UserError, match="another process works on this sweep"):
+        sweep(path)
+    lock.release()
+    assert sweep(path)[0].done == 1
+
+
+def test_each_worker_sees_one_gpu_of_its_own(tmp_path: Path, local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    outcome = {"status": "failed", "reason": "this machine has none", "seconds": 0.0}
+    monkeypatch.setattr("flatpeak.experiments.cell_worker.run_job", lambda job: outcome)
+
+    def gpus(device: str, name: str, processes: int | None) -> list[str | None]:
+        local.started.clear()
+        sweep(write_sweep(tmp_path, settings={"model.device": device}, seeds="1-5", name=name), processes=processes)
+        return [worker.gpu for worker in local.started]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
+    assert gpus("auto", "listed", None) == ["GPU-a", "GPU-b"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpus("auto", "all", None) == ["0", "1"]
+    assert gpus("auto", "shared", 3) == ["0", "1", "0"]
+    assert gpus("cpu", "none", 2) == [None, None]

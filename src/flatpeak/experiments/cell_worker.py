@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import flatpeak
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError, brief
 from flatpeak.experiments.records import prune_checkpoints
@@ -44,11 +43,12 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_read_jobs, args=(connection.makefile("r", encoding="utf-8"), jobs), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    fresh = _ProcessState()
+    fresh = ProcessState()
     while (job := jobs.get()) is not None:
         with fresh.restored():
             outcome = run_job(job)
         connection.sendall((json.dumps(outcome) + "\n").encode())
+    os._exit(0)  # nothing is left to do, and torch's own way out takes seconds
 
 
 def _read_jobs(lines: Any, jobs: queue.SimpleQueue[Job | None]) -> None:
@@ -64,13 +64,13 @@ def _read_jobs(lines: Any, jobs: queue.SimpleQueue[Job | None]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _ProcessState:
+class ProcessState:
     """The state of a fresh process that a run may change: random numbers, threads, environment, modules of the user."""
 
     def __init__(self) -> None:
         import torch  # here: see above
 
-        self._seed = torch.initial_seed()
+        self.seed = torch.initial_seed()
         self._threads = torch.get_num_threads()
         self._environment = dict(os.environ)
         self._directory = Path.cwd()
@@ -81,7 +81,7 @@ class _ProcessState:
         """Begin as a fresh process would, and clear away after."""
         import torch
 
-        torch.manual_seed(self._seed)
+        torch.manual_seed(self.seed)
         torch.set_num_threads(self._threads)
         try:
             yield
@@ -126,9 +126,24 @@ def run_job(job: Job) -> Outcome:
 
 def _train(job: Job) -> bool:
     """Train, from where an earlier start was left; returns whether a signal stopped it."""
-    trainers = {"train": flatpeak.train, "sft": flatpeak.sft, "reward_model": flatpeak.train_reward_model}
-    config = parse_config(job["recipe"])
-    result = trainers[job["kind"]](config, progress=False, resume=True, command=job["command"])
+    from flatpeak.pipeline.build import CallerObjects  # here: all of them load torch
+    from flatpeak.pipeline.lifecycle import RunRequest
+    from flatpeak.pipeline.train import run_stages
+    from flatpeak.pipeline.train_reward_model import run_reward_model
+
+    request = RunRequest(
+        recipe=parse_config(job["recipe"]),
+        settings=None,
+        progress=False,
+        resume=True,
+        overwrite=False,
+        command=job["command"],
+        report=job["report"],
+    )
+    if job["kind"] == "reward_model":
+        result = run_reward_model(request)
+    else:
+        result = run_stages(request, CallerObjects(), stages=("sft", "train") if job["kind"] == "train" else ("sft",))
     if not result.exit_code and job["keep"] != "all":
         prune_checkpoints(result.path, keep=job["keep"])
     return bool(result.exit_code)

@@ -127,6 +127,8 @@ class SweepConfig(StrictConfig):
     curves: CurvesConfig | None = None
     keep: Literal["all", "last", "none"] = "last"
     """The checkpoints that stay of a finished run."""
+    report: bool = False
+    """Whether every run gets its report page, which takes about a second; `flatpeak report RUN` writes one later."""
 
     @field_validator("seeds", mode="before")
     @classmethod

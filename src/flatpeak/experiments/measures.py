@@ -71,7 +71,9 @@ def run_measures(series: Mapping[str, Series], names: Sequence[str], config: Tab
         )
         cells[f"{name}.auc"] = mean_by_area(points)
     for name, threshold in config.first.items():
-        cells[f"{name}.first"] = first_step_past(series.get(name, []), threshold)
+        cells[f"{name}.first"] = first_step_past(
+            series.get(name, []), threshold, consecutive=not name.startswith(_EVALUATION)
+        )
     return cells
 
 
@@ -99,15 +101,16 @@ def mean_by_area(points: Series) -> float | None:
     return area / (present[-1][0] - present[0][0])
 
 
-def first_step_past(points: Series, threshold: ThresholdConfig) -> int | None:
-    """The first step at which the mean of the last `window` values has passed the threshold; None where it never has.
+def first_step_past(points: Series, threshold: ThresholdConfig, *, consecutive: bool = True) -> int | None:
+    """The first step at which the mean over the last `window` steps has passed the threshold; None where it never has.
 
-    All `window` values must be there.
+    All of them must have a value. `consecutive` False counts only the steps that log it, as of evaluations.
     """
     window = threshold.window
     for end in range(window, len(points) + 1):
-        values = [value for _, value in points[end - window : end] if value is not None]
-        if len(values) < window:
+        inside = points[end - window : end]
+        values = [value for _, value in inside if value is not None]
+        if len(values) < window or (consecutive and inside[-1][0] - inside[0][0] != window - 1):
             continue
         mean = math.fsum(values) / window
         if (threshold.above is not None and mean > threshold.above) or (

@@ -119,7 +119,7 @@ def build_plan(config: SweepConfig, *, processes: int | None = None) -> SweepPla
     directory = Path(config.directory) / config.name
     tuned = _tuned(config)
     variants = _variants(config, tuned)
-    count = config_processes(variants, config, processes)
+    count = process_count(variants, config, processes)
     threads = 1 if count > 1 else None
     steps: list[PrefixStep] = []
     last: dict[int, str] = {}
@@ -171,7 +171,7 @@ def _choice(arm: str, values: TunedValues, config: SweepConfig) -> str:
     )
 
 
-def config_processes(variants: Sequence[_Variant], config: SweepConfig, processes: int | None) -> int:
+def process_count(variants: Sequence[_Variant], config: SweepConfig, processes: int | None) -> int:
     """The number of worker processes: those asked for, else what the cores hold; no more than there is work for."""
     if processes is not None and processes < 1:
         raise UserError(f"--processes {processes}: give at least 1")

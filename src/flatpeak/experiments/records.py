@@ -83,7 +83,7 @@ def cell_state(cell: PrefixStep | PlannedRun) -> CellState:
     record = read_record(cell)
     summary = _summary(cell) if isinstance(cell, PlannedRun) else None
     if (summary is not None and summary.status == "done") or (
-        summary is None and record is not None and record.status == "done" and isinstance(cell, PrefixStep)
+        isinstance(cell, PrefixStep) and record is not None and record.status == "done" and cell.path.exists()
     ):
         return CellState(status="done", summary=summary)
     if record is None:

@@ -84,7 +84,7 @@ class TableWriter:
             "status": state.status,
             "reason": state.reason if state.status == "failed" else None,
             "steps": steps,
-            "end": None if state.status != "done" else "steps" if steps == run.recipe.training.steps else "stop_at",
+            "end": (summary.ended_by or "steps") if summary and state.status == "done" else None,
             "seconds": summary.wall_seconds if summary and state.status == "done" else None,
         }
 

@@ -255,6 +255,7 @@ class _Sweep:
             "log": str(log_path(cell)),
             "recipe": cell.written,
             "keep": self.plan.config.keep if isinstance(cell, PlannedRun) else "all",
+            "report": self.plan.config.report,
             "command": self.command,
         }
         if isinstance(cell, PrefixStep) and cell.config.kind == "call":

@@ -46,6 +46,8 @@ class RunRequest:
     resume: bool
     overwrite: bool
     command: Sequence[str] | None
+    report: bool = True
+    """Whether the report page is written at the end, which takes a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class RunResult:
     summary: RunSummary
     """The content of summary.json."""
     report: Path
-    """The report page."""
+    """The report page; `flatpeak report` writes that of a sweep's run."""
     exit_code: int
     """0 when done; 130 or 143 when a signal stopped it, with a valid checkpoint left."""
 
@@ -244,7 +246,7 @@ def open_run(request: RunRequest, config: RunConfig, *, metric: str, notices: It
             run.resume_point = read_resume_point(config, run.progress)
         with run.resources:
             yield run
-        report = write_report_of(run.directory, run.progress)
+        report = write_report_of(run.directory, run.progress) if request.report else run.directory.report
         run.result = RunResult(
             path=run.directory.path, summary=run.summary, report=report, exit_code=run.stop.exit_code
         )

@@ -74,7 +74,12 @@ def train_reward_model(
     request = RunRequest(
         recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
     )
-    resolved = resolve_config(config, settings)
+    return run_reward_model(request, model=model, tokenizer=tokenizer)
+
+
+def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any = None) -> RunResult:
+    """Train a reward model as requested, from where it was left."""
+    resolved = resolve_config(request.recipe, request.settings)
     with open_run(request, resolved, metric="accuracy") as run:
         checkpoint = run.resume_point.train
         components = build_reward_model_components(

@@ -1,0 +1,105 @@
+"""One job after another in a worker: outcomes, logs, and a process that is as fresh for each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatpeak.experiments.cell_worker import ProcessState, run_job
+
+SOURCE = """
+import os, signal, sys
+
+
+def fill(directory, seed, text):
+    (directory / "file").write_text(f"{text} {seed}")
+    os.write(1, b"printed\\n")
+
+
+def leave(directory, seed):
+    sys.exit("enough")
+
+
+def fail(directory, seed):
+    raise KeyError("no\\nsuch row")
+
+
+def stopped(directory, seed):
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(10**7):
+        pass
+
+
+def change(directory, seed):
+    import neighbour
+    import torch
+    os.environ["FLATPEAK_TEST"] = "changed"
+    os.chdir(directory)
+    torch.manual_seed(5)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    neighbour.seen.append(seed)
+    (directory / "seen").write_text(str(neighbour.seen))
+"""
+
+
+def job(directory: Path, function: str, **arguments: Any) -> dict[str, Any]:
+    (directory / "code.py").write_text(SOURCE)
+    call = f"{directory / 'code.py'}:{function}"
+    return {
+        "kind": "call",
+        "path": str(directory / "out"),
+        "log": str(directory / "job.log"),
+        "call": call,
+        "seed": 3,
+        "arguments": arguments,
+    }
+
+
+def test_a_call_fills_its_directory_and_its_output_is_in_its_log(tmp_path: Path) -> None:
+    outcome = run_job(job(tmp_path, "fill", text="rows"))
+    assert (outcome["status"], outcome["reason"]) == ("done", None)
+    assert 0 <= outcome["seconds"] < 60
+    assert (tmp_path / "out" / "file").read_text() == "rows 3"
+    assert (tmp_path / "job.log").read_text() == "printed\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "reason"),
+    [
+        ("leave", "failed", "SystemExit: enough"),
+        ("fail", "failed", r"KeyError: 'no\nsuch row'"),
+        ("stopped", "stopped", "stopped by a signal"),
+        ("fil", "failed", None),
+    ],
+)
+def test_whatever_a_job_raises_is_its_outcome(tmp_path: Path, function: str, status: str, reason: str | None) -> None:
+    outcome = run_job(job(tmp_path, function))
+    assert outcome["status"] == status
+    if reason is None:
+        assert "has no 'fil', did you mean 'fill'" in outcome["reason"]
+    else:
+        assert outcome["reason"] == reason
+
+
+def test_each_job_finds_the_process_as_the_first_one_did(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("seen = []\n")
+    state = ProcessState()
+    threads, directory, path = torch.get_num_threads(), Path.cwd(), list(sys.path)
+    for _ in range(2):
+        with state.restored():
+            assert torch.get_num_threads() == threads
+            assert torch.initial_seed() == state.seed
+            first = torch.rand(3)
+            assert run_job(job(tmp_path, "change"))["status"] == "done"
+        assert (tmp_path / "out" / "seen").read_text() == "[3]"
+        assert "FLATPEAK_TEST" not in os.environ
+        assert Path.cwd() == directory
+        assert sys.path == path
+        assert "neighbour" not in sys.modules
+    with state.restored():
+        assert torch.equal(torch.rand(3), first)

@@ -1,0 +1,65 @@
+"""Worker processes that end on their own: the reasons that the sweep is given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from flatpeak.experiments import worker_process
+from flatpeak.experiments.worker_process import WorkerProcess
+
+START = "import sys, os, socket, time; link = socket.socket(fileno=int(sys.argv[1])); "
+
+
+def reason_of(worker: WorkerProcess) -> str:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            assert worker.receive() is None
+        except EOFError as death:
+            worker.close()
+            return str(death)
+        time.sleep(0.01)
+    raise AssertionError("the death was not noticed")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("sys.exit(3)", "the worker process ended with exit code 3 (see {log})"),
+        ("os.abort()", "the worker process was killed by SIGABRT"),
+        ("link.sendall(b'{\"status\"'); os._exit(0)", "the worker process ended with exit code 0 (see {log})"),
+    ],
+)
+def test_the_reason_of_a_death_names_the_exit_code_or_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
+) -> None:
+    monkeypatch.setattr(worker_process, "_BOOT", START + code)
+    worker = WorkerProcess(0, log=tmp_path / "logs" / "worker-0.log")
+    worker.send({"kind": "call"})
+    assert reason_of(worker) == reason.format(log=tmp_path / "logs" / "worker-0.log")
+
+
+def test_a_worker_is_a_session_of_its_own_with_its_gpu_and_answers_in_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import json; job = json.loads(link.makefile().readline()); "
+        "answer = dict(job, gpu=os.environ['CUDA_VISIBLE_DEVICES'], session=os.getsid(0) == os.getpid()); "
+        "line = json.dumps(answer).encode() + b'\\n'; link.sendall(line[:5]); time.sleep(0.1); link.sendall(line[5:]); "
+        "time.sleep(60)"
+    )
+    monkeypatch.setattr(worker_process, "_BOOT", START + code)
+    worker = WorkerProcess(0, log=tmp_path / "worker-0.log", gpu="GPU-b")
+    worker.send({"kind": "x" * 100_000})
+    outcome = None
+    while outcome is None:
+        outcome = worker.receive()
+        time.sleep(0.01)
+    assert outcome == {"kind": "x" * 100_000, "gpu": "GPU-b", "session": True}
+    os.kill(worker.pid, signal.SIGKILL)
+    assert reason_of(worker) == "the worker process was killed by SIGKILL, as the system does when memory runs out"
