@@ -10,7 +10,7 @@ VLLM_BIN := .venv-vllm/bin
 BENCH := benchmarks/out
 BENCH_PARTS ?= engine training_pass mixed_lengths step memory time_to_accuracy
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench study study-report clean
 
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 demo: .venv/installed
@@ -39,6 +39,26 @@ bench: .venv/installed-dev $(if $(FLATPEAK_VLLM_PYTHON),,.venv-vllm/installed)
 		$(BIN)/python -m benchmarks.cpu.$$part --json $(BENCH)/$$part.json $(if $(QUICK),--quick) || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.harness.report $(BENCH) $(if $(QUICK),--into $(BENCH)/RESULTS.md)
+
+# The sweeps of docs/results/reward_hacking.md, hours on two cores; stopped, they go on where they were. MKL is faster
+# than oneDNN for models this small (docs/results/LOG.md).
+STUDY := recipes/studies/reward_hacking
+STUDY_TABLES := docs/results/reward_hacking
+SWEEP := FLATPEAK_MATMUL=mkl $(BIN)/flatpeak sweep
+study: .venv/installed-dev
+	$(SWEEP) $(STUDY)/tuning.yaml
+	cp runs/reward_hacking/tuning/table.csv $(STUDY_TABLES)/tuning.csv
+	for bed in sharp flat learned; do $(SWEEP) $(STUDY)/$$bed.yaml || exit 1; done
+	for dose in 0.01 0.04 0.06; do \
+		$(SWEEP) $(STUDY)/dose.yaml name=dose-$$dose prefix.data.arguments.trap=$$dose || exit 1; \
+	done
+	for bed in sharp flat learned dose-0.01 dose-0.04 dose-0.06; do \
+		cp runs/reward_hacking/$$bed/table.csv $(STUDY_TABLES)/$$bed.csv; \
+		cp runs/reward_hacking/$$bed/curves.csv $(STUDY_TABLES)/$$bed-curves.csv; \
+	done
+
+study-report: .venv/installed-dev
+	$(BIN)/python $(STUDY_TABLES)/make_report.py
 
 # The stamps are made last, so that an installation that failed is tried again. torch goes first and alone: any other
 # order may fetch gigabytes of CUDA builds.
