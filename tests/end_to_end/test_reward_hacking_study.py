@@ -1,4 +1,4 @@
-"""The analysis of the reward-hacking study: its rules on tables made by hand, and its page from the committed tables."""
+"""The analysis of the reward-hacking study: its rules on tables made by hand, and the page from the committed ones."""
 
 import importlib.util
 import math
