@@ -132,6 +132,17 @@ def test_an_arm_with_several_settings_is_several_arms() -> None:
     assert [arm.name for arm in read_arms(table(rows, columns))] == ["gr,gr=1", "gr,gr=ratio:3", "none"]
 
 
+def test_a_setting_that_follows_from_another_is_no_part_of_an_arms_name() -> None:
+    columns = ("arm", "strength", "section", "rate", *COLUMNS[2:])
+    rows = [
+        {**row("sam", seed, 0.1, 0.1, 1), "strength": strength, "section": {"step": strength}, "rate": rate}
+        for strength, rate in ((1, 5), (2, 5), (2, 6))
+        for seed in (1, 2)
+    ]
+    names = [arm.name for arm in read_arms(table(rows, columns))]
+    assert names == ["sam,strength=1,rate=5", "sam,strength=2,rate=5", "sam,strength=2,rate=6"]
+
+
 def test_an_arm_without_any_finished_run_stays_in_the_tables() -> None:
     rows = [one if one["arm"] != "kl" else {**ROWS[6], "seed": one["seed"]} for one in ROWS]
     comparison = compare(table(rows))

@@ -19,7 +19,8 @@ from flatpeak.experiments.comparison_report import (
     to_markdown,
     write_comparison,
 )
-from support.sweep_tables import table, write_sweep
+from flatpeak.experiments.table import write_table
+from support.sweep_tables import ROWS, failed, row, table, write_sweep
 
 
 def cells(line: str) -> list[str]:
@@ -85,6 +86,35 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (directory / "plots").write_text("in the way")
     with pytest.raises(UserError, match="sharp: cannot be written"):
         write_comparison(directory / "table.csv")
+
+
+def test_runs_of_one_arm_that_failed_alike_share_a_line() -> None:
+    rows = [*ROWS[:4], failed("kl", 1, "nan"), failed("kl", 2, "nan"), failed("kl", 3, "memory"), row("kl", 4, 0, 0, 1)]
+    text = to_markdown(compare(table(rows)))
+    assert "\n- kl, seeds 1, 2: failed (nan)\n- kl, seed 3: failed (memory)\n" in text
+
+
+def test_many_arms_have_strips_only(tmp_path: Path) -> None:
+    rows = [row(f"arm{index}", seed, 0.1 * seed, 0.0, None) for index in range(13) for seed in (1, 2)]
+    write_table(table(rows), tmp_path / "table.csv")
+    comparison = write_comparison(tmp_path / "table.csv", metrics=["reward/gold"])
+    assert len(comparison.arms) == 13
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["strip_reward-gold.final.svg"]
+    assert "With more than 12 arms there are strips only." in (tmp_path / "comparison.md").read_text()
+
+
+def test_curves_of_a_partial_sweep_keep_the_names_of_the_table(tmp_path: Path) -> None:
+    rows = [row("none", 1, 0.1, 0.0, None), {**row("kl", 1, 0.2, 0.0, None), "kl.coefficient": 0.1}]
+    rows.append({**failed("kl", 1, "nan"), "kl.coefficient": 0.2})
+    write_table(table(rows), tmp_path / "table.csv")
+    columns = ("arm", "kl.coefficient", "seed", "step", "reward/gold")
+    curves = [{**one, "step": 10, "reward/gold": 0.1} for one in rows[:2]]
+    write_table(table(curves, columns), tmp_path / "curves.csv")
+    write_comparison(tmp_path / "table.csv")
+    assert "kl,coefficient=0.1, n = 1" in (tmp_path / "plots" / "curve_reward-gold.svg").read_text()
+    write_table(table([{**curves[0], "kl.coefficient": 0.7}], columns), tmp_path / "curves.csv")
+    with pytest.raises(UserError, match=r"curves\.csv has runs of arm none that table\.csv lacks"):
+        write_comparison(tmp_path / "table.csv")
 
 
 def test_numbers_are_short_and_absent_ones_are_dashes() -> None:

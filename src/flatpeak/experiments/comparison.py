@@ -185,19 +185,39 @@ def read_arms(table: SweepTable) -> list[ArmRuns]:
 
 
 def arm_names(table: SweepTable) -> list[str]:
-    """The name of each row's arm, with the settings that vary within the arm."""
-    settings = table.columns[table.columns.index("arm") + 1 : table.columns.index("seed")]
-    values: dict[tuple[str, str], set[str]] = {}
+    """The name of each row's arm, with those settings that distinguish it from others of the name."""
+    variants: dict[str, dict[tuple[str, ...], None]] = {}
     for row in table.rows:
-        for key in settings:
-            values.setdefault((row["arm"], key), set()).add(repr(row[key]))
+        variants.setdefault(row["arm"], {})[settings_key(table, row)] = None
+    keys = _settings(table)
+    needed = {arm: _distinguishing(list(combinations)) for arm, combinations in variants.items()}
     names = []
     for row in table.rows:
-        varied = [key for key in settings if len(values[row["arm"], key]) > 1]
-        ends = [key.rpartition(".")[2] for key in varied]
-        short = {key: end if ends.count(end) == 1 else key for key, end in zip(varied, ends, strict=True)}
-        names.append(",".join([str(row["arm"]), *(f"{short[key]}={row[key]}" for key in varied)]))
+        own = [keys[index] for index in needed[row["arm"]]]
+        ends = [key.rpartition(".")[2] for key in own]
+        short = {key: end if ends.count(end) == 1 else key for key, end in zip(own, ends, strict=True)}
+        names.append(",".join([str(row["arm"]), *(f"{short[key]}={row[key]}" for key in own)]))
     return names
+
+
+def settings_key(table: SweepTable, row: Row) -> tuple[str, ...]:
+    """The settings of a row, which identify its arm together with the arm's own name."""
+    return tuple(repr(row[key]) for key in _settings(table))
+
+
+def _settings(table: SweepTable) -> tuple[str, ...]:
+    return table.columns[table.columns.index("arm") + 1 : table.columns.index("seed")]
+
+
+def _distinguishing(combinations: Sequence[tuple[str, ...]]) -> list[int]:
+    """The positions that distinguish the combinations, without those that add nothing to the ones before."""
+    chosen: list[int] = []
+    distinct = 1
+    for index in range(len(combinations[0])):
+        split = len({tuple(one[place] for place in (*chosen, index)) for one in combinations})
+        if split > distinct:
+            chosen, distinct = [*chosen, index], split
+    return chosen
 
 
 def metric_columns(table: SweepTable, rows: Sequence[Row], patterns: Sequence[str] = ()) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from flatpeak.experiments.comparison import FIRST, ArmRuns, Comparison, arm_names, metric_value, never_passed
+from flatpeak.errors import UserError
+from flatpeak.experiments.comparison import FIRST, ArmRuns, Comparison, metric_value, never_passed, settings_key
 from flatpeak.experiments.plots import (
     ArmStyle,
     PairedValues,
@@ -22,6 +23,8 @@ GOLD: Final = "reward/gold"
 PROXIES: Final = ("reward/proxy", "reward/mean")
 """The reward that training pays for: a part of that name, else the total."""
 KL: Final = "rollout/kl_sequence"
+MOST_ARMS: Final = 12
+"""Arms in the plots that have a panel for each; a table of more, such as that of a tuning sweep, has strips only."""
 _MEANINGS: Final = {
     ".final": "mean of the final steps",
     ".last": "last value",
@@ -32,7 +35,7 @@ _MEANINGS: Final = {
 
 
 def draw_plots(comparison: Comparison, curves: SweepTable | None) -> dict[str, str]:
-    """Draw every figure that the data has; SVG texts by file name."""
+    """Draw every plot that the data has; SVG texts by file name."""
     styles = arm_styles([arm.name for arm in comparison.arms], baseline=comparison.baseline)
     drawn: dict[str, str] = {}
     for column in comparison.metrics:
@@ -40,6 +43,8 @@ def draw_plots(comparison: Comparison, curves: SweepTable | None) -> dict[str, s
         known = {arm: [value for value in own.values() if value is not None] for arm, own in values.items()}
         if any(known.values()):
             drawn[f"strip_{_slug(column)}.svg"] = strip(known, styles=styles, label=axis_label(column))
+        if len(comparison.arms) > MOST_ARMS:
+            continue
         pairs = _pairs(comparison, column, values)
         if pairs:
             drawn[f"paired_{_slug(column)}.svg"] = paired_dots(
@@ -52,7 +57,9 @@ def draw_plots(comparison: Comparison, curves: SweepTable | None) -> dict[str, s
                 baseline=comparison.baseline,
                 label=f"share of runs not past the threshold of {column.removesuffix(FIRST)}",
             )
-    return drawn | ({} if curves is None else _draw_curves(curves, styles, comparison.baseline))
+    if curves is None or len(comparison.arms) > MOST_ARMS:
+        return drawn
+    return drawn | _draw_curves(curves, comparison, styles)
 
 
 def axis_label(column: str) -> str:
@@ -63,10 +70,18 @@ def axis_label(column: str) -> str:
     return column
 
 
-def _draw_curves(curves: SweepTable, styles: dict[str, ArmStyle], baseline: str) -> dict[str, str]:
+def _draw_curves(curves: SweepTable, comparison: Comparison, styles: dict[str, ArmStyle]) -> dict[str, str]:
+    baseline = comparison.baseline
+    # Only finished runs have curves: named by themselves, their arms might need fewer settings than those of the table.
+    names = {(row["arm"], settings_key(curves, row)): arm.name for arm in comparison.arms for row in arm.done.values()}
     metrics = curves.columns[curves.columns.index("step") + 1 :]
     runs: dict[str, dict[Any, dict[str, dict[int, float]]]] = {}
-    for arm, row in zip(arm_names(curves), curves.rows, strict=True):
+    for row in curves.rows:
+        arm = names.get((row["arm"], settings_key(curves, row)))
+        if arm is None:
+            raise UserError(
+                f"curves.csv has runs of arm {row['arm']} that table.csv lacks: write both again by flatpeak sweep"
+            )
         run = runs.setdefault(arm, {}).setdefault(row["seed"], {metric: {} for metric in metrics})
         for metric in metrics:
             if row[metric] is not None:

@@ -41,7 +41,7 @@ def write_comparison(
     alpha: float = 0.05,
 ) -> Comparison:
     """Compare the arms of the table at `path`; write comparison.md, comparison.json and plots/ beside it."""
-    from flatpeak.experiments.comparison_plots import draw_plots
+    from flatpeak.experiments.comparison_plots import MOST_ARMS, draw_plots
 
     table = read_table(path)
     comparison = compare(table, baseline=baseline, metrics=metrics, at_least=at_least, alpha=alpha)
@@ -53,6 +53,8 @@ def write_comparison(
             write_atomic(path.parent / "plots" / name, svg)
         write_atomic(path.with_name("comparison.json"), to_json(comparison))
         images = "".join(f"\n![{Path(name).stem}](plots/{name})\n" for name in plots)
+        if len(comparison.arms) > MOST_ARMS:
+            images = f"\nWith more than {MOST_ARMS} arms there are strips only.\n{images}"
         write_atomic(path.with_name("comparison.md"), f"{to_markdown(comparison)}{images}")
     except OSError as error:
         raise UserError(f"{path.parent}: cannot be written ({error}); copy the table to a folder of yours") from None
@@ -102,9 +104,12 @@ def _runs_line(comparison: Comparison) -> str:
 def _unfinished_lines(comparison: Comparison) -> list[str]:
     if not comparison.unfinished:
         return []
+    seeds: dict[tuple[str, str, str | None], list[str]] = {}
+    for run in comparison.unfinished:
+        seeds.setdefault((run.arm, run.status, run.reason), []).append(str(run.seed))
     lines = [
-        f"- {run.arm}, seed {run.seed}: {run.status}" + (f" ({run.reason})" if run.reason else "")
-        for run in comparison.unfinished
+        f"- {arm}, seed{'s' * (len(own) > 1)} {', '.join(own)}: {status}" + (f" ({reason})" if reason else "")
+        for (arm, status, reason), own in seeds.items()
     ]
     return ["Not done, and in no figure below:", "\n".join(lines)]
 
