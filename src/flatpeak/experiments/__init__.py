@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from flatpeak.experiments.power import power_of_paired_t as power_of_paired_t
     from flatpeak.experiments.power import seeds_needed as seeds_needed
     from flatpeak.experiments.power import seeds_needed_mcnemar as seeds_needed_mcnemar
-    from flatpeak.experiments.selection import Selection as Selection
-    from flatpeak.experiments.selection import check_disjoint as check_disjoint
-    from flatpeak.experiments.selection import select_best as select_best
     from flatpeak.experiments.statistics import Difference as Difference
     from flatpeak.experiments.statistics import Equivalence as Equivalence
     from flatpeak.experiments.statistics import MeanEstimate as MeanEstimate
@@ -42,7 +39,6 @@ _HOMES = {
     "config": ("SweepConfig", "read_sweep"),
     "mcnemar": ("McNemar", "mcnemar_exact"),
     "power": ("power_of_mcnemar", "power_of_paired_t", "seeds_needed", "seeds_needed_mcnemar"),
-    "selection": ("Selection", "check_disjoint", "select_best"),
     "statistics": (
         *("Difference", "Equivalence", "MeanEstimate", "Slope"),
         *("holm", "mean_over_seeds", "paired_bca", "paired_t", "slope", "tost", "welch"),
