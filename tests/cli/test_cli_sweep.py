@@ -55,4 +55,4 @@ def test_the_last_line_counts_the_runs_and_names_the_table(
         counts = {"done": 1, "failed": 0, "stopped": 0, "missing": 0, "exit_code": 0}
         assert json.loads(last) == {"path": str(table.parent), "table": str(table), **counts}
     else:
-        assert last == f"sweep: 1 runs done, {table}"
+        assert last == f"sweep: 1 run done, {table}"

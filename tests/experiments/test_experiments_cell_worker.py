@@ -73,14 +73,14 @@ def test_a_call_fills_its_directory_and_its_output_is_in_its_log(tmp_path: Path)
     [
         ("leave", "failed", "SystemExit: enough"),
         ("fail", "failed", r"KeyError: 'no\nsuch row'"),
-        ("stopped", "stopped", "stopped by a signal"),
-        ("fil", "failed", None),
+        ("stopped", "stopped", None),
+        ("fil", "failed", ...),
     ],
 )
-def test_whatever_a_job_raises_is_its_outcome(tmp_path: Path, function: str, status: str, reason: str | None) -> None:
+def test_whatever_a_job_raises_is_its_outcome(tmp_path: Path, function: str, status: str, reason: Any) -> None:
     outcome = run_job(job(tmp_path, function))
     assert outcome["status"] == status
-    if reason is None:
+    if reason is ...:
         assert "has no 'fil', did you mean 'fill'" in outcome["reason"]
     else:
         assert outcome["reason"] == reason

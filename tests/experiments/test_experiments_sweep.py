@@ -249,7 +249,7 @@ def test_each_worker_sees_one_gpu_of_its_own(tmp_path: Path, local: Any, monkeyp
 
     def gpus(device: str, name: str, processes: int | None) -> list[str | None]:
         local.started.clear()
-        sweep(write_sweep(tmp_path, settings={"model.device": device}, seeds="1-5", name=name), processes=processes)
+        sweep(write_sweep(tmp_path, settings={"model.device": device}, seeds="1-3", name=name), processes=processes)
         return [worker.gpu for worker in local.started]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")

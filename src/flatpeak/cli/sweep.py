@@ -78,5 +78,9 @@ def _print_plan(plan: SweepPlan, *, as_json: bool) -> None:
 
 
 def _counts(done: int, failed: int, left: int) -> str:
-    texts = [f"{done} runs done", *([f"{failed} failed"] if failed else []), *([f"{left} left"] if left else [])]
+    texts = [
+        "1 run done" if done == 1 else f"{done} runs done",
+        *([f"{failed} failed"] if failed else []),
+        *([f"{left} left"] if left else []),
+    ]
     return ", ".join(texts)

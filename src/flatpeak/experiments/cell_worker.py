@@ -110,10 +110,9 @@ def run_job(job: Job) -> Outcome:
     started = time.perf_counter()
     with _output_in(Path(job["log"])), _stoppable():
         try:
-            stopped = _CALLS[job["kind"]](job)
-            status, reason = ("stopped", "stopped by a signal") if stopped else ("done", None)
+            status, reason = "stopped" if _CALLS[job["kind"]](job) else "done", None
         except KeyboardInterrupt:
-            status, reason = "stopped", "stopped by a signal"
+            status, reason = "stopped", None
         except UserError as error:
             status, reason = "failed", brief(error)
         except BaseException as error:  # SystemExit of the user's code too: it ends a run, never the worker

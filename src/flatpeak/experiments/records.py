@@ -145,11 +145,12 @@ def prune_checkpoints(run: Path, *, keep: Literal["all", "last", "none"]) -> Non
         return
     paths = RunPaths(run)
     summary = read_summary(paths.summary)
-    last = (paths.checkpoints / LAST).resolve().name if keep == "last" else ""
+    steps = checkpoint_steps(paths.checkpoints)
+    for step in steps[:-1] if keep == "last" else steps:
+        shutil.rmtree(paths.checkpoints / checkpoint_name(step))
+    for step in checkpoint_steps(paths.sft_checkpoints):
+        shutil.rmtree(paths.sft_checkpoints / checkpoint_name(step))
     for parent in (paths.checkpoints, paths.sft_checkpoints):
-        for step in checkpoint_steps(parent):
-            if parent != paths.checkpoints or checkpoint_name(step) != last:
-                shutil.rmtree(parent / checkpoint_name(step))
         for name in (BEST, LAST):
             if not (parent / name).exists():
                 (parent / name).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +115,7 @@ class TableWriter:
             "sweep": f"{config.name}, {len(self.plan.runs)} runs",
             "flatpeak": _distinct(start["versions"].get("flatpeak", flatpeak.__version__) for start in starts),
             "commit": _distinct(_commit(start["commit"]["flatpeak"]) for start in starts),
-            "command": " ".join(self.command),
+            "command": shlex.join(self.command),
             "hardware": _distinct(_hardware(start["hardware"]) for start in starts),
             "torch": _distinct(str(start["versions"].get("torch")) for start in starts),
             "seeds": _ranges(config.seeds),

@@ -32,6 +32,7 @@ from flatpeak.experiments.worker_process import WorkerProcess
 from flatpeak.runs.directory import RunLock
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.signals import StopSignals
+from flatpeak.utils.redaction import redact
 
 Cell = PrefixStep | PlannedRun
 Phase = Literal["waiting", "busy", "done", "failed", "stopped"]
@@ -75,13 +76,12 @@ def run_sweep(
     """
     config = sweep if isinstance(sweep, SweepConfig) else read_sweep(sweep, settings)
     plan = plan_sweep(config, processes)
-    plan.directory.mkdir(parents=True, exist_ok=True)
-    with closing(_Lock(plan.directory / _LOCK)):
+    with closing(_Lock(plan.directory)):
         if overwrite:
             for cell in affected(plan):
                 remove_cell(cell)
         refuse_changed(config.name, plan.by_seed)
-        content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        content = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
         write_atomic(plan.directory / "sweep.yaml", content)
         return _Sweep(plan, skip_failed=skip_failed, notice=notice or _print_line, command=command).run()
 
@@ -126,13 +126,18 @@ def _print_line(text: str) -> None:
 class _Lock:
     """The lock on a sweep's directory, against a second process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         try:
-            self._lock = RunLock(path)
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(directory / _LOCK)
         except UserError:
             raise UserError(
-                f"{path.parent}: another process works on this sweep; wait for it or stop it, or choose another name="
+                f"{directory}: another process works on this sweep; wait for it or stop it, or choose another name="
             ) from None
+        except OSError as error:
+            raise UserError(
+                f"{directory} cannot be written ({error.strerror}): choose another directory= or name="
+            ) from error
 
     def close(self) -> None:
         """Release the lock on the directory."""
@@ -164,6 +169,9 @@ class _Sweep:
         self.gpus = visible_gpus(plan)
         for cell in self.cells:
             self.phases[cell.label] = self._first_phase(cell, skip_failed=skip_failed)
+            record = read_record(cell)
+            if record is not None and record.status == "done":
+                self.progress.observe(cell, record.seconds)
 
     def _first_phase(self, cell: Cell, *, skip_failed: bool) -> Phase:
         state = cell_state(cell)
@@ -198,7 +206,7 @@ class _Sweep:
                 pass  # the second signal: the runs' last checkpoints are whole
             finally:
                 self._close()
-        self.table.write()
+            self.table.write()
         return self._result(stop.exit_code)
 
     def _dispatch(self) -> None:
@@ -277,7 +285,7 @@ class _Sweep:
                 continue
             cell = self.busy.pop(worker.index)
             if outcome["status"] == "stopped" and not stopping:
-                outcome["reason"] = "stopped by a signal to its worker process"
+                outcome["reason"] = "by a signal to its worker process"
             self._finish(cell, outcome["status"], outcome["reason"], seconds=outcome["seconds"])
             self.table.write_if_due()
 

@@ -29,6 +29,10 @@ class SweepProgress:
             self.notice(line)
         self.notice(f"sweep {self.plan.config.name}: {runs} runs{kept}, {processes}, in {self.plan.directory}")
 
+    def observe(self, cell: PrefixStep | PlannedRun, seconds: float) -> None:
+        """Note the duration of a finished cell, of an earlier start of the sweep too."""
+        self._seconds.setdefault(_kind(cell), []).append(seconds)
+
     def finish(
         self,
         cell: PrefixStep | PlannedRun,
@@ -40,13 +44,13 @@ class SweepProgress:
     ) -> None:
         """Print the outcome of a cell, the counts of runs, and the time left."""
         if status == "done":
-            self._seconds.setdefault(_kind(cell), []).append(seconds)
+            self.observe(cell, seconds)
         done, failed = (sum(phases[run.label] == kind for run in self.plan.runs) for kind in ("done", "failed"))
         left = len(self.plan.runs) - done - failed
         counts = f"{done} done" + (f", {failed} failed" if failed else "") + f", {left} left"
         expected = self.seconds_left(phases)
         time_left = "" if expected is None or not left else f", about {duration(expected)}"
-        outcome = f"{status} in {seconds:.1f} s" if status == "done" else f"{status}: {reason}"
+        outcome = f"done in {seconds:.1f} s" if status == "done" else f"{status}: {reason}" if reason else status
         self.notice(f"[{counts}{time_left}] {cell.label} {outcome}")
 
     def seconds_left(self, phases: Mapping[str, str]) -> float | None:
