@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import flatpeak
 from flatpeak.errors import UserError
@@ -16,6 +17,7 @@ from flatpeak.experiments.table import read_table
 from flatpeak.runs.directory import RunLock
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
+from support.preferences import reward_model_recipe
 from support.resumes import TIMES
 from support.sweeps import FROM_PREFIX, PREFIX, reward, use_local_workers, write_sweep
 
@@ -258,3 +260,28 @@ def test_each_worker_sees_one_gpu_of_its_own(tmp_path: Path, local: Any, monkeyp
     assert gpus("auto", "all", None) == ["0", "1"]
     assert gpus("auto", "shared", 3) == ["0", "1", "0"]
     assert gpus("cpu", "none", 2) == [None, None]
+
+
+def test_runs_are_scored_by_the_reward_model_of_their_seeds_prefix(tmp_path: Path, local: Any) -> None:
+    (tmp_path / "pairs.py").write_text(
+        "from support.preferences import write_pairs\n\n\n"
+        "def pairs(directory, seed):\n    write_pairs(directory / 'pairs.jsonl', count=40, seed=seed)\n"
+    )
+    judge = reward_model_recipe(tmp_path, Path("${prefix}/pairs/pairs.jsonl"))
+    (tmp_path / "judge.yaml").write_text(yaml.safe_dump(judge))
+    path = write_sweep(
+        tmp_path,
+        prefix={
+            "pairs": {"call": "pairs.py:pairs"},
+            "judge": {"reward_model": "judge.yaml", "settings": {"reward_model.steps": 2}},
+        },
+        settings={"rewards": {"judge": {"type": "reward_model", "path": "${prefix}/judge"}}, "training.steps": 1},
+    )
+    result, lines = sweep(path)
+    assert result.done == 2
+    steps = {f"prefix/seed-{seed}/{name}" for seed in (1, 2) for name in ("pairs", "judge")}
+    assert {cell for cell in finished_cells(lines) if cell.startswith("prefix/")} == steps
+    for seed in (1, 2):
+        config = yaml.safe_load((result.path / "prefix" / f"seed-{seed}" / "judge" / "config.yaml").read_text())
+        assert (config["run"]["seed"], config["reward_model"]["steps"]) == (seed, 2)
+    assert all(isinstance(value, float) for value in read_table(result.table).column("reward/judge.last"))
