@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,16 @@ def test_a_changed_prefix_reruns_every_arm_of_its_seed(tmp_path: Path, local: An
     _, lines = sweep(path_at(3), overwrite=True)
     assert finished_cells(lines) == ["prefix/seed-1/data", "a/seed-1", "b/seed-1"]
     assert json.loads((result.path / "prefix" / "seed-1" / "data" / "rows.json").read_text()) == [1, 1, 1]
+
+
+def test_a_prefix_that_no_run_needs_any_more_is_not_made_again(tmp_path: Path, local: Any) -> None:
+    prefix = {"data": PREFIX["data"]}
+    result, _ = sweep(write_sweep(tmp_path, prefix=prefix, seeds=[1]))
+    shutil.rmtree(result.path / "prefix" / "seed-1" / "data")
+    _, lines = sweep(write_sweep(tmp_path, prefix=prefix, seeds=[1, 2]))
+    assert finished_cells(lines) == ["prefix/seed-2/data", "base/seed-2"]
+    _, lines = sweep(write_sweep(tmp_path, prefix=prefix, seeds=[1], arms={"base": {}, "kl": {}}))
+    assert finished_cells(lines) == ["prefix/seed-1/data", "kl/seed-1"]
 
 
 def test_a_failed_prefix_fails_the_runs_of_its_seed_with_its_reason(tmp_path: Path, local: Any) -> None:

@@ -160,14 +160,9 @@ def prune_checkpoints(run: Path, *, keep: Literal["all", "last", "none"]) -> Non
         write_atomic(paths.summary, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def check_unchanged(cells: list[PrefixStep | PlannedRun]) -> list[PrefixStep | PlannedRun]:
-    """The cells that were made with other settings than the sweep has now."""
-    return [cell for cell in cells if changed_keys(cell) is not None]
-
-
 def refuse_changed(name: str, cells: list[PrefixStep | PlannedRun]) -> None:
     """Raise UserError where cells were made with other settings, naming the first and its keys."""
-    changed = check_unchanged(cells)
+    changed = [cell for cell in cells if changed_keys(cell) is not None]
     if changed:
         first = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""

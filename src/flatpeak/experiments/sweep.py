@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import sys
 from collections.abc import Callable, Sequence
@@ -35,8 +36,8 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.utils.redaction import redact
 
 Cell = PrefixStep | PlannedRun
-Phase = Literal["waiting", "busy", "done", "failed", "stopped"]
-"""The phase of a cell in this start of the sweep."""
+Phase = Literal["waiting", "busy", "done", "failed", "stopped", "unneeded"]
+"""The phase of a cell in this start of the sweep; a prefix step is unneeded where every run of its seed is done."""
 SECONDS_BETWEEN_LOOKS = 0.5
 """The time after which signals and deaths of workers are looked for."""
 _LOCK = ".lock"
@@ -97,9 +98,7 @@ def visible_gpus(plan: SweepPlan) -> list[str]:
     """The GPUs that the runs may use, as values of CUDA_VISIBLE_DEVICES; none where all of them are on the CPU."""
     if all(run.recipe.model.device == "cpu" for run in plan.runs):
         return []
-    import os
-
-    import torch
+    import torch  # here: sweeps on the CPU need it in their workers only
 
     count = torch.cuda.device_count()
     listed = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
@@ -172,6 +171,10 @@ class _Sweep:
             record = read_record(cell)
             if record is not None and record.status == "done":
                 self.progress.observe(cell, record.seconds)
+        needed = {run.seed for run in plan.runs if self.phases[run.label] == "waiting"}
+        for step in plan.steps:
+            if step.seed not in needed and self.phases[step.label] == "waiting":
+                self.phases[step.label] = "unneeded"
 
     def _first_phase(self, cell: Cell, *, skip_failed: bool) -> Phase:
         state = cell_state(cell)
@@ -215,7 +218,8 @@ class _Sweep:
             cell = self._next_ready()
             if cell is None:
                 return
-            worker = next((one for one in self.workers if one.index not in self.busy), None) or self._start_worker()
+            idle = [worker for worker in self.workers if worker.index not in self.busy and worker.is_alive()]
+            worker = idle[0] if idle else self._start_worker()
             if isinstance(cell, PrefixStep) and cell.config.kind == "call":
                 remove_cell(cell)  # what an interrupted call has left
             write_record(cell, CellRecord(status="started", prefix=_fingerprint(cell)))

@@ -52,6 +52,10 @@ class WorkerProcess:
         """The process id of the worker."""
         return self._process.pid
 
+    def is_alive(self) -> bool:
+        """Whether the process can take a job."""
+        return self._process.poll() is None
+
     def send(self, job: Mapping[str, Any] | None) -> None:
         """Hand over a job, or None to let the process end; one that is dead already is noticed by `receive`."""
         with suppress(OSError):
