@@ -45,16 +45,17 @@ bench: .venv/installed-dev $(if $(FLATPEAK_VLLM_PYTHON),,.venv-vllm/installed)
 STUDY := recipes/studies/reward_hacking
 STUDY_TABLES := docs/results/reward_hacking
 SWEEP := FLATPEAK_MATMUL=mkl $(BIN)/flatpeak sweep
-study: .venv/installed-dev
-	$(SWEEP) $(STUDY)/tuning.yaml
-	cp runs/reward_hacking/tuning/table.csv $(STUDY_TABLES)/tuning.csv
-	for bed in sharp flat learned; do $(SWEEP) $(STUDY)/$$bed.yaml || exit 1; done
-	for dose in 0.01 0.04 0.06; do \
-		$(SWEEP) $(STUDY)/dose.yaml name=dose-$$dose prefix.data.arguments.trap=$$dose || exit 1; \
+# Later sweeps take their strengths from the tables of the tuning ones.
+STUDY_COPY = for name in $$(ls runs/reward_hacking); do \
+		cp runs/reward_hacking/$$name/table.csv $(STUDY_TABLES)/$$name.csv; \
+		case $$name in *tuning) ;; *) cp runs/reward_hacking/$$name/curves.csv $(STUDY_TABLES)/$$name-curves.csv;; esac; \
 	done
-	for bed in sharp flat learned dose-0.01 dose-0.04 dose-0.06; do \
-		cp runs/reward_hacking/$$bed/table.csv $(STUDY_TABLES)/$$bed.csv; \
-		cp runs/reward_hacking/$$bed/curves.csv $(STUDY_TABLES)/$$bed-curves.csv; \
+study: .venv/installed-dev
+	for bed in tuning large_tuning addition_tuning sharp flat learned large addition_results; do \
+		$(SWEEP) $(STUDY)/$$bed.yaml || exit 1; $(STUDY_COPY); \
+	done
+	for dose in 0.01 0.04 0.06; do \
+		$(SWEEP) $(STUDY)/dose.yaml name=dose-$$dose prefix.data.arguments.trap=$$dose || exit 1; $(STUDY_COPY); \
 	done
 
 study-report: .venv/installed-dev

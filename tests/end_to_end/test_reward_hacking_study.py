@@ -77,6 +77,17 @@ def test_sixteen_hypotheses_are_registered_with_the_names_of_the_document(study:
     assert "The 16 p-values" in document
 
 
+def test_the_second_family_is_adjusted_by_itself(study: ModuleType) -> None:
+    tables = {bed: sharp_bed(gr_hacked=5)["sharp"] for bed in ("large", "addition")}
+    family = study.registered_again(tables)
+    assert len(family) == 6
+    outcome = {one.name: (estimate, p, verdict) for one, estimate, p, verdict in study.verdicts(family)}
+    estimate, p, verdict = outcome["H1a, large"]
+    assert p == pytest.approx(6 * estimate.p, rel=1e-12)
+    assert verdict == "holds"
+    assert outcome["H4, addition"][2] == "not run"
+
+
 def test_a_hypothesis_without_runs_is_told_and_the_others_are_adjusted_for_all_that_were_registered(
     study: ModuleType,
 ) -> None:

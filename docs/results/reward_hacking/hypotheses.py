@@ -147,6 +147,20 @@ def registered(tables: Mapping[str, SweepTable]) -> list[Registered]:
     ]
 
 
+def registered_again(tables: Mapping[str, SweepTable]) -> list[Registered]:
+    """The three hypotheses that a larger model and another task test again; a family of six."""
+    hypotheses = []
+    for bed in ("large", "addition"):
+        arms = _Arms(table=tables.get(bed))
+        reuse, random = arms["gr_reuse"], arms["random_direction"]
+        hypotheses += [
+            _hacked(f"H1a, {bed}", "GR reuse hacked in fewer seeds than none", reuse, arms["none"]),
+            _hacked(f"H3b, {bed}", "GR reuse hacked in fewer seeds than the random direction", reuse, random),
+            _gold(f"H4, {bed}", "GR reuse and KL differ in gold", reuse, arms["kl"], 0),
+        ]
+    return hypotheses
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Arms:
     """The arms of a bed by name."""

@@ -21,11 +21,21 @@ from flatpeak.experiments.table import SweepTable, read_table
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from hypotheses import Estimate, Registered, Runs, Verdict, registered, runs_of, verdicts  # noqa: E402
+from hypotheses import (  # noqa: E402
+    Estimate,
+    Registered,
+    Runs,
+    Verdict,
+    registered,
+    registered_again,
+    runs_of,
+    verdicts,
+)
 
 PAGE = HERE.parent / "reward_hacking.md"
 BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
-BEDS = ("sharp", "flat", "learned", "dose-0.01", "dose-0.04", "dose-0.06")
+BEDS = ("sharp", "flat", "learned", "dose-0.01", "dose-0.04", "dose-0.06", "large", "addition")
+TUNING = ("tuning", "large-tuning", "addition-tuning")
 FIGURES = (
     "strip_reward-gold-final.svg",
     "survival_reward-exploit-first.svg",
@@ -41,9 +51,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where something would change")
     check = parser.parse_args().check
-    tables = {bed: read_table(HERE / f"{bed}.csv") for bed in (*BEDS, "tuning") if (HERE / f"{bed}.csv").is_file()}
+    tables = {bed: read_table(HERE / f"{bed}.csv") for bed in (*TUNING, *BEDS) if (HERE / f"{bed}.csv").is_file()}
     files: dict[Path, str] = {}
-    content = [provenance(tables), tuning_table(tables), hypothesis_table(tables)]
+    content = [provenance(tables), *(tuning_table(name, tables[name]) for name in TUNING if name in tables)]
+    content += ["### Hypotheses", hypothesis_table(registered(tables)), hypothesis_table(registered_again(tables))]
     for bed in BEDS:
         if bed in tables:
             content.append(arm_table(bed, tables[bed]))
@@ -57,8 +68,7 @@ def main() -> int:
     for path in stale:
         print(("stale: " if check else "written: ") + path.relative_to(HERE.parents[2]).as_posix())
         if not check:
-            path.write_text(text := files[path], encoding="utf-8")
-            assert text
+            path.write_text(files[path], encoding="utf-8")
     return int(check and bool(stale))
 
 
@@ -75,11 +85,8 @@ def provenance(tables: Mapping[str, SweepTable]) -> str:
     return "### Tables\n\n" + markdown(["Table", "Command", "Commit"], rows)
 
 
-def tuning_table(tables: Mapping[str, SweepTable]) -> str:
+def tuning_table(name: str, table: SweepTable) -> str:
     """The mean final gold of every strength that was tried."""
-    table = tables.get("tuning")
-    if table is None:
-        return ""
     axes = [name for name in table.columns if name in AXES]
     golds: dict[tuple[str, str], list[float]] = {}
     for row in table.rows:
@@ -89,12 +96,12 @@ def tuning_table(tables: Mapping[str, SweepTable]) -> str:
     best = {arm: max((mean(v), value) for (a, value), v in golds.items() if a == arm)[1] for arm, _ in golds}
     rows: list[list[str]] = []
     for arm in dict.fromkeys(arm for arm, _ in golds):
-        tried = [(value, own) for (name, value), own in golds.items() if name == arm]
+        tried = [(value, own) for (tuned, value), own in golds.items() if tuned == arm]
         cells = [f"{'**' if value == best[arm] else ''}{value}: {mean(own):.3f}{'**' if value == best[arm] else ''}"
                  for value, own in tried]  # fmt: skip
         rows.append([arm, *cells])
     seeds = sorted({row["seed"] for row in table.rows})
-    title = f"### Tuning\n\nMean final gold over seeds {seeds[0]} to {seeds[-1]}; the chosen strength in bold."
+    title = f"### {name}\n\nMean final gold over seeds {seeds[0]} to {seeds[-1]}; the chosen strength in bold."
     return f"{title}\n\n" + markdown(["Arm", *(f"Strength {i}" for i in range(1, 5))], rows)
 
 
@@ -114,11 +121,10 @@ AXES: Mapping[str, Callable[[Mapping[str, Any], str], str | None]] = {
 """The setting that each arm was tuned over, by column."""
 
 
-def hypothesis_table(tables: Mapping[str, SweepTable]) -> str:
-    """Every registered hypothesis with n, estimate, interval, p and verdict."""
-    rows = [hypothesis_row(*result) for result in verdicts(registered(tables))]
-    header = ["", "Hypothesis", "n", "Estimate", "Interval", "p", "p (Holm)", "Verdict"]
-    return "### Hypotheses\n\n" + markdown(header, rows)
+def hypothesis_table(hypotheses: Sequence[Registered]) -> str:
+    """A family of registered hypotheses with n, estimate, interval, p and verdict."""
+    rows = [hypothesis_row(*result) for result in verdicts(hypotheses)]
+    return markdown(["", "Hypothesis", "n", "Estimate", "Interval", "p", "p (Holm)", "Verdict"], rows)
 
 
 def hypothesis_row(one: Registered, estimate: Estimate | None, adjusted: float, verdict: Verdict) -> list[str]:
