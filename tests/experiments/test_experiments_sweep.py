@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -296,3 +298,39 @@ def test_runs_are_scored_by_the_reward_model_of_their_seeds_prefix(tmp_path: Pat
         config = yaml.safe_load((result.path / "prefix" / f"seed-{seed}" / "judge" / "config.yaml").read_text())
         assert (config["run"]["seed"], config["reward_model"]["steps"]) == (seed, 2)
     assert all(isinstance(value, float) for value in read_table(result.table).column("reward/judge.last"))
+
+
+def test_a_worker_that_dies_costs_its_run_alone_and_is_replaced(
+    tmp_path: Path, local: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, receive = local.send, local.receive
+
+    def die_of_the_first_job(worker: Any) -> Any:
+        if worker is local.started[0]:
+            raise EOFError("the worker process was killed by SIGSEGV")
+        return receive(worker)
+
+    monkeypatch.setattr(local, "receive", die_of_the_first_job)
+    path = write_sweep(tmp_path, seeds="1-3", settings={"training.steps": 1})
+    monkeypatch.setattr(local, "send", lambda worker, job: None if worker is local.started[0] else send(worker, job))
+    result, _ = sweep(path, processes=1)
+    assert (result.done, result.failed, result.exit_code) == (2, 1, 1)
+    assert read_table(result.table).column("reason") == ["the worker process was killed by SIGSEGV", None, None]
+    assert len(local.started) == 2
+    assert local.started[1].index == 0
+
+
+def test_a_second_signal_ends_the_sweep_at_once_and_leaves_a_table(
+    tmp_path: Path, local: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first signal comes when the first run begins, the second when the sweep says that it stops."""
+    killed: list[int] = []
+    monkeypatch.setattr(local, "send", lambda worker, job: job and os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(local, "interrupt", lambda worker: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(local, "kill", lambda worker: killed.append(worker.index))
+    path = write_sweep(tmp_path, seeds="1-3")
+    result, lines = sweep(path, processes=1)
+    assert (result.exit_code, result.stopped, result.missing) == (143, 1, 2)
+    assert lines[-1] == "stopping: runs in progress save a checkpoint; once more to end at once"
+    assert killed == [0]
+    assert read_table(result.table).column("status") == ["stopped", "missing", "missing"]

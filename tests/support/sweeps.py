@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ FUNCTIONS = '''
 """Functions of a user: rows of a prefix, and rewards."""
 
 import json
-import os
-import signal
 import time
 
 calls = []
@@ -50,16 +48,12 @@ def first_letters(completions, **columns):
 
 
 def slow(completions, **columns):
-    time.sleep(0.05)
+    time.sleep(0.1)
     return first_letters(completions)
 
 
 def broken(completions, **columns):
     raise ValueError("no score today")
-
-
-def deadly(completions, **columns):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def counted(completions, **columns):
@@ -151,6 +145,3 @@ def use_local_workers(patch: pytest.MonkeyPatch) -> type[LocalWorker]:
     kind: type[LocalWorker] = type("Worker", (LocalWorker,), {"started": []})
     patch.setattr(flatpeak.experiments.sweep, "WorkerProcess", kind)
     return kind
-
-
-Sweeps = Callable[..., tuple[Any, list[str]]]
