@@ -21,7 +21,8 @@ RATIO_BOUND = 2.0
 CALIBRATION_UPDATES = 20
 """Informative updates over which `calibrated:R` tracks the strength before it is frozen."""
 CALIBRATED_FOR = {
-    "strength", "penalty", "ratio_mode", "kl_in_penalty", "perturbed", "scaling", "depth_scale", "group_fraction"
+    "strength", "penalty", "direction", "ratio_mode", "kl_in_penalty", "perturbed", "scaling", "depth_scale",
+    "group_fraction", "g1_clip", "g2_clip",
 }  # fmt: skip
 """The settings that decide which strength reaches a ratio."""
 
@@ -87,22 +88,25 @@ class StrengthSchedule:
             "updates": self.updates,
             "log_strength": self.log_strength,
             "tracked": self.tracked,
-            "calibrated_for": self._calibrated_for,
+            "calibrated_for": _settings(self.config),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`; a calibration for other settings, as in a fork that changes them, begins anew."""
         self.updates = state["updates"]
-        if self.config.calibrated and state.get("calibrated_for") != self._calibrated_for:
+        saved = state.get("calibrated_for")
+        # A setting that a state does not name had no other value when it was saved.
+        known = None if saved is None else _settings(GradientRegularizationConfig()) | saved
+        if self.config.calibrated and known != _settings(self.config):
             return
         self.log_strength, self.tracked = state["log_strength"], state.get("tracked", 0)
 
-    @property
-    def _calibrated_for(self) -> dict[str, Any]:
-        return self.config.model_dump(mode="json", include=CALIBRATED_FOR)
-
     def _ramp(self, length: int) -> float:
         return min(1.0, (self.updates - self.config.delay_updates) / length) if length else 1.0
+
+
+def _settings(config: GradientRegularizationConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", include=CALIBRATED_FOR)
 
 
 class PenaltyMemory:
