@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatpeak.errors import UserError
+from flatpeak.errors import DivergedError, UserError
 from flatpeak.evaluation.config import EvaluationConfig, SharpnessConfig
 from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.sharpness import SharpnessProbe
@@ -181,12 +182,59 @@ def test_every_state_of_the_weights_is_asked_the_same_way() -> None:
 def test_weights_sampler_and_random_state_are_as_before() -> None:
     model = network()
     sampler = WeightReader(model)
-    before, random = values(model), torch.get_rng_state()
+    before, state = values(model), torch.get_rng_state()
     evaluator(model, sampler).evaluate()
     assert unchanged(model, before)
     # One call is the greedy answer's, whose trace an evaluation always leaves.
     assert sampler.lengths == {"q0": 4.0}
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generators_that_a_reward_draws_from_are_as_before() -> None:
+    def drawing(completion: str) -> float:
+        return random.random() + float(np.random.rand())
+
+    def next_numbers(*, sharpness: bool) -> tuple[float, float]:
+        model = network()
+        ours = evaluator(model, WeightReader(model), reward={"drawing": drawing})
+        random.seed(3)
+        np.random.seed(3)
+        (ours if sharpness else replace(ours, sharpness=None)).evaluate()
+        return random.random(), float(np.random.rand())
+
+    before = random.getstate(), np.random.get_state()
+    try:
+        assert next_numbers(sharpness=True) == next_numbers(sharpness=False)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def test_noise_too_much_for_the_model_is_told_as_such() -> None:
+    class Overflowing(WeightReader):
+        def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Group]:
+            if len(self.asked) == 3:  # the greedy answers, the clean ones and those of the first radius came before
+                raise DivergedError("its weights have diverged: fork the run from an earlier checkpoint")
+            return super().generate(prompts, **settings)
+
+    model = network()
+    before = values(model)
+    with pytest.raises(UserError, match=r"radii=\[0\.1, 0\.5\]: .* NaN or infinite.*name smaller radii") as caught:
+        evaluator(model, Overflowing(model)).evaluate()
+    assert not isinstance(caught.value, DivergedError)
+    assert unchanged(model, before)
+
+
+def test_diverged_weights_are_not_blamed_on_noise() -> None:
+    class Diverged(WeightReader):
+        def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Group]:
+            if len(self.asked) == 1:
+                raise DivergedError("its weights have diverged")
+            return super().generate(prompts, **settings)
+
+    model = network()
+    with pytest.raises(DivergedError, match="its weights have diverged"):
+        evaluator(model, Diverged(model)).evaluate()
 
 
 @pytest.mark.parametrize("call", [2, 3, 6])
@@ -209,13 +257,16 @@ def test_a_callers_sampler_with_weights_of_its_own_is_refused() -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["ours", "small radii", "a certain policy"])
+@pytest.mark.parametrize("case", ["ours", "small radii", "a certain policy", "new adapters"])
 def test_equal_log_probabilities_are_no_reason_to_refuse_where_they_can_be_explained(case: str) -> None:
     model, sampler = network(), WeightReader(None)
     ours = evaluator(model, sampler, radii=(0.001,) if case == "small radii" else RADII)
     if case == "ours":
         assert ours.sharpness is not None
         ours = replace(ours, sharpness=replace(ours.sharpness, foreign_sampler=False))
+    if case == "new adapters":
+        with torch.no_grad():
+            matrices(model)[-1].zero_()
     if case == "a certain policy":
         sampler.logprob = -1e-4
     assert ours.evaluate().metrics()["sharpness/clean"] == pytest.approx(2 * 1.55)
@@ -275,6 +326,7 @@ def test_an_evaluation_without_a_probe_measures_none() -> None:
     [
         ({"radii": [0.1, 0.1]}, "has a radius twice"),
         ({"radii": []}, "name a radius"),
+        ({"radii": [1e40]}, "less than or equal to 1000"),
         ({"perturbed": []}, "is an empty list"),
         ({"perturbed": "heads"}, "evaluation.sharpness.perturbed=heads: give 'blocks'"),
     ],

@@ -21,8 +21,8 @@ class SharpnessConfig(StrictConfig):
     One evaluation asks for (1 + len(radii) * draws) * size * samples completions.
     """
 
-    radii: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = (0.1, 0.3, 0.6)
-    """The norm of each tensor's perturbation, over the norm of the tensor."""
+    radii: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = (0.1, 0.3, 0.6)
+    """The norm of each tensor's perturbation, over the norm of the tensor; at most 1000."""
     draws: Annotated[int, Field(ge=1)] = 8
     """Random directions, the same ones at every radius, evaluation and model; a fall is a mean over them."""
     size: Annotated[int, Field(ge=1)] = 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatpeak.errors import UserError
+from flatpeak.errors import DivergedError, UserError
 from flatpeak.evaluation.config import SharpnessConfig
 from flatpeak.evaluation.estimates import Estimate, estimate
 from flatpeak.functional.curvature import Eigenvalue, top_eigenvalue
@@ -112,8 +113,8 @@ class SharpnessProbe:
         with _unchanged_state(sampler):
             clean = ask()
             noisy = []
-            for one in measure_under_noise(self.perturbation, ask, radii=config.radii, draws=config.draws, seed=seed):
-                if self.foreign_sampler:
+            for one in self._under_noise(ask, seed=seed):
+                if self.foreign_sampler and not self._has_zeros:
                     _check_reads_weights(clean, one)
                 noisy.append(_reduced(one))
             eigenvalue = self._top_eigenvalue(clean, seed=seed) if config.eigenvalue else None
@@ -127,6 +128,22 @@ class SharpnessProbe:
             kept=min((one.fidelity.cosine for one in noisy), default=math.nan),
             eigenvalue=eigenvalue,
         )
+
+    def _under_noise(self, ask: Callable[[], _Answers], *, seed: int) -> Iterator[NoisyMeasurement[_Answers]]:
+        """The answers under every draw's noise at every radius. UserError where it is too much for the model."""
+        radii, draws = self.config.radii, self.config.draws
+        try:
+            yield from measure_under_noise(self.perturbation, ask, radii=radii, draws=draws, seed=seed)
+        except DivergedError as error:  # of the noise: the weights as they are have answered
+            raise UserError(
+                f"evaluation.sharpness.radii={list(radii)}: under noise of one of these radii the model's logits are "
+                "NaN or infinite; the weights themselves are intact: name smaller radii"
+            ) from error
+
+    @property
+    def _has_zeros(self) -> bool:
+        """Whether a perturbed tensor is 0 and stays so, as in new adapters, whose other matrix then does nothing."""
+        return any(not bool(parameter.any()) for parameter in self.perturbation.parameters)
 
     def _top_eigenvalue(self, answers: _Answers, *, seed: int) -> Eigenvalue | None:
         """The largest eigenvalue of the loss of these completions; None where it has no curvature to measure."""
@@ -162,11 +179,17 @@ def _answers(
 
 @contextmanager
 def _unchanged_state(sampler: Sampler) -> Iterator[None]:
-    """A context after which a sampler's state is as before it."""
+    """A context after which a sampler's state is as before it, and Python's and NumPy's own generators are too.
+
+    Torch's are the evaluation's to restore. A reward may draw from any.
+    """
+    drawn = random.getstate(), np.random.get_state()
     state = dict(sampler.state()) if isinstance(sampler, ResumableSampler) else None
     try:
         yield
     finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
         if state is not None and isinstance(sampler, ResumableSampler):
             sampler.load(state)
 
