@@ -90,30 +90,47 @@ def test_a_resumed_run_measures_the_same(make_run: MakeRun, send: Any, measured:
 
 
 class Interrupting(Judge):
-    """Is interrupted while it scores completions of perturbed weights, in the evaluation after step 4."""
+    """Is interrupted while it scores completions of perturbed weights, in the evaluation after a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, interrupt: Callable[[], None], *, after: int = 4) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls, self.interrupt, self.after = 0, interrupt, after
 
     def __call__(self, group: Any) -> list[float]:
-        if self.step == 4 and len(group.completions) == SHARPNESS["samples"]:
+        if self.step == self.after and len(group.completions) == SHARPNESS["samples"]:
             self.calls += 1
             # The first three are of the weights as they are.
             if self.calls == 5:
-                raise KeyboardInterrupt
+                self.interrupt()
         return super().__call__(group)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_interrupt_under_perturbed_weights_leaves_a_checkpoint_of_the_step(
     make_run: MakeRun, measured: dict[str, Any]
 ) -> None:
     run = make_run("interrupted", **MEASURED)
-    judge = Interrupting()
+    judge = Interrupting(interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.start(judge=judge)
     assert judge.calls == 5
     assert (run.path / "checkpoints" / "last").readlink() == Path("step_000004")
+    assert run.start(resume=True).exit_code == 0
+    assert_same(outcome(run.path), measured)
+
+
+@pytest.mark.parametrize("after", [0, 4])
+def test_a_signal_does_not_wait_for_the_rest_of_the_perturbed_weights(
+    make_run: MakeRun, send: Any, measured: dict[str, Any], after: int
+) -> None:
+    run = make_run("signalled", **MEASURED)
+    judge = Interrupting(send(signal.SIGTERM), after=after)
+    assert run.start(judge=judge).exit_code == 143
+    assert judge.calls == 6  # the three questions of one draw at one radius, of four such
+    assert read_summary(run.path / "summary.json").last_step == after
     assert run.start(resume=True).exit_code == 0
     assert_same(outcome(run.path), measured)
 

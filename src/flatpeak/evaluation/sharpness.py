@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatpeak.errors import DivergedError, UserError
+from flatpeak.errors import DivergedError, StoppedError, UserError
 from flatpeak.evaluation.config import SharpnessConfig
 from flatpeak.evaluation.estimates import Estimate, estimate
 from flatpeak.functional.curvature import Eigenvalue, top_eigenvalue
@@ -97,6 +97,8 @@ class SharpnessProbe:
     """The policy loss whose curvature `config.eigenvalue` asks for."""
     foreign_sampler: bool = False
     """Whether the sampler is the caller's own, which may have weights of its own."""
+    stopping: Callable[[], bool] = lambda: False
+    """Whether a signal asks to stop, which leaves no time for so many completions."""
 
     def measure(
         self,
@@ -107,7 +109,10 @@ class SharpnessProbe:
         sampling: SamplingParams,
         seed: int,
     ) -> Sharpness:
-        """Measure on the first `config.size` prompts, with the same random numbers for every state of the weights."""
+        """Measure on the first `config.size` prompts, with the same random numbers for every state of the weights.
+
+        Raises StoppedError in the middle where `stopping()`: a resumed run measures anew.
+        """
         config, asked = self.config, prompts[: self.config.size]
         ask = partial(_answers, asked, sampler, reward, config.samples, sampling, seed)
         with _unchanged_state(sampler):
@@ -117,6 +122,7 @@ class SharpnessProbe:
                 if self.foreign_sampler and not self._has_zeros:
                     _check_reads_weights(clean, one)
                 noisy.append(_reduced(one))
+                self._check_stop()
             eigenvalue = self._top_eigenvalue(clean, seed=seed) if config.eigenvalue else None
         values = _by_question(clean.scores)
         return Sharpness(
@@ -140,6 +146,10 @@ class SharpnessProbe:
                 "NaN or infinite; the weights themselves are intact: name smaller radii"
             ) from error
 
+    def _check_stop(self) -> None:
+        if self.stopping():
+            raise StoppedError("a signal came while sharpness was measured")
+
     @property
     def _has_zeros(self) -> bool:
         """Whether a perturbed tensor is 0 and stays so, as in new adapters, whose other matrix then does nothing."""
@@ -153,6 +163,7 @@ class SharpnessProbe:
         parameters = self.perturbation.parameters
 
         def product(vector: Sequence[Tensor]) -> Sequence[Tensor]:
+            self._check_stop()
             with torch.enable_grad(), self.perturbation.restored_buffers():
                 curvature = exact_curvature(losses, parameters, dict(zip(parameters, vector, strict=True)))
             return [curvature[p] for p in parameters]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,6 +88,13 @@ class Components:
         """Give rewards the run's directory to write into, and the signal that ends their waiting."""
         for reward in self._rewards():
             reward.attach(directory, stopping=lambda: stop.signal is not None)
+
+    def stoppable_evaluator(self, stopping: Callable[[], bool]) -> Evaluator:
+        """The evaluator, whose sharpness raises StoppedError once `stopping()`."""
+        evaluator = self.evaluator
+        if not isinstance(evaluator, PolicyEvaluator) or evaluator.sharpness is None:
+            return evaluator
+        return replace(evaluator, sharpness=replace(evaluator.sharpness, stopping=stopping))
 
     def take_reference(self) -> Policy | None:
         """Hand over the named reference: a reset replaces it, and then nothing else may keep it in memory."""

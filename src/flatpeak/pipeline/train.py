@@ -116,7 +116,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             )
         )
         recorder = run.start(
-            components.evaluator,
+            components.stoppable_evaluator(lambda: run.stop.signal is not None),
             config.evaluation,
             zero_advantages=_zero_advantages(config, components, run.progress),
             # Rewards check themselves once the run's name is taken, since a judge is paid.
