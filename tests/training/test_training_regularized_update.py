@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from flatpeak.functional import hessian_vector_product
+from flatpeak.gradreg.guard import Report
 from flatpeak.policy.model import Policy
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner, PolicyStatistics, weighted_sum
@@ -79,6 +80,18 @@ def test_the_reported_norm_is_the_mean_over_updates_that_were_not_skipped() -> N
     updates = [PolicyStatistics(g1_norm=norm, skipped=norm > 5) for norm in (1.0, 2.0, float("inf"))]
     assert regularization_metrics(updates, step_seconds=1.0) == {"gradreg/g1_norm": 1.5}
     assert regularization_metrics(updates[2:], step_seconds=1.0) == {}
+
+
+def test_an_infinite_gradient_among_regularized_updates_is_counted_and_left_out_of_the_mean() -> None:
+    reports = [
+        Report(pass_count=1, g1_norm=1.0, penalty_ratio=0.3),
+        Report(skipped="g1 is not finite", g1_norm=float("inf")),
+        Report(pass_count=1, g1_norm=2.0, penalty_ratio=0.5),
+    ]
+    updates = [PolicyStatistics(regularization=report, skipped=bool(report.skipped)) for report in reports]
+    metrics = regularization_metrics(updates, step_seconds=1.0)
+    assert (metrics["gradreg/g1_norm"], metrics["gradreg/penalty_ratio"]) == (1.5, 0.4)
+    assert metrics["gradreg/skipped"] == 1
 
 
 def test_a_model_without_the_parameters_to_perturb_has_no_such_norm() -> None:

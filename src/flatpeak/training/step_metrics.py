@@ -133,7 +133,8 @@ def regularization_metrics(updates: Sequence[PolicyStatistics], *, step_seconds:
     if not rows:
         return {}
     names = dict.fromkeys(name for row in rows for name in row)
-    metrics = {name: _mean([row[name] for row in rows if not math.isnan(row.get(name, math.nan))]) for name in names}
+    # One update that is skipped for an infinite gradient does not make the step's mean infinite.
+    metrics = {name: _mean([row[name] for row in rows if math.isfinite(row.get(name, math.nan))]) for name in names}
     metrics["gradreg/skipped"] = sum(row["gradreg/skipped"] for row in rows)
     metrics["gradreg/time_share"] = sum(report.seconds for report in reports) / step_seconds
     return metrics
