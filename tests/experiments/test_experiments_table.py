@@ -32,6 +32,9 @@ CELLS: list[Any] = [
     "{braces",
     "a,b",
     "line\nbreak",
+    "carriage\rreturn",
+    "both\r\nof them",
+    "no letter \udc80",
     " space ",
     "# no comment",
     [1, 2.5, None],
@@ -65,6 +68,20 @@ def test_the_header_stands_above_the_columns_as_comments(tmp_path: Path) -> None
     assert (tmp_path / "table.csv").read_text() == (
         "# seeds: 1-2\n# command: flatpeak sweep x.yaml\narm,value\nnone,1\n"
     )
+
+
+def test_a_header_with_bytes_that_are_no_text_can_be_written(tmp_path: Path) -> None:
+    table = SweepTable(header={"command": "sweep \udc80.yaml"}, columns=("arm",), rows=({"arm": "none"},))
+    write_table(table, tmp_path / "t.csv")
+    assert read_table(tmp_path / "t.csv").header == {"command": "sweep \\udc80.yaml"}
+
+
+def test_tables_of_spreadsheets_with_a_byte_order_mark_and_empty_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbfarm,seed\r\nnone,1\r\n\r\nkl,2\r\n\r\n")
+    table = read_table(path)
+    assert table.columns == ("arm", "seed")
+    assert table.rows == ({"arm": "none", "seed": 1}, {"arm": "kl", "seed": 2})
 
 
 def test_columns_of_times_can_be_left_out() -> None:

@@ -52,7 +52,8 @@ def to_csv(table: SweepTable) -> str:
     """CSV under `# key: text` lines; floats as Python's repr, None empty, lists and mappings as JSON."""
     out = io.StringIO()
     for key, text in table.header.items():
-        out.write(f"# {key}: {' '.join(text.split())}\n")
+        line = f"# {key}: {' '.join(text.split())}\n"
+        out.write(line.encode("utf-8", "backslashreplace").decode("utf-8"))
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(table.columns)
     for row in table.rows:
@@ -71,7 +72,7 @@ def read_table(path: str | Path) -> SweepTable:
     """Read table.csv or table.json. Raises UserError where the file is not a table."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets mark UTF-8 by a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give the table.csv of a sweep") from None
     try:
@@ -101,6 +102,8 @@ def _from_csv(text: str) -> SweepTable:
         raise ValueError("it has no line of distinct column names")
     rows: list[dict[str, Cell]] = []
     for cells in reader:
+        if not cells:
+            continue  # an empty line
         if len(cells) != len(columns):
             raise ValueError(f"row {len(rows) + 1} has {len(cells)} cells for {len(columns)} columns")
         rows.append({name: _from_text(cell) for name, cell in zip(columns, cells, strict=True)})
@@ -119,6 +122,9 @@ def _to_text(value: Cell) -> str:
 
 
 def _is_plain(text: str) -> bool:
+    # A carriage return would be read as the end of a line, and half of a surrogate pair has no UTF-8.
+    if re.search("[\r\ud800-\udfff]", text):
+        return False
     try:
         return bool(_from_text(text) == text)
     except ValueError:
