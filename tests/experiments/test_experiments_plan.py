@@ -53,6 +53,10 @@ def test_columns_are_the_axes_and_the_settings_in_which_arms_differ(tmp_path: Pa
     ]
 
 
+def test_paths_of_a_python_caller_become_strings() -> None:
+    assert substitute({"a": [Path("${prefix}/x")]}, seed=7, prefix=Path("runs/p")) == {"a": ["runs/p/x"]}
+
+
 def test_seed_and_prefix_are_replaced_in_strings_everywhere() -> None:
     value = {"path": "${prefix}/rows_${seed}.jsonl", "seed": "${seed}", "list": ["${seed}", 1], "text": "${other}"}
     assert substitute(value, seed=7, prefix=Path("runs/p")) == {
@@ -112,6 +116,12 @@ def test_there_are_as_many_processes_as_the_cores_hold_and_no_more_than_runs(
     assert plan_of(tmp_path, processes=None, seeds="1-20", settings={"run.threads": 4}).processes == 3
     assert plan_of(tmp_path, processes=None, seeds="1-2").processes == 2
     assert plan_of(tmp_path, processes=50, seeds="1-3").processes == 3
+
+
+@pytest.mark.parametrize("threads", ["many", [1], 1.5])
+def test_threads_that_are_no_number_are_refused_by_name(tmp_path: Path, threads: Any) -> None:
+    with pytest.raises(UserError, match=r"base/seed-1: run\.threads="):
+        plan_of(tmp_path, processes=None, settings={"run.threads": threads})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import yaml
 
 import flatpeak
 from flatpeak.errors import UserError
+from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.sweep import SweepResult, run_sweep
 from flatpeak.experiments.table import read_table
 from flatpeak.runs.directory import RunLock
@@ -334,3 +335,10 @@ def test_a_second_signal_ends_the_sweep_at_once_and_leaves_a_table(
     assert lines[-1] == "stopping: runs in progress save a checkpoint; once more to end at once"
     assert killed == [0]
     assert read_table(result.table).column("status") == ["stopped", "missing", "missing"]
+
+
+def test_changes_of_a_file_are_refused_beside_a_configuration(tmp_path: Path) -> None:
+    config = read_sweep(write_sweep(tmp_path))
+    with pytest.raises(UserError, match="settings change a sweep file: give its path"):
+        run_sweep(config, settings=["seeds=3"])
+    assert not (tmp_path / "sweeps").exists()

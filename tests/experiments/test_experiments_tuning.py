@@ -56,6 +56,7 @@ def test_of_equal_means_the_first_value_is_taken(tmp_path: Path) -> None:
         ([*GOOD[:3], row(0.3, 21, None, status="failed")], "seed 21, is failed"),
         ([*GOOD[:3], row(0.3, 21, None)], r"seed 21, has no reward/gold\.final"),
         (GOOD[:3], "were run with different seeds"),
+        ([*GOOD, row(0.1, 20, 0.9)], "has 2 runs of arm kl with kl.coefficient=0.1, seed 20, which differ in settings"),
     ],
 )
 def test_a_selection_that_would_not_be_one_is_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
@@ -69,3 +70,15 @@ def test_an_unknown_metric_or_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.csv: cannot be read"):
         plan_with(tmp_path, GOOD, tuned_on={"table": "none.csv", "metric": METRIC})
     assert TunedOnConfig(table="t", metric="m").best == "max"
+
+
+def test_a_table_without_the_column_status_has_finished_runs_only(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text(f"arm,{KEY},seed,{METRIC}\nkl,0.1,20,0.2\nkl,0.3,20,0.5\n")
+    plan = plan_with(tmp_path, GOOD, tuned_on={"table": "own.csv", "metric": METRIC})
+    assert plan.runs[-1].axes == {KEY: 0.3}
+
+
+def test_a_table_without_arms_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text(f"{KEY},seed,{METRIC}\n0.1,20,0.2\n0.3,20,0.5\n")
+    with pytest.raises(UserError, match="the table has no column 'arm'"):
+        plan_with(tmp_path, GOOD, tuned_on={"table": "own.csv", "metric": METRIC})

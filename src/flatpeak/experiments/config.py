@@ -18,6 +18,8 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 """Names of arms and prefix steps, which are names of directories."""
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
 Axes = dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]]
 """Dotted keys of a recipe, each with its values."""
 
@@ -50,6 +52,9 @@ class PrefixStepConfig(StrictConfig):
             )
         if self.call is not None and self.settings:
             raise ValueError("settings change a recipe, and a prefix step with call has none: write arguments")
+        odd = _odd_key(self.arguments)
+        if odd is not None:
+            raise ValueError(f"arguments: the key {odd!r} arrives as text at the function; write it in quotes")
         if self.call is None and self.arguments:
             raise ValueError("arguments are those of a call: write settings to change the recipe of a prefix step")
         return self
@@ -76,8 +81,8 @@ class TunedOnConfig(StrictConfig):
 class ThresholdConfig(StrictConfig):
     """The threshold of a metric's mean over the last `window` training steps."""
 
-    above: float | None = None
-    below: float | None = None
+    above: _Finite | None = None
+    below: _Finite | None = None
     window: Annotated[int, Field(ge=1)] = 1
 
     @model_validator(mode="after")
@@ -98,6 +103,14 @@ class TableConfig(StrictConfig):
     """Metrics whose best value is the smallest: `{metric: min}`."""
     first: dict[str, ThresholdConfig] = Field(default={})
     """Metrics whose first step past a threshold is a column."""
+
+    @model_validator(mode="after")
+    def _single_metrics(self) -> TableConfig:
+        for section, metrics in (("best", self.best), ("first", self.first)):
+            for name in metrics:
+                if "*" in name:
+                    raise ValueError(f"table.{section}.{name}: give the name of one metric; metrics alone has patterns")
+        return self
 
 
 class CurvesConfig(StrictConfig):
@@ -141,6 +154,10 @@ class SweepConfig(StrictConfig):
         if not all(ranges):
             raise ValueError(f"seeds={value!r}: write a list, or text such as 100-119 or 1-3,7")
         bounds = [(int(one[1]), int(one[2] or one[1])) for one in ranges if one]
+        backwards = next(((first, last) for first, last in bounds if last < first), None)
+        if backwards:
+            first, last = backwards
+            raise ValueError(f"seeds={value!r}: {first}-{last} has no seeds; write {last}-{first}")
         return tuple(seed for first, last in bounds for seed in range(first, last + 1))
 
     @model_validator(mode="after")
@@ -151,16 +168,32 @@ class SweepConfig(StrictConfig):
         parts = Path(self.name).parts
         if not parts or Path(self.name).is_absolute() or ".." in parts:
             raise ValueError(f"name={self.name!r} must be a name inside directory, such as sharp or tuning/sharp")
+        if not self.name.isprintable():
+            raise ValueError(f"name={self.name!r} becomes a directory: leave out what cannot be printed")
         for section, names in (("arms", self.arms), ("prefix", self.prefix)):
             for name in names:
                 if not SAFE_NAME.fullmatch(name):
                     raise ValueError(
                         f"{section}.{name}: the name becomes a directory; use letters, digits and . _ + - only"
                     )
+        for name in self.prefix:
+            for end in (".json", ".log"):
+                if f"{name}{end}" in self.prefix:
+                    raise ValueError(f"prefix.{name}{end}: step {name} has a file of that name; choose another")
         for key in (*self.axes, *(key for arm in self.arms.values() for key in arm.axes)):
             if key in ("run.seed", "run.name", "run.directory"):
                 raise ValueError(f"axes.{key}: the sweep sets it; give seeds, name and directory of the sweep instead")
         return self
+
+
+def _odd_key(value: Any) -> Any:
+    """The first key within the value that is no text, which JSON cannot hand over; None where all are."""
+    if isinstance(value, Mapping):
+        odd = next((key for key in value if not isinstance(key, str)), None)
+        return odd if odd is not None else _odd_key(list(value.values()))
+    if isinstance(value, list | tuple):
+        return next((odd for item in value if (odd := _odd_key(item)) is not None), None)
+    return None
 
 
 def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:

@@ -177,10 +177,17 @@ def process_count(variants: Sequence[_Variant], config: SweepConfig, processes: 
         raise UserError(f"--processes {processes}: give at least 1")
     work = len(variants) * len(config.seeds)
     if processes is None:
-        threads = max(int(variant.recipe.get("run", {}).get("threads") or 1) for variant in variants)
+        threads = max(_threads(variant.recipe) or 1 for variant in variants)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = max(1, cores // threads)
     return min(processes, work)
+
+
+def _threads(recipe: Mapping[str, Any]) -> int | None:
+    """The threads that a recipe gives; None where it gives none, or what the recipe's own check refuses."""
+    run = recipe.get("run")
+    value = run.get("threads") if isinstance(run, Mapping) else None
+    return int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else None
 
 
 def _tuned(config: SweepConfig) -> dict[str, TunedValues]:
@@ -257,7 +264,8 @@ def _resolve(
 def _own(recipe: Mapping[str, Any], *, name: str, directory: Path, seed: int, threads: int | None) -> dict[str, Any]:
     """The recipe with the sweep's name, directory and seed, and its threads unless it has some."""
     own: dict[str, Any] = dict(zip(_OWN_KEYS, (name, str(directory), seed), strict=True))
-    if threads is not None and (recipe.get("run") or {}).get("threads") is None:
+    run = recipe.get("run")
+    if threads is not None and not (isinstance(run, Mapping) and run.get("threads") is not None):
         own["run.threads"] = threads
     return apply_settings(recipe, own)
 
@@ -322,7 +330,12 @@ def _names(node: ast.Assign) -> list[ast.Name]:
 
 
 def substitute(value: Any, *, seed: int, prefix: Path | None) -> Any:
-    """Replace `${seed}` and `${prefix}` in every string; a string that is `${seed}` alone becomes the number."""
+    """Replace `${seed}` and `${prefix}` in every string; a string that is `${seed}` alone becomes the number.
+
+    Paths, which a Python caller may give, become strings.
+    """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if isinstance(value, Mapping):
         return {key: substitute(item, seed=seed, prefix=prefix) for key, item in value.items()}
     if isinstance(value, list | tuple):

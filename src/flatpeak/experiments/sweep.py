@@ -75,6 +75,8 @@ def run_sweep(
     are refused otherwise. `settings` are `key=value` changes of the sweep file; `notice` is given a line per run, None
     writes them to stderr. Raises UserError before anything runs.
     """
+    if isinstance(sweep, SweepConfig) and settings:
+        raise UserError("settings change a sweep file: give its path, or a SweepConfig that has them already")
     config = sweep if isinstance(sweep, SweepConfig) else read_sweep(sweep, settings)
     plan = plan_sweep(config, processes)
     with closing(_Lock(plan.directory)):

@@ -28,8 +28,8 @@ class TunedValues:
 def read_tuning(config: TunedOnConfig, seeds: Sequence[int]) -> SweepTable:
     """The table to tune on. Raises UserError where it has the metric for none, or shares a seed with this sweep."""
     table = read_table(config.table)
-    if config.metric not in table.columns:
-        table.column(config.metric)  # raises, with the nearest name
+    for column in ("arm", "seed", config.metric):
+        table.column(column)  # raises where it is missing, with the nearest name
     shared = sorted(set(seeds) & set(table.column("seed")))
     if shared:
         raise UserError(
@@ -75,14 +75,23 @@ def _mean(config: TunedOnConfig, table: SweepTable, arm: str, axes: Mapping[str,
     for row in rows:
         value = row[config.metric]
         usable = isinstance(value, int | float) and math.isfinite(value)
-        if row["status"] != "done" or not usable:
-            problem = f"is {row['status']}" if row["status"] != "done" else f"has no {config.metric}"
+        # A table without the column has finished runs only.
+        status = row.get("status", "done")
+        if status != "done" or not usable:
+            problem = f"is {status}" if status != "done" else f"has no {config.metric}"
             raise UserError(
                 f"tuned_on: the run of arm {arm} with {values}, seed {row['seed']}, {problem} in {config.table}: "
                 f"run the tuning sweep again until {Path(config.table).name} is whole"
             )
+    seeds = [row["seed"] for row in rows]
+    twice = next((seed for seed in seeds if seeds.count(seed) > 1), None)
+    if twice is not None:
+        raise UserError(
+            f"tuned_on: {config.table} has {seeds.count(twice)} runs of arm {arm} with {values}, seed {twice}, which "
+            "differ in settings that are no axes here: give these as axes too, or tune on a table without them"
+        )
     mean = math.fsum(row[config.metric] for row in rows) / len(rows)
-    return mean, tuple(sorted(row["seed"] for row in rows))
+    return mean, tuple(sorted(seeds))
 
 
 def _equal(cell: Any, value: Any) -> bool:
