@@ -15,6 +15,7 @@ import yaml
 
 import flatpeak
 from flatpeak.errors import UserError
+from flatpeak.experiments.comparison import compare
 from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.sweep import SweepResult, run_sweep
 from flatpeak.experiments.table import read_table
@@ -61,7 +62,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, S
             "broken": {"settings": {"rewards.letters": reward(directory, "broken")}},
             "kl": {"settings": {"kl.coefficient": 0.3}},
         },
-        table={"window": 2, "metrics": ["reward/mean"], "first": {"reward/mean": {"above": -1}}},
+        table={
+            "window": 2,
+            "metrics": ["reward/mean"],
+            "first": {"reward/mean": {"above": -1}, "reward/absent": {"above": 0}},
+        },
         curves={"metrics": ["reward/mean"], "every": 2},
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -108,6 +113,13 @@ def test_the_numbers_of_a_row_are_those_of_the_runs_own_metrics(finished: Finish
     curves = read_table(result.path / "curves.csv")
     assert curves.rows[-2]["reward/mean"] == pytest.approx((values[0] + values[1]) / 2, abs=1e-15)
     assert (curves.rows[-1]["step"], curves.rows[-1]["reward/mean"]) == (4, values[2])
+
+
+def test_a_threshold_of_a_metric_that_no_run_logged_was_not_passed_by_none(finished: Finished) -> None:
+    table = read_table(finished[1].table)
+    assert table.column("reward/absent.first") == table.column("reward/absent.best") == [None] * 6
+    none = compare(table, metrics=["reward/absent.first"]).metrics["reward/absent.first"][0]
+    assert (none.never, none.mean.n) == (0, 0)
 
 
 def test_the_header_names_command_versions_hardware_and_seeds(finished: Finished) -> None:

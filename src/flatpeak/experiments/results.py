@@ -63,7 +63,9 @@ class TableWriter:
 
     def _table(self, header: Mapping[str, str]) -> SweepTable:
         config = self.plan.config.table
-        names = chosen_names((name for series in self._series.values() for name in series), config.metrics)
+        # Metrics with a threshold are there too: an empty `.first` means never only where the run logged the metric.
+        patterns = (*config.metrics, *config.first)
+        names = chosen_names((name for series in self._series.values() for name in series), patterns)
         measured = [f"{name}.{statistic}" for name in names for statistic in STATISTICS]
         measured += [f"{name}.first" for name in config.first]
         columns = ("arm", *self.plan.columns, "seed", "status", "reason", "steps", "end", *measured, "seconds")
