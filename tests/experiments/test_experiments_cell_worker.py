@@ -42,8 +42,19 @@ def change(directory, seed):
     os.chdir(directory)
     torch.manual_seed(5)
     torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
     neighbour.seen.append(seed)
     (directory / "seen").write_text(str(neighbour.seen))
+
+
+def silence(directory, seed):
+    sys.stdout = open(os.devnull, "w")
+    sys.stdout.close()
+    raise OSError("no file \\udc80")
 """
 
 
@@ -95,6 +106,10 @@ def test_each_job_finds_the_process_as_the_first_one_did(tmp_path: Path) -> None
             assert torch.get_num_threads() == threads
             assert torch.initial_seed() == state.seed
             first = torch.rand(3)
+            assert (first.dtype, first.device.type) == (torch.float32, "cpu")
+            assert torch.is_grad_enabled()
+            assert not torch.are_deterministic_algorithms_enabled()
+            assert torch.get_float32_matmul_precision() == "highest"
             assert run_job(job(tmp_path, "change"))["status"] == "done"
         assert (tmp_path / "out" / "seen").read_text() == "[3]"
         assert "FLATPEAK_TEST" not in os.environ
@@ -103,3 +118,44 @@ def test_each_job_finds_the_process_as_the_first_one_did(tmp_path: Path) -> None
         assert "neighbour" not in sys.modules
     with state.restored():
         assert torch.equal(torch.rand(3), first)
+
+
+def test_a_module_of_the_working_directory_keeps_nothing_for_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flatpeak_test_counter").mkdir()
+    (tmp_path / "flatpeak_test_counter" / "__init__.py").write_text("from flatpeak_test_counter.inner import count\n")
+    (tmp_path / "flatpeak_test_counter" / "inner.py").write_text(
+        "seen = []\n"
+        "def count(directory, seed):\n"
+        "    seen.append(seed)\n"
+        "    (directory / 'n').write_text(str(len(seen)))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    state = ProcessState()
+    for _ in range(2):
+        with state.restored():
+            changed = job(tmp_path, "fill") | {"call": "flatpeak_test_counter:count"}
+            assert run_job(changed)["status"] == "done"
+        assert (tmp_path / "out" / "n").read_text() == "1"
+
+
+def test_a_job_that_closes_its_standard_output_fails_alone_with_a_reason_that_can_be_printed(tmp_path: Path) -> None:
+    output = sys.stdout
+    outcome = run_job(job(tmp_path, "silence"))
+    assert outcome["reason"] == r"OSError: no file \udc80"
+    assert sys.stdout is output
+
+
+def test_a_call_may_change_the_working_directory_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changed = job(tmp_path, "change") | {"path": "out"}
+    (tmp_path / "neighbour.py").write_text("seen = []\n")
+    state = ProcessState()
+    with state.restored():
+        assert run_job(changed)["status"] == "done"
+    assert (tmp_path / "out" / "seen").exists()
+    with state.restored():
+        pass

@@ -63,3 +63,20 @@ def test_a_worker_is_a_session_of_its_own_with_its_gpu_and_answers_in_lines(
     assert outcome == {"kind": "x" * 100_000, "gpu": "GPU-b", "session": True}
     os.kill(worker.pid, signal.SIGKILL)
     assert reason_of(worker) == "the worker process was killed by SIGKILL, as the system does when memory runs out"
+
+
+def test_a_worker_that_fails_ends_although_threads_of_the_users_code_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import sys, threading, time; from contextlib import nullcontext; "
+        "descriptor, *sys.path = sys.argv[1:]; import flatpeak.experiments.cell_worker as worker; "
+        "threading.Thread(target=time.sleep, args=(90,)).start(); "
+        "worker.ProcessState = type('State', (), {'restored': lambda self: nullcontext()}); "
+        "worker.run_job = lambda job: 1 / 0; worker.serve(int(descriptor))"
+    )
+    monkeypatch.setattr(worker_process, "_BOOT", code)
+    worker = WorkerProcess(0, log=tmp_path / "worker-0.log")
+    worker.send({"kind": "call"})
+    assert reason_of(worker) == f"the worker process ended with exit code 1 (see {tmp_path / 'worker-0.log'})"
+    assert "ZeroDivisionError" in (tmp_path / "worker-0.log").read_text()

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,12 +43,21 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_read_jobs, args=(connection.makefile("r", encoding="utf-8"), jobs), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    fresh = ProcessState()
-    while (job := jobs.get()) is not None:
-        with fresh.restored():
-            outcome = run_job(job)
-        connection.sendall((json.dumps(outcome) + "\n").encode())
-    os._exit(0)  # nothing is left to do, and torch's own way out takes seconds
+    code = 1
+    try:
+        fresh = ProcessState()
+        while (job := jobs.get()) is not None:
+            with fresh.restored():
+                outcome = run_job(job)
+            connection.sendall((json.dumps(outcome) + "\n").encode())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Torch's own way out takes seconds, and threads that the user's code has left may never end.
+        with suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _read_jobs(lines: Any, jobs: queue.SimpleQueue[Job | None]) -> None:
@@ -65,7 +74,7 @@ def _read_jobs(lines: Any, jobs: queue.SimpleQueue[Job | None]) -> None:
 
 
 class ProcessState:
-    """The state of a fresh process that a run may change: random numbers, threads, environment, modules of the user."""
+    """The state of a fresh process that a run may change: torch's defaults, environment, modules of the user."""
 
     def __init__(self) -> None:
         import torch  # here: see above
@@ -75,6 +84,13 @@ class ProcessState:
         self._environment = dict(os.environ)
         self._directory = Path.cwd()
         self._path = list(sys.path)
+        self._modules = set(sys.modules)
+        self._switches: list[tuple[Callable[[Any], object], Any]] = [
+            (torch.set_default_dtype, torch.get_default_dtype()),
+            (torch.set_grad_enabled, torch.is_grad_enabled()),
+            (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
+            (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -82,27 +98,53 @@ class ProcessState:
         import torch
 
         torch.manual_seed(self.seed)
-        torch.set_num_threads(self._threads)
+        self._reset_torch()
         try:
             yield
         finally:
+            self._reset_torch()
             os.environ.clear()
             os.environ.update(self._environment)
             os.chdir(self._directory)
-            sys.path[:] = self._path
             self._forget_user_code()
+            sys.path[:] = self._path
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+
+    def _reset_torch(self) -> None:
+        import torch
+
+        torch.set_default_device(None)
+        torch.set_num_threads(self._threads)
+        for switch, value in self._switches:
+            switch(value)
 
     def _forget_user_code(self) -> None:
         """Unload the user's files and the neighbours that they imported: what these keep is no part of another run."""
         files = user_files()
         folders = {Path(file).parent for file in files.values() if "site-packages" not in Path(file).parts}
+        # `module:function` is found in the working directory, or in one that has joined the path.
+        searched = {self._directory, *(Path(entry) for entry in sys.path if entry not in self._path)} | folders
+        new = {name: module for name, module in sys.modules.items() if name not in self._modules}
+        packages = {name for name, module in new.items() if "." not in name and _place(module) in searched}
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)
-            if name in files or (file and Path(file).parent in folders):
+            package = name.partition(".")[0]
+            if (
+                name in files
+                or (file and Path(file).parent in folders)
+                or (name in new and package in packages and package != "flatpeak")
+            ):
                 del sys.modules[name]
+
+
+def _place(module: Any) -> Path | None:
+    """The directory that a module or package lies in."""
+    file = getattr(module, "__file__", None)
+    if not file:
+        return None
+    return Path(file).parent.parent if hasattr(module, "__path__") else Path(file).parent
 
 
 def run_job(job: Job) -> Outcome:
@@ -119,6 +161,8 @@ def run_job(job: Job) -> Outcome:
             traceback.print_exc()
             status, reason = "failed", f"{type(error).__name__}: {brief(error)}"
         if reason is not None:
+            # Names of files that are no text have letters that cannot be printed.
+            reason = reason.encode("utf-8", "backslashreplace").decode("utf-8")
             sys.stderr.write(f"{reason}\n")
     return {"status": status, "reason": redact(reason), "seconds": time.perf_counter() - started}
 
@@ -150,7 +194,7 @@ def _train(job: Job) -> bool:
 
 def _call(job: Job) -> bool:
     """Call a function of the user's with the directory that it fills."""
-    directory = Path(job["path"])
+    directory = Path(job["path"]).absolute()  # the function may change the working directory
     directory.mkdir(parents=True, exist_ok=True)
     load_function(job["call"])(directory, job["seed"], **job["arguments"])
     return False
@@ -179,6 +223,7 @@ def _output_in(log: Path) -> Iterator[None]:
     """Append this process's standard output and errors, and those of its children, to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     saved = [os.dup(1), os.dup(2)]
+    streams = sys.stdout, sys.stderr
     with log.open("ab") as file:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -187,6 +232,7 @@ def _output_in(log: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        sys.stdout, sys.stderr = streams
         sys.stdout.flush()
         sys.stderr.flush()
         for number, copy in zip((1, 2), saved, strict=True):
