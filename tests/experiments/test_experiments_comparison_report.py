@@ -124,3 +124,19 @@ def test_numbers_are_short_and_absent_ones_are_dashes() -> None:
 
 def test_markdown_columns_are_aligned_and_bars_escaped() -> None:
     assert markdown_table(["arm", "n"], [["a|b", "10"]]) == "| arm  | n  |\n|------|----|\n| a\\|b | 10 |"
+
+
+def test_metrics_of_similar_names_have_plots_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("arm,seed,a/b.final,a-b.final\nnone,1,1,2\nkl,1,3,5\n")
+    write_comparison(path)
+    assert "a/b, mean" in (tmp_path / "plots" / "strip_a-b.final.svg").read_text()
+    assert "a-b, mean" in (tmp_path / "plots" / "strip_a-b.final-2.svg").read_text()
+
+
+@pytest.mark.parametrize("seed", ["", "s1", "1.5", "true", "[1]"])
+def test_rows_without_a_whole_number_as_seed_are_refused(tmp_path: Path, seed: str) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(f"arm,seed,m.final\nnone,2,1\nnone,{seed},1\nkl,2,3\n")
+    with pytest.raises(UserError, match=r"arm none has a row of seed .*: give every row its seed as a whole number"):
+        write_comparison(path)

@@ -147,3 +147,9 @@ def test_survival_falls_by_the_share_of_runs_still_at_risk() -> None:
     assert survival_curve(runs) == ([0, 10, 30, 60], [1.0, 0.75, 0.375, 0.375])
     assert survival_curve([(5, True), (5, True)]) == ([0, 5], [1.0, 0.0])
     assert survival_curve([(60, False)]) == ([0, 60], [1.0, 1.0])
+
+
+def test_dollar_signs_in_names_are_no_formulas() -> None:
+    name = r"$\foo$"
+    svg = strip({name: [1.0, 2.0]}, styles=arm_styles([name], baseline=None), label="x")
+    assert f"{name}, n = 2" in texts(svg)

@@ -170,6 +170,9 @@ def read_arms(table: SweepTable) -> list[ArmRuns]:
     arms = []
     for name, own in rows.items():
         seeds = [row["seed"] for row in own]
+        odd = [seed for seed in seeds if type(seed) is not int]
+        if odd:
+            raise UserError(f"arm {name} has a row of seed {odd[0]!r}: give every row its seed as a whole number")
         twice = [seed for seed in seeds if seeds.count(seed) > 1]
         if twice:
             raise UserError(f"arm {name} has {seeds.count(twice[0])} rows of seed {twice[0]}: leave one in the table")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Final
 
 from flatpeak.errors import UserError
@@ -38,20 +39,21 @@ def draw_plots(comparison: Comparison, curves: SweepTable | None) -> dict[str, s
     """Draw every plot that the data has; SVG texts by file name."""
     styles = arm_styles([arm.name for arm in comparison.arms], baseline=comparison.baseline)
     drawn: dict[str, str] = {}
+    slugs = _slugs(comparison.metrics)
     for column in comparison.metrics:
         values = {arm.name: _values(arm, column) for arm in comparison.arms}
         known = {arm: [value for value in own.values() if value is not None] for arm, own in values.items()}
         if any(known.values()):
-            drawn[f"strip_{_slug(column)}.svg"] = strip(known, styles=styles, label=axis_label(column))
+            drawn[f"strip_{slugs[column]}.svg"] = strip(known, styles=styles, label=axis_label(column))
         if len(comparison.arms) > MOST_ARMS:
             continue
         pairs = _pairs(comparison, column, values)
         if pairs:
-            drawn[f"paired_{_slug(column)}.svg"] = paired_dots(
+            drawn[f"paired_{slugs[column]}.svg"] = paired_dots(
                 pairs, styles=styles, baseline=comparison.baseline, label=axis_label(column)
             )
         if column.endswith(FIRST) and any(known.values()):
-            drawn[f"survival_{_slug(column)}.svg"] = survival(
+            drawn[f"survival_{slugs[column]}.svg"] = survival(
                 {arm.name: _ends(arm, column) for arm in comparison.arms if _ends(arm, column)},
                 styles=styles,
                 baseline=comparison.baseline,
@@ -88,11 +90,12 @@ def _draw_curves(curves: SweepTable, comparison: Comparison, styles: dict[str, A
                 run[metric][row["step"]] = row[metric]
     ordered = {arm: list(runs[arm].values()) for arm in styles if arm in runs}
     drawn = {}
+    slugs = _slugs(metrics)
     for metric in metrics:
         by_arm = {arm: [run[metric] for run in own if run[metric]] for arm, own in ordered.items()}
         by_arm = {arm: own for arm, own in by_arm.items() if own}
         if by_arm:
-            drawn[f"curve_{_slug(metric)}.svg"] = curves_with_bands(
+            drawn[f"curve_{slugs[metric]}.svg"] = curves_with_bands(
                 by_arm, styles=styles, baseline=baseline, label=metric
             )
     proxy = next((name for name in PROXIES if name in metrics), None)
@@ -137,5 +140,14 @@ def _pairs(comparison: Comparison, column: str, values: dict[str, dict[int, floa
     return pairs
 
 
-def _slug(column: str) -> str:
-    return re.sub(r"[^\w.=-]+", "-", column)
+def _slugs(columns: Iterable[str]) -> dict[str, str]:
+    """Parts of file names for the columns, a number behind those that would be equal to an earlier one."""
+    slugs: dict[str, str] = {}
+    for column in columns:
+        slug = plain = re.sub(r"[^\w.=-]+", "-", column)
+        count = 1
+        while slug in slugs.values():
+            count += 1
+            slug = f"{plain}-{count}"
+        slugs[column] = slug
+    return slugs

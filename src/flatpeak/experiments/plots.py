@@ -334,7 +334,9 @@ def _canvas(name: str, inches: tuple[float, float]) -> Iterator[tuple[Any, io.St
 
     text = io.StringIO()
     # The salt names clip paths and markers: the same for the same figure, different for two in one document.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
+    # Names of arms and metrics are no formulas, whatever dollar signs they have.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "text.parse_math": False}
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=inches, layout="constrained")
         yield figure, text
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
