@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from flatpeak.errors import RunError
 from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.plan import PlannedRun, build_plan
 from flatpeak.experiments.records import CellRecord, cell_state, changed_keys, remove_cell, write_record
@@ -78,3 +80,12 @@ def test_a_prefix_step_is_done_only_while_its_directory_is_there(tmp_path: Path)
     assert cell_state(step).status == "stopped"
     step.path.mkdir(parents=True)
     assert cell_state(step).status == "done"
+
+
+def test_a_full_disk_is_told_in_one_line_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("flatpeak.experiments.records.write_atomic", full)
+    with pytest.raises(RunError, match="No space left on device; what is finished stays: make room and give the same"):
+        write_record(run_of(tmp_path), CellRecord(status="done", prefix=None))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from flatpeak.config.run_config import RunConfig
-from flatpeak.errors import UserError
+from flatpeak.errors import RunError, UserError
 from flatpeak.experiments.plan import PlannedRun, PrefixStep
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, checkpoint_steps
 from flatpeak.runs.directory import RunPaths
@@ -72,10 +72,15 @@ def read_record(cell: PrefixStep | PlannedRun) -> CellRecord | None:
 
 
 def write_record(cell: PrefixStep | PlannedRun, record: CellRecord) -> None:
-    """Write the record of a cell, whole or not at all."""
+    """Write the record of a cell, whole or not at all. Raises RunError where the disk does not take it."""
     path = record_path(cell)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(asdict(record)) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(asdict(record)) + "\n")
+    except OSError as error:
+        raise RunError(
+            f"{path}: {error.strerror or error}; what is finished stays: make room and give the same command again"
+        ) from None
 
 
 def cell_state(cell: PrefixStep | PlannedRun) -> CellState:
