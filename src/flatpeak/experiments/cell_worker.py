@@ -128,15 +128,12 @@ class ProcessState:
         searched = {self._directory, *(Path(entry) for entry in sys.path if entry not in self._path)} | folders
         new = {name: module for name, module in sys.modules.items() if name not in self._modules}
         packages = {name for name, module in new.items() if "." not in name and _place(module) in searched}
-        for name, module in list(sys.modules.items()):
+        for name, module in new.items():
             file = getattr(module, "__file__", None)
             package = name.partition(".")[0]
-            if (
-                name in files
-                or (file and Path(file).parent in folders)
-                or (name in new and package in packages and package != "flatpeak")
-            ):
-                del sys.modules[name]
+            beside = bool(file) and Path(str(file)).parent in folders
+            if name in files or beside or (package in packages and package != "flatpeak"):
+                sys.modules.pop(name, None)
 
 
 def _place(module: Any) -> Path | None:
