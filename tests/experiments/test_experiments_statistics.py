@@ -24,8 +24,9 @@ SEEDS_10_TO_17 = [0.31, 0.12, 0.55, 0.90, 0.02, 0.71, 0.33, 0.41]
 BASELINE = [0.05, 0.02, 0.60, 0.10, 0.03, 0.04, 0.30, 0.01]
 
 
-def close(value: float, expected: float) -> None:
-    assert value == pytest.approx(expected, rel=1e-10, abs=1e-300)
+def near(expected: float) -> Any:
+    """What a figure has to agree with to a relative 1e-10."""
+    return pytest.approx(expected, rel=1e-10, abs=1e-300)
 
 
 @pytest.mark.parametrize(("a", "baseline"), RANDOM_PAIRS)
@@ -34,10 +35,10 @@ def test_the_mean_over_seeds_agrees_with_statsmodels(a: Any, baseline: Any) -> N
     for confidence in (0.5, 0.95, 0.999):
         result = mean_over_seeds(a, confidence=confidence)
         low, high = DescrStatsW(a).tconfint_mean(alpha=1 - confidence)
-        close(result.estimate, a.mean())
-        close(result.low, low)
-        close(result.high, high)
-        close(result.sd, a.std(ddof=1))
+        assert result.estimate == near(a.mean())
+        assert result.low == near(low)
+        assert result.high == near(high)
+        assert result.sd == near(a.std(ddof=1))
 
 
 @pytest.mark.parametrize(("a", "baseline"), RANDOM_PAIRS)
@@ -45,12 +46,12 @@ def test_the_paired_t_test_agrees_with_scipy_and_statsmodels(a: Any, baseline: A
     result = paired_t(a, baseline)
     independent = stats.ttest_rel(a, baseline)
     low, high = DescrStatsW(a - baseline).tconfint_mean()
-    close(result.p, independent.pvalue)
-    close(result.low, low)
-    close(result.high, high)
-    close(result.estimate, (a - baseline).mean())
-    close(result.d_z, (a - baseline).mean() / (a - baseline).std(ddof=1))
-    close(result.effect, (a - baseline).mean() / baseline.std(ddof=1))
+    assert result.p == near(independent.pvalue)
+    assert result.low == near(low)
+    assert result.high == near(high)
+    assert result.estimate == near((a - baseline).mean())
+    assert result.d_z == near((a - baseline).mean() / (a - baseline).std(ddof=1))
+    assert result.effect == near((a - baseline).mean() / baseline.std(ddof=1))
     assert result.paired
     assert (result.n, result.n_baseline, result.left_out) == (len(a), len(a), 0)
 
@@ -60,9 +61,9 @@ def test_welchs_test_agrees_with_scipy_and_statsmodels(a: Any, baseline: Any) ->
     a = np.concatenate([a, 3 * a[:2]])
     result = welch(a, baseline)
     low, high = CompareMeans(DescrStatsW(a), DescrStatsW(baseline)).tconfint_diff(usevar="unequal")
-    close(result.p, stats.ttest_ind(a, baseline, equal_var=False).pvalue)
-    close(result.low, low)
-    close(result.high, high)
+    assert result.p == near(stats.ttest_ind(a, baseline, equal_var=False).pvalue)
+    assert result.low == near(low)
+    assert result.high == near(high)
     assert not result.paired
     assert (result.n, result.n_baseline) == (len(a), len(baseline))
 
@@ -73,11 +74,11 @@ def test_equivalence_agrees_with_statsmodels(a: Any, baseline: Any) -> None:
     result = tost(a, baseline, bound=bound)
     p, (_, p_lower, _), (_, p_upper, _) = ttost_paired(a, baseline, -bound, bound)
     low, high = DescrStatsW(a - baseline).tconfint_mean(alpha=0.1)
-    close(result.p, p)
-    close(result.p_lower, p_lower)
-    close(result.p_upper, p_upper)
-    close(result.low, low)
-    close(result.high, high)
+    assert result.p == near(p)
+    assert result.p_lower == near(p_lower)
+    assert result.p_upper == near(p_upper)
+    assert result.low == near(low)
+    assert result.high == near(high)
 
 
 def test_equivalence_is_shown_exactly_where_the_interval_lies_within_the_bounds() -> None:
@@ -138,9 +139,9 @@ def test_a_pair_with_a_missing_value_is_left_out_and_counted() -> None:
     half = math.tan(0.475 * math.pi) * math.sqrt(4.5 / 2)
     for result in (paired_t(a, baseline), tost(a, baseline, bound=1), paired_bca(a, baseline)):
         assert (result.n, result.left_out, result.estimate) == (2, 3, 2.5)
-    close(paired_t(a, baseline).high, 2.5 + half)
+    assert paired_t(a, baseline).high == near(2.5 + half)
     # t with one degree of freedom is Cauchy's distribution: p = 1 - 2 arctan(t) / pi.
-    close(paired_t(a, baseline).p, 1 - 2 * math.atan(2.5 / math.sqrt(4.5 / 2)) / math.pi)
+    assert paired_t(a, baseline).p == near(1 - 2 * math.atan(2.5 / math.sqrt(4.5 / 2)) / math.pi)
     unpaired = welch(a, baseline)
     assert (unpaired.n, unpaired.n_baseline, unpaired.left_out) == (3, 4, 3)
     alone = mean_over_seeds(a)
@@ -179,7 +180,7 @@ def test_welchs_test_needs_two_values_of_each_and_some_spread() -> None:
         assert all(map(math.isnan, (result.low, result.high, result.p)))
     # Only the baseline varies: its own freedom, 2, decides. (1 - 3) / sqrt(1 / 3).
     one_constant = welch([1.0, 1.0, 1.0], [2.0, 3.0, 4.0])
-    close(one_constant.p, 2 * stats.t.sf(2 * math.sqrt(3), 2))
+    assert one_constant.p == near(2 * stats.t.sf(2 * math.sqrt(3), 2))
 
 
 def test_scale_changes_nothing_but_units() -> None:
