@@ -122,7 +122,8 @@ class Trainer:
         updates = [self.learner.update(*batches, rate=rate) for batches in scored]
 
         metrics = step_metrics(rollouts, rewards, updates, clock=clock, learning_rate=rate)
-        return self.finish(step, rollouts, advantages_PG, updates, metrics | self.kl_metrics(completions))
+        metrics |= self.kl_metrics(completions)
+        return self.finish(step, rollouts, advantages_PG, updates, metrics)
 
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
