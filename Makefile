@@ -50,12 +50,16 @@ STUDY_COPY = for name in $$(ls runs/reward_hacking); do \
 		cp runs/reward_hacking/$$name/table.csv $(STUDY_TABLES)/$$name.csv; \
 		case $$name in *tuning) ;; *) cp runs/reward_hacking/$$name/curves.csv $(STUDY_TABLES)/$$name-curves.csv;; esac; \
 	done
+STUDY_SWEEPS := tuning sharp flat learned \
+	$(foreach dose,0.01 0.04 0.06,"dose name=dose-$(dose) prefix.data.arguments.trap=$(dose)") \
+	matched addition_tuning addition_results large_tuning large
+# A failed run is a row of its table; only an interruption or bad input ends the study.
 study: .venv/installed-dev
-	for bed in tuning large_tuning addition_tuning sharp flat learned large addition_results; do \
-		$(SWEEP) $(STUDY)/$$bed.yaml || exit 1; $(STUDY_COPY); \
-	done
-	for dose in 0.01 0.04 0.06; do \
-		$(SWEEP) $(STUDY)/dose.yaml name=dose-$$dose prefix.data.arguments.trap=$$dose || exit 1; $(STUDY_COPY); \
+	for sweep in $(STUDY_SWEEPS); do \
+		set -- $$sweep; file=$$1; shift; \
+		$(SWEEP) $(STUDY)/$$file.yaml "$$@"; code=$$?; \
+		test $$code -le 1 || exit $$code; \
+		$(STUDY_COPY); \
 	done
 
 study-report: .venv/installed-dev
