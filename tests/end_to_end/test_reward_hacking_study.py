@@ -17,14 +17,18 @@ STUDY = ROOT / "docs" / "results" / "reward_hacking"
 FALL = "eval/signatures/sharpness/relative_fall_0.6.last"
 
 
-@pytest.fixture(scope="module")
-def study() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("study_hypotheses", STUDY / "hypotheses.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"study_{name}", STUDY / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    return loaded("hypotheses")
 
 
 def row(arm: str, seed: int, *, hacked: bool, gold: float, step: int | None, fall: float = 0.2) -> dict[str, Any]:
@@ -155,3 +159,26 @@ def test_the_page_is_what_the_committed_tables_give() -> None:
         [sys.executable, str(STUDY / "make_report.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_sharpness_is_read_where_the_proxy_reward_first_reaches_a_level() -> None:
+    columns = ("arm", "seed", "step", "eval/x/sharpness/clean", "eval/x/sharpness/relative_fall_0.6")
+    points = {
+        ("none", 100): [(0, 0.5, 0.1), (10, 0.9, 0.3), (20, 0.6, 0.0), (30, 0.8, 0.9), (40, 2.0, 0.6)],
+        ("none", 101): [(0, 0.75, 0.2), (10, 0.85, 0.4)],
+        ("kl", 100): [(10, 0.85, 0.25), (0, 0.65, 0.05), (20, None, 0.5)],
+    }
+    rows = tuple(
+        dict(zip(columns, (arm, seed, *point), strict=True)) for (arm, seed), own in points.items() for point in own
+    )
+    matched = loaded("matched_sharpness")
+    falls = matched.falls_at_levels(SweepTable(header={}, columns=columns, rows=rows))
+    # Seed 101 begins above 0.7, which it never crosses.
+    assert falls["none"][0.7] == {100: pytest.approx(0.2)}
+    assert falls["none"][0.8] == {100: pytest.approx(0.25), 101: pytest.approx(0.3)}
+    # The first crossing of 0.9 ends at step 10; that of 1.2 is on the way from 0.8 to 2.0.
+    assert falls["none"][0.9] == {100: pytest.approx(0.3)}
+    assert falls["none"][1.2] == {100: pytest.approx(0.8)}
+    assert set(falls["kl"]) == {0.7, 0.8}
+    assert matched.paired_differences(falls, "kl", "none", 0.8) == [pytest.approx(0.2 - 0.25)]
+    assert matched.paired_differences(falls, "kl", "none", 0.9) == []

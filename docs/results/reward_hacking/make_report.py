@@ -31,6 +31,7 @@ from hypotheses import (  # noqa: E402
     runs_of,
     verdicts,
 )
+from matched_sharpness import LEVELS, falls_at_levels, paired_differences  # noqa: E402
 
 PAGE = HERE.parent / "reward_hacking.md"
 BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
@@ -61,6 +62,8 @@ def main() -> int:
             figures = bed_figures(bed, tables[bed])
             files |= {HERE / name: svg for name, svg in figures.items()}
             content += [f"![{name.removesuffix('.svg')}](reward_hacking/{name})" for name in figures]
+    matched = HERE / "matched-curves.csv"
+    content.append(matched_section(read_table(matched)) if matched.is_file() else "")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     files[PAGE] = f"{before}{BEGIN}\n\n" + "\n\n".join(part for part in content if part) + f"\n\n{END}{after}"
@@ -152,6 +155,28 @@ def arm_table(bed: str, table: SweepTable) -> str:
     note = f"\n\nNot finished: {', '.join(unfinished)}." if unfinished else ""
     header = ["Arm", "Seeds", "Hacked", "Final gold", "Step of hacking", *(title for title, _ in MEASURED)]
     return f"### {bed}\n\n" + markdown(header, rows) + note
+
+
+def matched_section(curves: SweepTable) -> str:
+    """The fall of every arm as its runs first reach each proxy reward, and its paired differences from none."""
+    falls = falls_at_levels(curves)
+    arms = list(dict.fromkeys(row["arm"] for row in curves.rows))
+    rows = [[arm, *(counted(list(falls.get(arm, {}).get(level, {}).values())) for level in LEVELS)] for arm in arms]
+    rows += [
+        [f"{arm} less none", *(counted(paired_differences(falls, arm, "none", level)) for level in LEVELS)]
+        for arm in arms
+        if arm != "none"
+    ]
+    title = (
+        "### Sharpness at matched proxy reward\n\nShare of the proxy reward lost under weight noise of 0.6, as a run "
+        "first reaches a proxy reward; the number of seeds in brackets."
+    )
+    return f"{title}\n\n" + markdown(["Arm", *(f"at {level:g}" for level in LEVELS)], rows)
+
+
+def counted(values: Sequence[float]) -> str:
+    """Mean and half of its interval, with the number of seeds."""
+    return f"{interval(values)} ({len(values)})" if values else ""
 
 
 MEASURED = (
