@@ -172,8 +172,10 @@ def test_a_forked_worker_that_outlives_the_trainer_does_not_hold_the_run(tmp_pat
         time.sleep(60)
         os._exit(0)
     try:
-        # As the kernel does for a killed trainer: its own descriptor closes, without a word to the worker.
-        os.close(run._lock._file.fileno())
+        # As the kernel does for a killed trainer: its own descriptor closes, without a word to the worker. Another file
+        # takes its number, which Python closes once more when the lock is collected.
+        with open(os.devnull) as other:
+            os.dup2(other.fileno(), run._lock._file.fileno())
         deadline = time.monotonic() + 5
         while True:
             try:
