@@ -174,7 +174,7 @@ def test_a_forked_worker_that_outlives_the_trainer_does_not_hold_the_run(tmp_pat
     try:
         # As the kernel does for a killed trainer: its own descriptor closes, without a word to the worker. Another file
         # takes its number, which Python closes once more when the lock is collected.
-        with open(os.devnull) as other:
+        with Path(os.devnull).open() as other:
             os.dup2(other.fileno(), run._lock._file.fileno())
         deadline = time.monotonic() + 5
         while True:
