@@ -10,6 +10,8 @@ import pytest
 from matplotlib.textpath import TextPath
 
 from flatpeak.experiments import paired_t
+from flatpeak.experiments.comparison import compare
+from flatpeak.experiments.comparison_plots import draw_plots, hold_last
 from flatpeak.experiments.plots import (
     PairedValues,
     arm_styles,
@@ -20,6 +22,8 @@ from flatpeak.experiments.plots import (
     survival,
     survival_curve,
 )
+from flatpeak.experiments.table import SweepTable
+from support.sweep_tables import COLUMNS, row
 
 FEW = ("none", "kl", "gr")
 LONG = ("none", *(f"gradient_regularization_{index},strength=calibrated:0.3" for index in range(5)))
@@ -153,3 +157,39 @@ def test_dollar_signs_in_names_are_no_formulas() -> None:
     name = r"$\foo$"
     svg = strip({name: [1.0, 2.0]}, styles=arm_styles([name], baseline=None), label="x")
     assert f"{name}, n = 2" in texts(svg)
+
+
+def test_the_scale_is_that_of_single_runs_and_not_of_the_interval_of_two() -> None:
+    # Of 0 and 1 at step 2 the 95% interval is 0.5 plus or minus 6.35.
+    runs = {"a": [{1: 0.0, 2: 0.0}, {1: 0.5, 2: 1.0}]}
+    svg = curves_with_bands(runs, styles=arm_styles(["a"], baseline=None), baseline=None, label="reward")
+    numbers = [text.replace("\N{MINUS SIGN}", "-") for text in texts(svg)]
+    labels = {float(number) for number in numbers if re.fullmatch(r"-?\d+\.\d+", number)}
+    assert {0.0, 1.0} <= labels
+    assert max(abs(label) for label in labels) < 2.5  # steps reach 2
+
+
+def test_a_series_that_ended_keeps_its_last_value() -> None:
+    series = {10: 0.5, 20: 0.1}
+    hold_last(series, steps=[10, 20, 30, 40])
+    assert series == {10: 0.5, 20: 0.1, 30: 0.1, 40: 0.1}
+    empty: dict[int, float] = {}
+    hold_last(empty, steps=[10])
+    assert empty == {}
+
+
+@pytest.mark.parametrize(("end", "seeds"), [("reward/exploit was above 0.9", "2"), ("steps", "1-2")])
+def test_only_runs_that_a_condition_ended_are_continued(end: str, seeds: str) -> None:
+    rows = (row("none", 1, 0.1, 0.9, 10, end=end), row("none", 2, 0.8, 0.0, None))
+    table = SweepTable(header={}, columns=COLUMNS, rows=rows)
+    points = [(1, 10, 0.5), (1, 20, 0.1), (2, 10, 0.6), (2, 20, 0.7), (2, 30, 0.8)]
+    curves = SweepTable(
+        header={},
+        columns=("arm", "kl.coefficient", "seed", "step", "reward/gold"),
+        rows=tuple(
+            {"arm": "none", "kl.coefficient": 0.0, "seed": seed, "step": step, "reward/gold": value}
+            for seed, step, value in points
+        ),
+    )
+    drawn = draw_plots(compare(table), curves)
+    assert f"none, n = {seeds}<" in drawn["curve_reward-gold.svg"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from flatpeak.errors import UserError
@@ -76,6 +76,12 @@ def _draw_curves(curves: SweepTable, comparison: Comparison, styles: dict[str, A
     baseline = comparison.baseline
     # Only finished runs have curves: named by themselves, their arms might need fewer settings than those of the table.
     names = {(row["arm"], settings_key(curves, row)): arm.name for arm in comparison.arms for row in arm.done.values()}
+    ended_early = {
+        (arm.name, seed)
+        for arm in comparison.arms
+        for seed, row in arm.done.items()
+        if row.get("end") not in (None, "steps")
+    }
     metrics = curves.columns[curves.columns.index("step") + 1 :]
     runs: dict[str, dict[Any, dict[str, dict[int, float]]]] = {}
     for row in curves.rows:
@@ -88,6 +94,10 @@ def _draw_curves(curves: SweepTable, comparison: Comparison, styles: dict[str, A
         for metric in metrics:
             if row[metric] is not None:
                 run[metric][row["step"]] = row[metric]
+    steps = sorted({row["step"] for row in curves.rows})
+    for arm, seed in ended_early:
+        for series in runs.get(arm, {}).get(seed, {}).values():
+            hold_last(series, steps=steps)
     ordered = {arm: list(runs[arm].values()) for arm in styles if arm in runs}
     drawn = {}
     slugs = _slugs(metrics)
@@ -107,6 +117,17 @@ def _draw_curves(curves: SweepTable, comparison: Comparison, styles: dict[str, A
                 measured, styles=styles, baseline=baseline, gold=GOLD, proxy=proxy, kl=KL
             )
     return drawn
+
+
+def hold_last(series: dict[int, float], *, steps: Sequence[int]) -> None:
+    """Continue a series with its last value, as that of a run which a condition ended.
+
+    Without it the mean over seeds would be that of the runs which are left: late in training, of those that never met
+    the condition.
+    """
+    if series:
+        last = max(series)
+        series |= dict.fromkeys((step for step in steps if step > last), series[last])
 
 
 def _values(arm: ArmRuns, column: str) -> dict[int, float | None]:

@@ -22,6 +22,8 @@ _COLORS: Final = ("#332288", "#CC6677", "#117733", "#882255", "#44AA99", "#99993
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _DASHES: Final[tuple[Any, ...]] = ("-", (0, (6, 2)), (0, (4, 1, 1, 1)), (0, (1.5, 1)), (0, (8, 2, 1, 2, 1, 2)))
 _BASELINE: Final = "#000000"
+_MARGIN: Final = 0.05
+"""The share of the scale that is left free above and below."""
 _FAINT: Final = 0.18
 _MOST_TOGETHER: Final = 5
 """Arms in one pair of axes; with more, each has a panel of its own beside the baseline."""
@@ -84,6 +86,7 @@ def curves_with_bands(
                 _draw_mean(axes, steps, means, style, label=_with_n(arm, means))
                 for run in runs[arm] if every_run else ():
                     axes.plot(list(run), list(run.values()), color=style.color, linewidth=0.5, alpha=0.5)
+        _limit(panels, (value for own in runs.values() for run in own for value in run.values()))
     return text.getvalue()
 
 
@@ -118,6 +121,9 @@ def gold_against_kl(
                         _draw_mean(axes, x, y, solid, label=_with_n(arm, y))
                     else:
                         axes.plot(x, [mean.estimate for mean in y], color=style.color, linestyle="--", linewidth=1.1)
+        _limit(
+            panels, (value for own in runs.values() for run in own for m in (gold, proxy) for value in run[m].values())
+        )
     return text.getvalue()
 
 
@@ -227,6 +233,15 @@ def paired_dots(
 def _means_by_step(runs: Sequence[Series]) -> tuple[list[int], list[MeanEstimate]]:
     steps = sorted({step for run in runs for step in run})
     return steps, [mean_over_seeds([run[step] for run in runs if step in run]) for step in steps]
+
+
+def _limit(panels: Sequence[tuple[Any, list[str]]], values: Iterable[float]) -> None:
+    """Fit the common vertical scale to the single runs: the interval of two seeds would dwarf everything else."""
+    known = [value for value in values if math.isfinite(value)]
+    if known:
+        low, high = min(known), max(known)
+        margin = _MARGIN * (high - low) or 0.5
+        panels[0][0].set_ylim(low - margin, high + margin)
 
 
 def _with_n(arm: str, means: Sequence[MeanEstimate]) -> str:
