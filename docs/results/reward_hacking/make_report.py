@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,8 +39,8 @@ BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 BEDS = ("sharp", "flat", "learned", "dose-0.01", "dose-0.04", "dose-0.06", "large", "addition")
 TUNING = ("tuning", "large-tuning", "addition-tuning")
 FIGURES = (
-    "strip_reward-gold-final.svg",
-    "survival_reward-exploit-first.svg",
+    "strip_reward-gold.final.svg",
+    "survival_reward-exploit.first.svg",
     "curve_reward-gold.svg",
     "curve_reward-exploit.svg",
     "gold_against_kl.svg",
@@ -208,7 +209,9 @@ def bed_figures(bed: str, table: SweepTable) -> dict[str, str]:
     """The figures of a bed that the page shows, by file name."""
     curves = HERE / f"{bed}-curves.csv"
     columns = [name for name in ("reward/gold.final", "reward/exploit.first") if name in table.columns]
-    drawn = draw_plots(compare(table, metrics=columns), read_table(curves) if curves.is_file() else None)
+    drawn = draw_plots(
+        compare(table, metrics=columns, baseline="none"), read_table(curves) if curves.is_file() else None
+    )
     by_slug = {name.lower().replace("_", "-"): svg for name, svg in drawn.items()}
     wanted = {name: by_slug.get(name.lower().replace("_", "-")) for name in FIGURES}
     return {f"{bed}-{name}": svg for name, svg in wanted.items() if svg is not None}
@@ -219,7 +222,8 @@ def interval(values: Sequence[float]) -> str:
     if not values:
         return ""
     one = mean_over_seeds(list(values))
-    return f"{one.estimate:.3g}" if one.n < 2 else f"{one.estimate:.3g} ± {one.high - one.estimate:.2g}"
+    half = one.high - one.estimate
+    return f"{one.estimate:.3g}" if math.isnan(half) else f"{one.estimate:.3g} ± {half:.2g}"
 
 
 def mean(values: Sequence[float]) -> float:
