@@ -155,7 +155,9 @@ def arm_table(bed: str, table: SweepTable) -> str:
     unfinished = [f"{row['arm']} seed {row['seed']}" for row in table.rows if row["status"] != "done"]
     note = f"\n\nNot finished: {', '.join(unfinished)}." if unfinished else ""
     header = ["Arm", "Seeds", "Hacked", "Final gold", "Step of hacking", *(title for title, _ in MEASURED)]
-    return f"### {bed}\n\n" + markdown(header, rows) + note
+    measured = [index for index in range(len(header)) if any(row[index] for row in rows)]
+    table_of = [[row[index] for index in measured] for row in [header, *rows]]
+    return f"### {bed}\n\n" + markdown(table_of[0], table_of[1:]) + note
 
 
 def matched_section(curves: SweepTable) -> str:
