@@ -31,6 +31,7 @@ from flatpeak.pipeline.components import (
     recipe_notices,
     renamed_settings,
 )
+from flatpeak.policy.adapters import check_base, resumed_source
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights
 from flatpeak.policy.model import Policy
@@ -268,11 +269,12 @@ def _policy(
         if objects.tokenizer is None:
             raise UserError("train(model=...) needs tokenizer=... too")
         if checkpoint is not None:
+            check_base(objects.model, checkpoint, where=str(checkpoint))
             restore_weights(objects.model, checkpoint)
         return Policy(objects.model, objects.tokenizer, dropout=config.model.dropout)
     model = config.model
     if checkpoint is not None:
-        model = model.model_copy(update={"path": str(checkpoint), "new": None, "revision": None})
+        model = resumed_source(model, checkpoint)
     texts: list[str] = []
     if model.new is not None:
         texts = [*prompt_texts(examples, config.prompt), *(e.rationale for e in examples if e.rationale)]

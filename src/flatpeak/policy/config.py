@@ -28,6 +28,35 @@ class NewModelConfig(StrictConfig):
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
+class LoraConfig(StrictConfig):
+    """Low-rank adapters beside frozen weights, W x + s B A x (Hu et al. 2021, arXiv 2106.09685), as peft makes them."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """s = alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapters' input in training passes, whatever `model.dropout` is."""
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: all but the output layer."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole and saved with the adapters."""
+    rslora: bool = False
+    """Rank-stabilized scaling (Kalajdzievski 2023, arXiv 2312.03732)."""
+    dora: bool = False
+    """Weight decomposition into magnitude and direction (Liu et al. 2024, arXiv 2402.09353)."""
+    adapter: str | None = None
+    """A directory or Hub name of an adapter to start from, whose own settings replace those above."""
+
+    @model_validator(mode="after")
+    def _settings_of_the_adapter(self) -> LoraConfig:
+        replaced = sorted(self.model_fields_set - {"adapter", "dropout"})
+        changed = [name for name in replaced if getattr(self, name) != type(self).model_fields[name].default]
+        if self.adapter is not None and changed:
+            names = ", ".join(f"model.lora.{name}" for name in changed)
+            raise ValueError(f"model.lora.adapter={self.adapter} brings its own settings: leave out {names}")
+        return self
+
+
 class ModelConfig(StrictConfig):
     """One of `path` (a directory or Hub name) and `new`; neither where the caller of flatpeak.train brings a model."""
 
@@ -42,6 +71,10 @@ class ModelConfig(StrictConfig):
     dropout: bool = False
     """Keep the model's dropout while training. Off by default: dropout makes the policy differ from its sampler."""
     trust_remote_code: bool = False
+    lora: LoraConfig | None = None
+    """Train adapters in float32 and leave the model's own weights as they are; `{}` takes the defaults."""
+    quantization: Literal["nf4"] | None = None
+    """nf4: keep the linear layers in 4 bits, under adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314)."""
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -57,6 +90,16 @@ class ModelConfig(StrictConfig):
     def _one_source(self) -> ModelConfig:
         if self.path is not None and self.new is not None:
             raise ValueError("give one of model.path (a directory or Hub name) and model.new, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_need_a_saved_model(self) -> ModelConfig:
+        if self.new is not None and (self.lora is not None or self.quantization is not None):
+            key = "lora" if self.lora is not None else "quantization"
+            raise ValueError(
+                f"model.{key} beside model.new: its random weights are saved nowhere, and adapters are nothing without "
+                "them; train the new model by itself first (flatpeak sft), and name its checkpoint as model.path"
+            )
         return self
 
 

@@ -163,6 +163,9 @@ class Head:
 def read_head(model: PreTrainedModel) -> Head:
     """Read a model's output layer, with its soft cap and scale. The start-up probe compares logits with the model's."""
     linear = model.get_output_embeddings()
+    trained_whole = getattr(linear, "modules_to_save", None)  # of peft, which keeps the frozen one beside it
+    if isinstance(trained_whole, nn.ModuleDict):
+        linear = trained_whole[linear.active_adapter]
     if type(linear) is not nn.Linear:
         raise UserError(
             f"the output layer of {type(model).__name__} is {type(linear).__name__}, not a plain linear layer: "

@@ -16,8 +16,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from flatpeak.errors import UserError, brief
+from flatpeak.policy.adapters import ADAPTER_CONFIG, adapter_source, add_adapters, restore_adapter
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
 from flatpeak.policy.model import Policy
+from flatpeak.policy.quantization import keep_layout, loading_options
 from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, local_or_hub, pick_device
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -34,8 +36,14 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
             cast_weights(model, dtype)
     else:
         check_source(config)
-        model, tokenizer = _load_pretrained(config, dtype=dtype)
-    return Policy(model.to(device), tokenizer, dropout=config.dropout)
+        config = adapter_source(config)
+        model, tokenizer = _load_pretrained(config, dtype=dtype, device=device)
+        if config.lora is not None:
+            model = add_adapters(model, config.lora, seed=seed)
+    if config.quantization is None:
+        model = model.to(device)
+    adapter_dropout = config.lora is not None and config.lora.dropout > 0
+    return Policy(model, tokenizer, dropout=config.dropout, adapter_dropout=adapter_dropout)
 
 
 def check_source(config: ModelConfig) -> None:
@@ -53,7 +61,7 @@ def check_source(config: ModelConfig) -> None:
 
 def _check_files(path: str, directory: Path) -> None:
     """Raise a UserError where a directory has no model, or no tokenizer, which transformers would invent."""
-    if (directory / "adapter_config.json").is_file():
+    if (directory / ADAPTER_CONFIG).is_file():
         return  # it names the base model, which has the rest
     if not (directory / "config.json").is_file():
         checkpoints = directory / "checkpoints"
@@ -66,7 +74,7 @@ def _check_files(path: str, directory: Path) -> None:
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
-def _load_pretrained(config: ModelConfig, *, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     """Load an existing model, all of whose weights come from its files, and its tokenizer."""
     assert config.path is not None  # check_source
     path = local_or_hub(config.path)
@@ -77,6 +85,7 @@ def _load_pretrained(config: ModelConfig, *, dtype: torch.dtype) -> tuple[Any, A
             path,
             **source,
             dtype=dtype,
+            **loading_options(config.quantization, dtype=dtype, device=device),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # else the error names none of them
         )
@@ -93,6 +102,7 @@ def _load_pretrained(config: ModelConfig, *, dtype: torch.dtype) -> tuple[Any, A
             f"model.path={config.path} lacks weights of {type(model).__name__}: {names}; name a complete checkpoint of "
             "a causal language model"
         )
+    keep_layout(model)
     move_to_own_memory(model)
     return model, tokenizer
 
@@ -196,10 +206,7 @@ def restore_weights(model: Any, directory: Path) -> None:
     The model's class reads them, so that code from the Hub (trust_remote_code) is not loaded a second time.
     """
     if hasattr(model, "peft_config"):
-        from peft import set_peft_model_state_dict  # here, because peft is an extra
-        from safetensors.torch import load_file
-
-        set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
+        restore_adapter(model, directory)
     else:
         # The most precise type in the model: a file of several types would be read in the one its config names.
         dtype = reduce(torch.promote_types, {p.dtype for p in model.parameters() if p.is_floating_point()})

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
+from flatpeak.policy.adapters import dropout_modules, write_record
 from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
@@ -67,7 +68,10 @@ class Policy:
     pads, and rollouts need transformers' own `generate`.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, *, dropout: bool = False) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, *, dropout: bool = False, adapter_dropout: bool = False
+    ) -> None:
+        """`dropout` and `adapter_dropout` leave the dropout of the model and of its adapters on in training passes."""
         self.model = model
         self.tokenizer = tokenizer
         self.causal = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -84,7 +88,7 @@ class Policy:
             self._before.give_back_layers()
             self.head = read_head(self.causal)
             if not dropout:
-                self._before.silence_dropout(model)
+                self._before.silence_dropout(model, keep=dropout_modules(model) if adapter_dropout else frozenset())
             if self.native:
                 register_attention()
                 self._hold()
@@ -260,9 +264,11 @@ class Policy:
         unregister_holder(self.causal, self)
 
     def save(self, directory: Path) -> None:
-        """Write model and tokenizer in Hugging Face format."""
+        """Write model and tokenizer in Hugging Face format; of a model with adapters these alone, in peft's."""
         with no_progress_bar():
             self.model.save_pretrained(directory)
+        if self.causal is not self.model:
+            write_record(self.model, directory)
         self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:

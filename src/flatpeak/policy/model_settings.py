@@ -170,14 +170,17 @@ def _example(values: torch.Tensor) -> torch.Tensor:
     return values.sin() + 1
 
 
-def silence_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+def silence_dropout(
+    model: nn.Module, *, keep: Collection[nn.Module] = frozenset()
+) -> list[tuple[nn.Module, str, float]]:
     """Set every dropout probability to 0: dropout modules (LoRA's too) and attention's plain attributes.
 
-    Returns (module, attribute, probability) of each that was not 0.
+    All but those of the modules in `keep`. Returns (module, attribute, probability) of each that was not 0.
     """
     settings = [
         (module, name, float(setting))
         for module in model.modules()
+        if module not in keep
         for name, setting in vars(module).items()
         if _is_probability(module, name, setting) and setting
     ]
@@ -242,9 +245,9 @@ class ModelSettings:
         """Gradients that the caller left; weak references, so that a training step can free their memory."""
         self.dropout: list[tuple[nn.Module, str, float]] = []
 
-    def silence_dropout(self, model: nn.Module) -> None:
-        """Set every dropout probability to 0 until `restore`."""
-        self.dropout = silence_dropout(model)
+    def silence_dropout(self, model: nn.Module, *, keep: Collection[nn.Module]) -> None:
+        """Set every dropout probability but those of the modules in `keep` to 0 until `restore`."""
+        self.dropout = silence_dropout(model, keep=keep)
 
     def give_back_layers(self) -> None:
         """Restore the model's own attention and classes of layers, for a while or for good."""

@@ -16,13 +16,17 @@ from flatpeak.policy.model_settings import scoring
 
 
 class Snapshot(Policy):
-    """A frozen copy of a policy, adapters included, that can be brought up to date in place."""
+    """A frozen copy of a policy, adapters included, that can be brought up to date in place.
+
+    It shares the weights that training leaves as they are: under adapters the whole base is in memory once.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.trained = frozenset(name for name, weight in policy.model.named_parameters() if weight.requires_grad)
         """Names of the weights that training changes; all others are equal to the policy's for good."""
+        shared = {id(weight): weight for weight in policy.model.parameters() if not weight.requires_grad}
         with policy.plain_attention() as model:
-            duplicate = copy.deepcopy(model)
+            duplicate = copy.deepcopy(model, memo=shared)
         duplicate.requires_grad_(False)
         super().__init__(duplicate, policy.tokenizer)
 

@@ -1,0 +1,107 @@
+"""Whole runs of adapters from a recipe, in float32 and over 4 bits: what is trained, saved, resumed and loaded again."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from flatpeak.policy.config import ModelConfig
+from flatpeak.policy.loading import load_policy
+from flatpeak.runs.metrics import read_metrics
+from support.models import run_model
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"lora": {"rank": 4, "alpha": 8}},
+    "rslora": {"lora": {"rank": 4, "alpha": 8, "rslora": True, "target_modules": ["q_proj", "down_proj"]}},
+    "dora": {"lora": {"rank": 4, "alpha": 8, "dora": True}},
+    "whole_head": {"lora": {"rank": 4, "alpha": 8, "modules_to_save": ["lm_head"]}},
+    "bfloat16": {"lora": {"rank": 4, "alpha": 8}, "dtype": "bfloat16"},
+    "nf4": {"lora": {"rank": 4, "alpha": 8}, "quantization": "nf4"},
+    "nf4_bfloat16": {"lora": {"rank": 4, "alpha": 8}, "quantization": "nf4", "dtype": "bfloat16"},
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A saved model with its tokenizer."""
+    model, tokenizer = run_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    directory = tmp_path / "base"
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def varied(completions: list[str], **_: Any) -> list[float]:
+    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
+
+
+def digest(directory: Path) -> str:
+    return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def adapted(recipe: Callable[..., Any], base: Path) -> Callable[..., Any]:
+    """`adapted(kind, **sections)`: a recipe that trains adapters of the base."""
+
+    def make(kind: str, **sections: Any) -> dict[str, Any]:
+        made = recipe(**{"kl": {"coefficient": 0.05}, "training": {"steps": 3}} | sections)
+        return {**made, "model": {"path": str(base), "device": "cpu", **KINDS[kind]}}
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_trained_and_saved_and_the_base_stays_as_it_is(
+    adapted: Any, base: Path, train: Any, watch: Any, kind: str
+) -> None:
+    before = digest(base)
+    display = watch()
+    result = train(adapted(kind), reward=varied, progress=display)
+    files = {path.name for path in (result.path / "checkpoints" / "last").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "adapter_base.json"} <= files
+    assert not {"model.safetensors", "pytorch_model.bin"} & files
+    assert digest(base) == before
+    assert not any("generate" in notice for notice in display.notices), display.notices
+    rows = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
+    assert rows[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert rows[-1]["policy/kl_reference"] > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_in_the_same_bits(adapted: Any, train: Any, watch: Any, send: Any, kind: str) -> None:
+    ends = []
+    for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
+        config = adapted(kind, run={"name": name}, training={"steps": 4})
+        for resume in (False, True):
+            result = train(config, reward=varied, progress=watch({} if resume else stop), resume=resume)
+        ends.append((result.path / "checkpoints" / "last" / "adapter_model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "whole_head", "bfloat16"])
+def test_peft_alone_loads_a_checkpoint_with_the_same_logits(adapted: Any, base: Path, train: Any, kind: str) -> None:
+    last = train(adapted(kind), reward=varied).path / "checkpoints" / "last"
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), str(last)).eval()
+    policy = load_policy(ModelConfig(path=str(last), device="cpu", dtype=KINDS[kind].get("dtype", "float32")))
+    assert policy.native
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad(), policy.plain_attention() as model:
+        expected, ours = alone(input_ids=ids).logits, model.eval()(input_ids=ids).logits
+    policy.release()
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
+    with torch.no_grad():
+        assert not torch.equal(plain(input_ids=ids).logits, expected)
+    torch.testing.assert_close(ours, expected, atol=0, rtol=0)
