@@ -1,4 +1,4 @@
-"""Whole runs of adapters from a recipe, in float32 and over 4 bits: what is trained, saved, resumed and loaded again."""
+"""Whole runs of adapters from a recipe, in float32 and over 4 bits: what is trained, saved, resumed and loaded."""
 
 from __future__ import annotations
 

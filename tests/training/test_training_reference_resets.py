@@ -204,18 +204,19 @@ def test_the_penalty_pulls_towards_the_new_reference() -> None:
 
 
 @pytest.mark.parametrize("make_policy", POLICIES)
-def test_a_reset_gives_the_reference_the_values_of_the_policy_in_memory_of_its_own(
+def test_a_reset_gives_the_reference_the_values_of_the_policy_and_shares_only_frozen_weights_with_it(
     make_policy: Callable[[], Policy],
 ) -> None:
     trainer = make(ReferenceConfig(reset_every=2), policy=make_policy())
     policy, reference = trainer.learner.policy, trainer.reference
     assert reference is not None
     held, start = memory(reference), values(policy)
+    frozen = {weight.data_ptr() for weight in policy.model.parameters() if not weight.requires_grad}
     for step in (1, 2, 3, 4):
         trainer.train_step(step)
         assert trainer.reference is reference
         assert memory(reference) == held
-        assert not held & memory(policy)
+        assert held & memory(policy) == frozen
         assert reference.parameters() == []
         if step == 2:
             middle = values(policy)
