@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from flatpeak.cli import evaluate, report, sweep, train
+from flatpeak.cli import evaluate, export, report, sweep, train
 from flatpeak.errors import RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; variables that the user has set stay.
@@ -45,6 +45,7 @@ app.command("reward-model")(train.reward_model)
 app.command("eval")(evaluate.evaluate)
 app.command("chat")(evaluate.chat)
 app.command("grade")(evaluate.grade)
+app.command("export")(export.export)
 app.command("explain")(report.explain)
 app.command("report")(report.report)
 

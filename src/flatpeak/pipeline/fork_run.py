@@ -30,6 +30,8 @@ FIXED_SETTINGS = {
     "model.new": "the model",
     "model.revision": "the model",
     "model.dtype": "weights of that type",
+    "model.lora": "adapters of that kind",
+    "model.quantization": "adapters over such weights",
     "optimizer.name": "the state of that optimizer",
     "sft": "what SFT made",
     "evaluation.metric": "the best value of that metric so far",

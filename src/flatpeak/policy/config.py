@@ -93,6 +93,15 @@ class ModelConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _four_bits_need_adapters(self) -> ModelConfig:
+        if self.quantization is not None and self.lora is None:
+            raise ValueError(
+                f"model.quantization={self.quantization} without model.lora: weights in 4 bits cannot be trained; add "
+                "adapters with model.lora={}, or leave model.quantization null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_need_a_saved_model(self) -> ModelConfig:
         if self.new is not None and (self.lora is not None or self.quantization is not None):
             key = "lora" if self.lora is not None else "quantization"

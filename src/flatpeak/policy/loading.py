@@ -37,7 +37,7 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
     else:
         check_source(config)
         config = adapter_source(config)
-        model, tokenizer = _load_pretrained(config, dtype=dtype, device=device)
+        model, tokenizer = load_pretrained(config, dtype=dtype, device=device)
         if config.lora is not None:
             model = add_adapters(model, config.lora, seed=seed)
     if config.quantization is None:
@@ -74,20 +74,26 @@ def _check_files(path: str, directory: Path) -> None:
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
-def _load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     """Load an existing model, all of whose weights come from its files, and its tokenizer."""
     assert config.path is not None  # check_source
     path = local_or_hub(config.path)
     source = {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
     with load_errors(config.path, where="model.path"):
         tokenizer = load_tokenizer(path, **source)
+        quantized = hasattr(AutoConfig.from_pretrained(path, **source), "quantization_config")
+        if quantized and config.lora is not None and config.quantization is None:
+            raise UserError(
+                f"model.path={config.path} holds quantized weights: if they are bitsandbytes' in NF4, set "
+                "model.quantization=nf4; else name the model as it was before"
+            )
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             **source,
             dtype=dtype,
-            **loading_options(config.quantization, dtype=dtype, device=device),
+            **loading_options(config.quantization, dtype=dtype, device=device, done=quantized),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # else the error names none of them
+            ignore_mismatched_sizes=not quantized,  # else the error names none of them; packed weights have other sizes
         )
     for name, in_file, by_config in sorted(report["mismatched_keys"]):
         raise UserError(
@@ -101,6 +107,10 @@ def _load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.d
         raise UserError(
             f"model.path={config.path} lacks weights of {type(model).__name__}: {names}; name a complete checkpoint of "
             "a causal language model"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UserError(
+            f"model.path={config.path} is an adapter: set model.path to its base and model.lora.adapter={config.path}"
         )
     keep_layout(model)
     move_to_own_memory(model)

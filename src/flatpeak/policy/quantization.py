@@ -10,10 +10,12 @@ from torch import nn
 from flatpeak.errors import UserError
 
 
-def loading_options(quantization: str | None, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def loading_options(
+    quantization: str | None, *, dtype: torch.dtype, device: torch.device, done: bool = False
+) -> dict[str, Any]:
     """The arguments of `from_pretrained` that quantize a model as it is loaded; none for null.
 
-    Products are computed in `dtype`.
+    Products are computed in `dtype`. `done` says that the files are quantized already.
     """
     if quantization is None:
         return {}
@@ -25,15 +27,13 @@ def loading_options(quantization: str | None, *, dtype: torch.dtype, device: tor
         ) from error
     from transformers import BitsAndBytesConfig
 
-    return {
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantization,
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        ),
-        "device_map": {"": device},
-    }
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"device_map": {"": device}} | ({} if done else {"quantization_config": config})
 
 
 def keep_layout(model: nn.Module) -> None:

@@ -39,9 +39,10 @@ JSON = Any
 MANIFEST = "manifest.json"
 BEST = "best"
 LAST = "last"
-_TRAINER = "trainer"
-_TENSORS = f"{_TRAINER}/state.safetensors"
-_STATE = f"{_TRAINER}/state.json"
+TRAINER = "trainer"
+"""The subfolder of the trainer's own state."""
+_TENSORS = f"{TRAINER}/state.safetensors"
+_STATE = f"{TRAINER}/state.json"
 _FORMER_TENSORS = "trainer.safetensors"
 _FORMER_STATE = "trainer.json"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -104,7 +105,7 @@ def _write_files(
     from safetensors.torch import save_file
 
     save_model(directory)
-    (directory / _TRAINER).mkdir()
+    (directory / TRAINER).mkdir()
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / _TENSORS)
     (directory / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 

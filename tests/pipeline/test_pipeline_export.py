@@ -1,0 +1,114 @@
+"""Exports: a directory that transformers loads alone, with the greedy answers and logits of the run's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from flatpeak.errors import UserError
+from flatpeak.pipeline.export import export
+from flatpeak.policy.config import LoraConfig, ModelConfig
+from flatpeak.policy.loading import load_policy
+from flatpeak.policy.model import Policy
+from support.models import letter_tokenizer, tiny_model
+from support.policies import plain_logprobs, uneven_batch
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"dora": True},
+    "whole_head": {"modules_to_save": ["lm_head"]},
+    "nf4": {"quantization": "nf4"},
+}
+
+
+def trained(directory: Path, *, quantization: Any = None, step: float = 0.3, **lora: Any) -> Policy:
+    """A policy with adapters that have moved, saved in `directory / "adapter"`."""
+    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(directory / "base")
+    letter_tokenizer().save_pretrained(directory / "base")
+    settings = LoraConfig(rank=4, alpha=8, **lora)
+    config = ModelConfig(path=str(directory / "base"), device="cpu", lora=settings, quantization=quantization)
+    policy = load_policy(config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(step * torch.randn(parameter.shape, generator=generator) * parameter.std().nan_to_num(1.0))
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=step, generator=generator)
+    policy.save(directory / "adapter")
+    return policy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_the_trained_model_for_whoever_has_transformers_alone(tmp_path: Path, kind: str) -> None:
+    policy = trained(tmp_path, **KINDS[kind])
+    result = export(tmp_path / "adapter", tmp_path / "merged")
+    assert (result.dtype, result.lost) == ("float32", 0.0)
+    files = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert "model.safetensors" in files
+    assert not any(name.startswith("adapter") for name in files)
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "merged"), "quantization_config")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == letter_tokenizer().get_vocab()
+    batch = uneven_batch(24)
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        with policy.plain_attention() as model:
+            greedy = model.eval().generate(input_ids=ids, max_new_tokens=20, do_sample=False)
+        assert torch.equal(alone.eval().generate(ids, max_new_tokens=20, do_sample=False), greedy)
+        expected = plain_logprobs(policy, batch, 1.0)
+        exported = plain_logprobs(Policy(alone, letter_tokenizer()), batch, 1.0)
+        torch.testing.assert_close(exported, expected, atol=2e-4, rtol=1e-4)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with torch.no_grad():
+        assert (plain_logprobs(Policy(plain, letter_tokenizer()), batch, 1.0) - expected).abs().max() > 0.1
+
+
+def test_rounding_that_takes_what_was_learned_is_refused_with_the_type_that_keeps_it(tmp_path: Path) -> None:
+    trained(tmp_path, step=2e-4)
+    with pytest.raises(UserError, match=r"in bfloat16 rounding would take \d+% .* export with --dtype float32"):
+        export(tmp_path / "adapter", tmp_path / "merged", dtype="bfloat16")
+    assert not (tmp_path / "merged").exists()
+    assert export(tmp_path / "adapter", tmp_path / "merged", dtype="float32").lost == 0.0
+
+
+def test_what_rounding_takes_is_the_norm_of_the_error_over_that_of_the_adapters_part(tmp_path: Path) -> None:
+    policy = trained(tmp_path)
+    result = export(tmp_path / "adapter", tmp_path / "merged", dtype="bfloat16")
+    learned, error = 0.0, 0.0
+    for module in policy.model.modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = module.get_base_layer().weight.detach().double()
+            delta = 2.0 * module.lora_B["default"].weight.double() @ module.lora_A["default"].weight.double()
+            merged = (weight + delta).detach()
+            learned += float(delta.detach().square().sum())
+            error += float((merged.float().bfloat16().double() - merged).square().sum())
+    assert result.lost == pytest.approx((error / learned) ** 0.5, rel=1e-3)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert saved.dtype == torch.bfloat16
+    assert saved.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_run_exports_the_checkpoint_that_is_asked_for_without_the_state_of_the_trainer(
+    recipe: Callable[..., Any], train: Any, tmp_path: Path
+) -> None:
+    def lengths(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    run = train(recipe(run={"checkpoint_every": 1}), reward=lengths).path
+    for checkpoint in ("best", "last", "1", "0"):
+        result = export(run, tmp_path / checkpoint, checkpoint=checkpoint)
+        assert {path.name for path in result.path.iterdir()}.isdisjoint({"trainer", "manifest.json"})
+        source = run / "checkpoints" / (checkpoint if not checkpoint.isdecimal() else f"step_00000{checkpoint}")
+        assert (result.path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    half = export(run, tmp_path / "half", dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(half.path, dtype="auto").dtype == torch.bfloat16
+    with pytest.raises(UserError, match=r"--checkpoint 9: .* has .*step_000001.*; give best, last, sft or the number"):
+        export(run, tmp_path / "nine", checkpoint="9")
+    with pytest.raises(UserError, match="exists and is not empty: give a new directory"):
+        export(run, tmp_path / "last")
