@@ -23,12 +23,12 @@ from flatpeak.utils.huggingface import load_tokenizer, no_progress_bar, no_warni
 
 DType = Literal["float32", "bfloat16"]
 MOST_LOST: Final = 0.5
-"""The largest norm of what rounding may take from the adapters' part of the weights, over the norm of that part."""
+"""The largest norm of the rounding error, over the norm of the adapters' share of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """An exported model."""
+    """The directory of an exported model, and how it was made."""
 
     path: Path
     source: Path
@@ -36,7 +36,7 @@ class Export:
     dtype: DType | None
     """The type of its weights; None where the files were copied as they were."""
     lost: float | None
-    """What rounding took from the adapters' part of the weights, as a share of its norm; None without adapters."""
+    """Norm of the rounding error over the norm of the adapters' share of the weights; None without adapters."""
 
 
 def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", dtype: DType | None = None) -> Export:

@@ -82,7 +82,7 @@ def load_adapter(model: Any, path: str, *, where: str, checked: bool = False) ->
         adapted = peft.get_peft_model(model, config)
         weights = peft.utils.load_peft_weights(source, device="cpu")
         report = peft.set_peft_model_state_dict(adapted, weights)
-    missing = [name for name in report.missing_keys if any(part in name for part in _ADAPTERS)]
+    missing = [name for name in report.missing_keys if any(marker in name for marker in _ADAPTERS)]
     for name in (*report.unexpected_keys, *missing):
         raise UserError(f"{where}={path} does not fit the model at {name}: it was trained on another base model")
     if not checked:
@@ -157,7 +157,7 @@ def read_record(directory: Path) -> BaseRecord | None:
 
 
 def check_base(model: nn.Module, directory: Path, *, where: str) -> None:
-    """Raise a UserError where an adapter's record tells of another base than the model's; without one, all pass."""
+    """Raise a UserError where an adapter's record is of another base than the model's; one without a record passes."""
     record = read_record(directory)
     if record is not None and record.fingerprint != fingerprint(model):
         base = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -175,7 +175,7 @@ def fingerprint(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in sorted((_base_name(name), parameter) for name, parameter in model.named_parameters()):
-        if parameter.requires_grad or not parameter.is_floating_point() or any(part in name for part in _ADAPTERS):
+        if parameter.requires_grad or not parameter.is_floating_point() or any(marker in name for marker in _ADAPTERS):
             continue
         first = parameter.detach().flatten()[:SAMPLED].to(device="cpu", dtype=torch.bfloat16)
         digest.update(f"{name} {tuple(parameter.shape)} ".encode())
@@ -186,7 +186,7 @@ def fingerprint(model: nn.Module) -> str:
 def dropout_modules(model: nn.Module) -> set[nn.Module]:
     """The dropout modules that belong to adapters."""
     adapters = (getattr(module, "lora_dropout", None) for module in model.modules())
-    return {part for one in adapters if isinstance(one, nn.Module) for part in one.modules()}
+    return {module for one in adapters if isinstance(one, nn.Module) for module in one.modules()}
 
 
 def linear_names(model: nn.Module) -> list[str]:

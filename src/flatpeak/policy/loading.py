@@ -19,7 +19,7 @@ from flatpeak.errors import UserError, brief
 from flatpeak.policy.adapters import ADAPTER_CONFIG, adapter_source, add_adapters, restore_adapter
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
 from flatpeak.policy.model import Policy
-from flatpeak.policy.quantization import keep_layout, loading_options
+from flatpeak.policy.quantization import disable_repacking, loading_options
 from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, local_or_hub, pick_device
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -112,7 +112,7 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
         raise UserError(
             f"model.path={config.path} is an adapter: set model.path to its base and model.lora.adapter={config.path}"
         )
-    keep_layout(model)
+    disable_repacking(model)
     move_to_own_memory(model)
     return model, tokenizer
 

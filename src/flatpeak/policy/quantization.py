@@ -36,7 +36,7 @@ def loading_options(
     return {"device_map": {"": device}} | ({} if done else {"quantization_config": config})
 
 
-def keep_layout(model: nn.Module) -> None:
+def disable_repacking(model: nn.Module) -> None:
     """Switch off bitsandbytes' own layout for CPUs with AVX512-BF16.
 
     At the first pass without gradients it would repack the weights in place and for good: they would then be multiplied
