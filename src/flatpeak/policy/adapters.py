@@ -174,11 +174,11 @@ def fingerprint(model: nn.Module) -> str:
     depend on the device that has quantized them.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted((_base_name(name), parameter) for name, parameter in model.named_parameters()):
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: _base_name(item[0])):
         if parameter.requires_grad or not parameter.is_floating_point() or any(marker in name for marker in _ADAPTERS):
             continue
         first = parameter.detach().flatten()[:SAMPLED].to(device="cpu", dtype=torch.bfloat16)
-        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
+        digest.update(f"{_base_name(name)} {tuple(parameter.shape)} ".encode())
         digest.update(first.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
