@@ -13,10 +13,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
+from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.runs.metrics import read_metrics
 from support.models import run_model
+from support.preferences import reward_model_recipe, write_pairs
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "alpha": 8}},
@@ -105,3 +108,35 @@ def test_peft_alone_loads_a_checkpoint_with_the_same_logits(adapted: Any, base: 
     with torch.no_grad():
         assert not torch.equal(plain(input_ids=ids).logits, expected)
     torch.testing.assert_close(ours, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_reward_model_of_adapters_learns_resumes_and_scores_as_a_reward(
+    base: Path, tmp_path: Path, watch: Any, send: Any, quantization: str | None
+) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    model: dict[str, Any] = {"path": str(base), "new": None, "device": "cpu", "lora": {"rank": 4}}
+    ends = []
+    for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
+        config = reward_model_recipe(
+            tmp_path / "runs",
+            pairs,
+            run={"name": name},
+            model={**model, "quantization": quantization},
+            reward_model={"template": "plain", "evaluate_every": 4},
+        )
+        for resume in (False, True):
+            result = train_reward_model(config, progress=watch({} if resume else stop), resume=resume)
+        last = result.path / "checkpoints" / "last"
+        ends.append((last / "adapter_model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
+    assert not (last / "model.safetensors").exists()
+    scorer, again = (
+        load_scorer(where="rewards.preference", path=str(path), device="cpu") for path in (result.path, last)
+    )
+    texts = [[3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    scores = scorer.classifier.score_all(texts)
+    assert scores == again.classifier.score_all(texts)
+    assert abs(scores[0] - scores[1]) > 1e-6
+    peft_scores = [float(again.classifier.model(input_ids=torch.tensor([text])).logits[0, 0]) for text in texts]
+    assert scores == pytest.approx(peft_scores, abs=1e-5)

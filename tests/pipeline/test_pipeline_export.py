@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flatpeak.errors import UserError
 from flatpeak.pipeline.export import export
-from flatpeak.policy.config import LoraConfig, ModelConfig
+from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
+from flatpeak.utils.adapters import LoraConfig
 from support.models import letter_tokenizer, tiny_model
 from support.policies import plain_logprobs, uneven_batch
 

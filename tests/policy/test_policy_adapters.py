@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flatpeak.errors import UserError
-from flatpeak.policy.adapters import RECORD, adapter_source, fingerprint, resumed_source
-from flatpeak.policy.config import LoraConfig, ModelConfig
-from flatpeak.policy.loading import load_policy
+from flatpeak.policy.config import ModelConfig
+from flatpeak.policy.loading import adapter_source, load_policy, resumed_source
 from flatpeak.policy.model import Policy
-from flatpeak.policy.quantization import loading_options
+from flatpeak.utils.adapters import RECORD, LoraConfig, fingerprint
+from flatpeak.utils.quantization import loading_options
 from support.models import letter_tokenizer, tiny_model
 from support.policies import gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
 

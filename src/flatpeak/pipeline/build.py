@@ -31,9 +31,8 @@ from flatpeak.pipeline.components import (
     recipe_notices,
     renamed_settings,
 )
-from flatpeak.policy.adapters import check_base, resumed_source
 from flatpeak.policy.config import ModelConfig
-from flatpeak.policy.loading import check_source, load_policy, restore_weights
+from flatpeak.policy.loading import check_source, load_policy, restore_weights, resumed_source
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import check_reference
 from flatpeak.protocols import Progress, Sampler, Task
@@ -51,6 +50,7 @@ from flatpeak.training.objective import Objective
 from flatpeak.training.sampled_loss import SampledLoss
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
+from flatpeak.utils.adapters import check_base
 
 UNBOUNDED_CONTEXT = 2**30
 Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool | None)

@@ -14,11 +14,11 @@ from torch import Tensor
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
 from flatpeak.pipeline.compare import locate_model
-from flatpeak.policy.adapters import ADAPTER_CONFIG, adapter_source, check_base, load_adapter
 from flatpeak.policy.config import ModelConfig
-from flatpeak.policy.loading import cast_weights, load_pretrained
+from flatpeak.policy.loading import adapter_source, cast_weights, load_pretrained
 from flatpeak.runs.checkpoints import MANIFEST, TRAINER, checkpoint_name, verify_checkpoint
 from flatpeak.runs.directory import RunPaths
+from flatpeak.utils.adapters import ADAPTER_CONFIG, check_base, load_adapter
 from flatpeak.utils.huggingface import load_tokenizer, no_progress_bar, no_warnings
 
 DType = Literal["float32", "bfloat16"]

@@ -32,6 +32,7 @@ from flatpeak.rewards.sequence_classifier import (
     locate,
     make_wording,
     pick_template,
+    read_record,
 )
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
@@ -47,6 +48,7 @@ from flatpeak.training.reward_model_trainer import (
     SavedClassifier,
     encode_pairs,
 )
+from flatpeak.utils.adapters import SCORE_HEADS, add_adapters, check_base, restore_adapter
 from flatpeak.utils.huggingface import pick_device
 
 REFERENCE_PAIRS = 256
@@ -168,8 +170,12 @@ def _classifier(
     section, record = config.reward_model, None
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     path = str(checkpoint.path) if checkpoint else config.model.path
-    if model is not None and checkpoint is not None:
-        own, _, record = load_model(str(checkpoint.path), where="run.name", dtype=dtype)
+    if model is not None and checkpoint is not None and hasattr(model, "peft_config"):
+        check_base(model, checkpoint.path, where=str(checkpoint.path))
+        restore_adapter(model, checkpoint.path)
+        record = read_record(checkpoint.path)
+    elif model is not None and checkpoint is not None:
+        own, _, record = load_model(str(checkpoint.path), where="run.name", device=torch.device("cpu"), dtype=dtype)
         model.load_state_dict(own.state_dict())
     elif model is None:
         seed = derive_seed(config.run.seed, "weights", section.seed)
@@ -196,16 +202,26 @@ def _classifier(
 
 
 def _load(config: RunConfig, path: str, *, dtype: torch.dtype, own: bool) -> tuple[Any, Any, Record | None]:
-    return load_model(
+    """The model of the recipe with a new head, and new adapters where it asks for them; or the run's own."""
+    model, tokenizer, record = load_model(
         locate(path, where="model.path"),
         where="model.path",
+        device=pick_device(config.model.device, where="model.device"),
         trained=own,  # a language model gets a new head
         num_labels=1,
         ignore_mismatched_sizes=not own,
         revision=None if own else config.model.revision,
         trust_remote_code=config.model.trust_remote_code,
+        quantization=config.model.quantization,
         dtype=dtype,
     )
+    lora = config.model.lora
+    if lora is not None and lora.dropout:
+        raise UserError("model.lora.dropout: reward models are trained without dropout; leave it out")
+    if lora is not None and not hasattr(model, "peft_config"):
+        head = next(name for name in SCORE_HEADS if hasattr(model, name))
+        model = add_adapters(model, lora, seed=derive_seed(config.run.seed, "weights"), head=head)
+    return model, tokenizer, record
 
 
 def _new_model(config: RunConfig, preferences: Preferences) -> tuple[Any, Any]:

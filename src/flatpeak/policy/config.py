@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from flatpeak.utils.adapters import LoraConfig
 from flatpeak.utils.schema import StrictConfig
 
 
@@ -26,35 +27,6 @@ class NewModelConfig(StrictConfig):
     config: dict[str, Any] = Field(default_factory=dict)
     """Fields of its transformers config (hidden_size, num_hidden_layers, ...); vocabulary and special ids are set."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-
-
-class LoraConfig(StrictConfig):
-    """Low-rank adapters beside frozen weights, W x + s B A x (Hu et al. 2021, arXiv 2106.09685), as peft makes them."""
-
-    rank: Annotated[int, Field(ge=1)] = 16
-    alpha: Annotated[float, Field(gt=0)] = 32
-    """s = alpha / rank, or alpha / sqrt(rank) with `rslora`."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input in training passes, whatever `model.dropout` is."""
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: all but the output layer."""
-    modules_to_save: tuple[str, ...] = ()
-    """Names of modules that are trained whole and saved with the adapters."""
-    rslora: bool = False
-    """Rank-stabilized scaling (Kalajdzievski 2023, arXiv 2312.03732)."""
-    dora: bool = False
-    """Weight decomposition into magnitude and direction (Liu et al. 2024, arXiv 2402.09353)."""
-    adapter: str | None = None
-    """A directory or Hub name of an adapter to start from, whose own settings replace those above."""
-
-    @model_validator(mode="after")
-    def _settings_of_the_adapter(self) -> LoraConfig:
-        replaced = sorted(self.model_fields_set - {"adapter", "dropout"})
-        changed = [name for name in replaced if getattr(self, name) != type(self).model_fields[name].default]
-        if self.adapter is not None and changed:
-            names = ", ".join(f"model.lora.{name}" for name in changed)
-            raise ValueError(f"model.lora.adapter={self.adapter} brings its own settings: leave out {names}")
-        return self
 
 
 class ModelConfig(StrictConfig):

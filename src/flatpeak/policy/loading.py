@@ -16,11 +16,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from flatpeak.errors import UserError, brief
-from flatpeak.policy.adapters import ADAPTER_CONFIG, adapter_source, add_adapters, restore_adapter
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
 from flatpeak.policy.model import Policy
-from flatpeak.policy.quantization import disable_repacking, loading_options
+from flatpeak.utils.adapters import ADAPTER_CONFIG, LoraConfig, add_adapters, named_base, read_record, restore_adapter
 from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, local_or_hub, pick_device
+from flatpeak.utils.quantization import disable_repacking, loading_options
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
@@ -57,6 +57,40 @@ def check_source(config: ModelConfig) -> None:
         raise UserError(f"model.path={config.path}: no such directory")
     if directory.is_dir():
         _check_files(config.path, directory)
+
+
+def adapter_source(config: ModelConfig) -> ModelConfig:
+    """The configuration that loads what `model.path` names: where that is an adapter, its base with the adapter on it.
+
+    UserError where the adapter's base is unknown, or the recipe wants further adapters.
+    """
+    directory = Path(config.path or "").expanduser()
+    if config.path is None or not (directory / ADAPTER_CONFIG).is_file():
+        return config
+    if config.lora is not None and config.lora.model_fields_set - {"dropout"}:
+        raise UserError(
+            f"model.path={config.path} is an adapter already: leave out model.lora to train it on, or name its base as "
+            "model.path to begin with another one"
+        )
+    base, revision = named_base(directory, where="model.path")
+    record = read_record(directory)
+    return config.model_copy(
+        update={
+            "path": base,
+            "revision": revision,
+            "lora": LoraConfig(adapter=config.path, dropout=config.lora.dropout if config.lora else 0.0),
+            "quantization": config.quantization or (record.quantization if record else None),
+        }
+    )
+
+
+def resumed_source(config: ModelConfig, checkpoint: Path) -> ModelConfig:
+    """The configuration that loads a run's model as a checkpoint has it: all of it, or its adapters on their base."""
+    config = adapter_source(config)
+    if config.lora is None:
+        return config.model_copy(update={"path": str(checkpoint), "new": None, "revision": None})
+    adapter = LoraConfig(adapter=str(checkpoint), dropout=config.lora.dropout)
+    return config.model_copy(update={"lora": adapter})
 
 
 def _check_files(path: str, directory: Path) -> None:

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
-from flatpeak.policy.adapters import dropout_modules, write_record
 from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
@@ -25,6 +24,7 @@ from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, p
 from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedContext, register_attention
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import PackedCompletions
+from flatpeak.utils.adapters import dropout_modules, write_record
 from flatpeak.utils.huggingface import no_progress_bar
 
 COARSE_PRECISIONS = frozenset({"tf32", "bf16"})

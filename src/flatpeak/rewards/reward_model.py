@@ -111,9 +111,13 @@ def load_scorer(
     """
     target = pick_device(device, where=f"{where}.device")
     model, tokenizer, record = load_model(
-        locate(path, where=f"{where}.path"), where=f"{where}.path", revision=revision, dtype=getattr(torch, dtype)
+        locate(path, where=f"{where}.path"),
+        where=f"{where}.path",
+        device=target,
+        revision=revision,
+        dtype=getattr(torch, dtype),
     )
-    model.to(target).requires_grad_(False)
+    model.requires_grad_(False)
     wording = make_wording(model, tokenizer, record, template=template, max_tokens=max_tokens, where=where)
     spread = _spread(mean, std, record, where=where) if normalization == "standardize" else None
     output = _output(label, model.config.num_labels, path, where=where)

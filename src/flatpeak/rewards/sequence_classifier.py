@@ -20,7 +20,10 @@ from torch import Tensor
 from flatpeak.errors import UserError
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Message
+from flatpeak.utils.adapters import ADAPTER_CONFIG, load_adapter, named_base, write_record
+from flatpeak.utils.adapters import read_record as read_base_record
 from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, no_progress_bar, no_warnings
+from flatpeak.utils.quantization import disable_repacking, loading_options
 
 RECORD = "reward_model.json"
 """The file beside the model's own with the template it was trained with and the statistics of its scores."""
@@ -182,7 +185,7 @@ def locate(path: str, *, where: str) -> str:
     directory = Path(path).expanduser()
     checkpoints = directory / "checkpoints"
     for candidate in (directory, checkpoints / "best", checkpoints / "last", checkpoints / "sft" / "last"):
-        if (candidate / "config.json").is_file():
+        if any((candidate / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
             return str(candidate)
     if directory.is_dir():
         raise UserError(f"{where}={path}: neither a model's directory nor a run with a checkpoint")
@@ -191,12 +194,36 @@ def locate(path: str, *, where: str) -> str:
     return path
 
 
-def load_model(path: str, *, where: str, trained: bool = True, **settings: Any) -> tuple[Any, Any, Record | None]:
+def load_model(
+    path: str,
+    *,
+    where: str,
+    device: torch.device,
+    trained: bool = True,
+    quantization: str | None = None,
+    **settings: Any,
+) -> tuple[Any, Any, Record | None]:
     """(model, tokenizer, record) of what `locate` found; `settings` are `from_pretrained`'s for the model.
 
     Unless `trained` is false, weights that the files lack are a UserError: transformers would draw a score head at
-    random where there is none.
+    random where there is none. Adapters are loaded on the base that they name, as they were trained.
     """
+    directory = Path(path)
+    if not (directory / ADAPTER_CONFIG).is_file():
+        settings |= loading_options(quantization, dtype=settings.get("dtype", torch.float32), device=device)
+        model, tokenizer = _load(path, where=where, trained=trained, **settings)
+        return model.to(device), tokenizer, read_record(directory)
+    base, revision = named_base(directory, where=where)
+    record = read_base_record(directory)
+    options = {**settings, "revision": revision, "num_labels": 1, "ignore_mismatched_sizes": True}
+    quantization = record.quantization if record is not None else quantization
+    options |= loading_options(quantization, dtype=settings.get("dtype", torch.float32), device=device)
+    model, _ = _load(base, where=f"{where}={path}: base", trained=False, **options)
+    return load_adapter(model, path, where=where).to(device), load_tokenizer(path), read_record(directory)
+
+
+def _load(path: str, *, where: str, trained: bool, **settings: Any) -> tuple[Any, Any]:
+    """(model, tokenizer) of files that have all of its weights, but for the head where `trained` is false."""
     from transformers import AutoModelForSequenceClassification
 
     revision = {"revision": settings.pop("revision", None) or "main"}
@@ -211,7 +238,8 @@ def load_model(path: str, *, where: str, trained: bool = True, **settings: Any) 
             f"{where}={path} has no {', '.join(sorted(report['missing_keys']))}: it is not a reward model; train one "
             "from it with flatpeak reward-model"
         )
-    return model, tokenizer, read_record(Path(path))
+    disable_repacking(model)
+    return model, tokenizer
 
 
 class Classifier:
@@ -221,9 +249,13 @@ class Classifier:
         self.model = model.eval()
         self.wording = wording
         self.label = label
-        head = getattr(model, "score", None)
-        trunk = getattr(model, model.base_model_prefix, None)
-        self._causal = (trunk, head) if isinstance(head, torch.nn.Linear) and trunk is not None else None
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._adapted = inner is not model
+        head = getattr(inner, "score", None)
+        trunk = getattr(inner, inner.base_model_prefix, None)
+        # peft wraps a head that is trained whole beside adapters.
+        linear = isinstance(head, torch.nn.Linear) or hasattr(head, "modules_to_save")
+        self._causal: tuple[Any, Any] | None = (trunk, head) if linear and trunk is not None else None
         self._pad: int | None = None
         self._pad = self._padding_token()
 
@@ -284,6 +316,8 @@ class Classifier:
         """Write model, tokenizer and record."""
         with no_progress_bar():
             self.model.save_pretrained(directory)
+        if self._adapted:
+            write_record(self.model, directory)
         self.wording.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
         Record(template=self.wording.template, max_tokens=self.wording.max_tokens, scores=scores).write(directory)
 

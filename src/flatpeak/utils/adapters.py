@@ -1,6 +1,7 @@
-"""Low-rank adapters of a policy (LoRA), as peft makes them, and the record of the model that they belong to.
+"""Low-rank adapters (LoRA), as peft makes them, and the record of the model that they belong to.
 
-A saved adapter is nothing without its base, so a checkpoint names it and holds a fingerprint of its weights.
+A saved adapter is nothing without its base, so a checkpoint names it and holds a fingerprint of its weights. Importing
+this module loads neither torch nor peft.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import torch
-from torch import nn
-from transformers.pytorch_utils import Conv1D
+from pydantic import Field, model_validator
 
 from flatpeak.errors import UserError, brief
-from flatpeak.policy.config import LoraConfig, ModelConfig
-from flatpeak.policy.quantization import is_quantized
 from flatpeak.utils.huggingface import hub_or_directory, local_or_hub
+from flatpeak.utils.schema import StrictConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """peft's file of an adapter's settings."""
@@ -28,8 +29,40 @@ RECORD: Final = "adapter_base.json"
 """The file beside it with the record of the base."""
 SAMPLED: Final = 1024
 """Elements of each weight that the fingerprint reads."""
+SCORE_HEADS: Final = ("score", "classifier")
+"""Names of the heads of sequence classifiers. A base that has none gets another random one each time."""
 _ADAPTERS: Final = (".lora_", ".modules_to_save.")
+_NAME_BASE: Final = "set model.path to the base and model.lora.adapter="
 _WRAPPERS: Final = (("base_model.model.", ""), (".base_layer.", "."), (".original_module.", "."))
+
+
+class LoraConfig(StrictConfig):
+    """Low-rank adapters beside frozen weights, W x + s B A x (Hu et al. 2021, arXiv 2106.09685), as peft makes them."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """s = alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapters' input in training passes, whatever `model.dropout` is."""
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: all but the output layer."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole and saved with the adapters."""
+    rslora: bool = False
+    """Rank-stabilized scaling (Kalajdzievski 2023, arXiv 2312.03732)."""
+    dora: bool = False
+    """Weight decomposition into magnitude and direction (Liu et al. 2024, arXiv 2402.09353)."""
+    adapter: str | None = None
+    """A directory or Hub name of an adapter to start from, whose own settings replace those above."""
+
+    @model_validator(mode="after")
+    def _settings_of_the_adapter(self) -> LoraConfig:
+        replaced = sorted(self.model_fields_set - {"adapter", "dropout"})
+        changed = [name for name in replaced if getattr(self, name) != type(self).model_fields[name].default]
+        if self.adapter is not None and changed:
+            names = ", ".join(f"model.lora.{name}" for name in changed)
+            raise ValueError(f"model.lora.adapter={self.adapter} brings its own settings: leave out {names}")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,34 +73,36 @@ class BaseRecord:
     quantization: str | None = None
 
 
-def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> Any:
+def add_adapters(model: Any, config: LoraConfig, *, seed: int, head: str | None = None) -> Any:
     """A peft model with new adapters in float32, B = 0, or with those of `config.adapter`; the base is frozen.
 
-    A is drawn from `seed`; the caller's generator stays as it is. UserError where a target is in no layer's name, or
-    the adapter does not fit the model.
+    A is drawn from `seed`; the caller's generator stays as it is. `head` is the score head of a sequence classifier,
+    which is trained whole. UserError where a target is in no layer's name, or the adapter does not fit the model.
     """
+    import torch
+
     peft = _peft()
     if config.adapter is not None:
-        return load_adapter(model, config.adapter, where="model.lora.adapter")
+        return load_adapter(model, config.adapter, where="model.lora.adapter", dropout=config.dropout)
     _check_targets(model, config)
     with torch.random.fork_rng(), _peft_errors("model.lora"):
         torch.manual_seed(seed)
         return peft.get_peft_model(
             model,
             peft.LoraConfig(
-                task_type="CAUSAL_LM",
+                task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
                 r=config.rank,
                 lora_alpha=config.alpha,
                 lora_dropout=config.dropout,
                 target_modules=_listed(config.target_modules),
-                modules_to_save=list(config.modules_to_save) or None,
+                modules_to_save=[*config.modules_to_save, *([head] if head else [])] or None,
                 use_rslora=config.rslora,
                 use_dora=config.dora,
             ),
         )
 
 
-def load_adapter(model: Any, path: str, *, where: str, checked: bool = False) -> Any:
+def load_adapter(model: Any, path: str, *, where: str, dropout: float = 0.0, checked: bool = False) -> Any:
     """A peft model with a saved adapter, trainable; UserError where that belongs to another base.
 
     `checked` says that the base is known to be the right one, as one that was dequantized since.
@@ -78,7 +113,7 @@ def load_adapter(model: Any, path: str, *, where: str, checked: bool = False) ->
         config = peft.PeftConfig.from_pretrained(source)
         if config.peft_type != "LORA":
             raise UserError(f"{where}={path} is of type {config.peft_type}: only LoRA adapters are served")
-        config.inference_mode = False
+        config.inference_mode, config.lora_dropout = False, dropout
         adapted = peft.get_peft_model(model, config)
         weights = peft.utils.load_peft_weights(source, device="cpu")
         report = peft.set_peft_model_state_dict(adapted, weights)
@@ -98,51 +133,20 @@ def restore_adapter(model: Any, directory: Path) -> None:
     peft.set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
 
 
-def adapter_source(config: ModelConfig) -> ModelConfig:
-    """The configuration that loads what `model.path` names: where that is an adapter, its base with the adapter on it.
-
-    UserError where the adapter's base is unknown, or the recipe wants further adapters.
-    """
-    directory = Path(config.path or "").expanduser()
-    if config.path is None or not (directory / ADAPTER_CONFIG).is_file():
-        return config
-    if config.lora is not None and config.lora.model_fields_set - {"dropout"}:
-        raise UserError(
-            f"model.path={config.path} is an adapter already: leave out model.lora to train it on, or name its base as "
-            "model.path to begin with another one"
-        )
-    settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    base = settings.get("base_model_name_or_path")
-    if not base:
-        raise UserError(
-            f"model.path={config.path} is an adapter that does not name its base: set model.path to the base and "
-            f"model.lora.adapter={config.path}"
-        )
-    record = read_record(directory)
-    return config.model_copy(
-        update={
-            "path": base,
-            "revision": settings.get("revision"),
-            "lora": LoraConfig(adapter=config.path, dropout=config.lora.dropout if config.lora else 0.0),
-            "quantization": config.quantization or (record.quantization if record else None),
-        }
-    )
-
-
-def resumed_source(config: ModelConfig, checkpoint: Path) -> ModelConfig:
-    """The configuration that loads a run's model as a checkpoint has it: all of it, or its adapters on their base."""
-    config = adapter_source(config)
-    if config.lora is None:
-        return config.model_copy(update={"path": str(checkpoint), "new": None, "revision": None})
-    adapter = LoraConfig(adapter=str(checkpoint), dropout=config.lora.dropout)
-    return config.model_copy(update={"lora": adapter})
-
-
 def write_record(model: Any, directory: Path) -> None:
     """Write the record of a peft model's base beside its saved adapters."""
     quantized = any(map(is_quantized, model.parameters()))
     record = BaseRecord(fingerprint=fingerprint(model), quantization="nf4" if quantized else None)
     (directory / RECORD).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+
+
+def named_base(directory: Path, *, where: str) -> tuple[str, str | None]:
+    """(path, revision) of the base that a saved adapter names; UserError where it names none."""
+    settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{where}={directory} is an adapter that does not name its base: {_NAME_BASE}{directory}")
+    return base, settings.get("revision")
 
 
 def read_record(directory: Path) -> BaseRecord | None:
@@ -160,7 +164,7 @@ def check_base(model: nn.Module, directory: Path, *, where: str) -> None:
     """Raise a UserError where an adapter's record is of another base than the model's; one without a record passes."""
     record = read_record(directory)
     if record is not None and record.fingerprint != fingerprint(model):
-        base = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base, _ = named_base(directory, where=where)
         raise UserError(
             f"{where} was trained on other weights than those of this model: name its base as model.path "
             f"({base} when it was saved)"
@@ -173,9 +177,12 @@ def fingerprint(model: nn.Module) -> str:
     In bfloat16, to which a base in float32 and the same one in bfloat16 round alike; without quantized weights, which
     depend on the device that has quantized them.
     """
+    import torch
+
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(), key=lambda item: _base_name(item[0])):
-        if parameter.requires_grad or not parameter.is_floating_point() or any(marker in name for marker in _ADAPTERS):
+        own = parameter.requires_grad or any(marker in name for marker in _ADAPTERS)
+        if own or not parameter.is_floating_point() or _base_name(name).startswith(SCORE_HEADS):
             continue
         first = parameter.detach().flatten()[:SAMPLED].to(device="cpu", dtype=torch.bfloat16)
         digest.update(f"{_base_name(name)} {tuple(parameter.shape)} ".encode())
@@ -185,15 +192,25 @@ def fingerprint(model: nn.Module) -> str:
 
 def dropout_modules(model: nn.Module) -> set[nn.Module]:
     """The dropout modules that belong to adapters."""
+    from torch import nn
+
     adapters = (getattr(module, "lora_dropout", None) for module in model.modules())
     return {module for one in adapters if isinstance(one, nn.Module) for module in one.modules()}
 
 
 def linear_names(model: nn.Module) -> list[str]:
     """The last parts of the names of a model's linear layers."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
     return sorted(
         {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     )
+
+
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Whether a parameter holds 4-bit numbers."""
+    return type(parameter).__name__ == "Params4bit"
 
 
 def _base_name(name: str) -> str:

@@ -45,8 +45,3 @@ def disable_repacking(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-
-
-def is_quantized(parameter: nn.Parameter) -> bool:
-    """Whether a parameter holds 4-bit numbers."""
-    return type(parameter).__name__ == "Params4bit"
