@@ -227,8 +227,12 @@ def is_below_float32(dtype: torch.dtype) -> bool:
 
 
 def weight_dtype(model: nn.Module) -> torch.dtype:
-    """The coarsest type of a model's weights; quantized ones count as bfloat16."""
-    return coarsest(torch.bfloat16 if type(p).__name__ in QUANTIZED else p.dtype for p in model.parameters())
+    """The coarsest type of a model's weights; of quantized ones the type that they are expanded to, or bfloat16."""
+    dtypes = {p.dtype for p in model.parameters() if type(p).__name__ not in QUANTIZED}
+    for module in model.modules():
+        if any(type(p).__name__ in QUANTIZED for p in module._parameters.values()):
+            dtypes.add(vars(module).get("compute_dtype") or torch.bfloat16)
+    return coarsest(dtypes)
 
 
 def linear_weight(module: nn.Module) -> Tensor | None:
