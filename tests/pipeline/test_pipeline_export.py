@@ -24,12 +24,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True},
     "whole_head": {"modules_to_save": ["lm_head"]},
     "nf4": {"quantization": "nf4"},
+    "nf4_of_gpt2": {"quantization": "nf4", "architecture": "gpt2"},
 }
 
 
-def trained(directory: Path, *, quantization: Any = None, step: float = 0.3, **lora: Any) -> Policy:
+def trained(
+    directory: Path, *, architecture: str = "llama", quantization: Any = None, step: float = 0.3, **lora: Any
+) -> Policy:
     """A policy with adapters that have moved, saved in `directory / "adapter"`."""
-    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(directory / "base")
+    tiny_model(architecture, hidden_size=64, intermediate_size=128).save_pretrained(directory / "base")
     letter_tokenizer().save_pretrained(directory / "base")
     settings = LoraConfig(rank=4, alpha=8, **lora)
     config = ModelConfig(path=str(directory / "base"), device="cpu", lora=settings, quantization=quantization)

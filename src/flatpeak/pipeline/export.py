@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
@@ -127,4 +128,17 @@ def _merged(config: ModelConfig, source: Path, kind: torch.dtype) -> tuple[Any, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that they are merged already, and that a trained head is tied no longer
         model = adapted.merge_and_unload()
+    restore_conv1d(model)
     return model, lost
+
+
+def restore_conv1d(model: Any) -> None:
+    """Give a dequantized GPT-2 its own kind of linear layers back, whose weights lie transposed."""
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    for name, module in plain.named_modules():
+        linear = model.get_submodule(name)
+        if isinstance(module, Conv1D) and isinstance(linear, torch.nn.Linear):
+            own = Conv1D(linear.out_features, linear.in_features)
+            own.weight.data, own.bias.data = linear.weight.detach().t().contiguous(), linear.bias.detach()
+            model.set_submodule(name, own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -248,9 +249,13 @@ def _peft() -> Any:
 @contextmanager
 def _peft_errors(where: str, problem: str | None = None) -> Iterator[None]:
     """A context in which what peft raises is a UserError that names the setting."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError, NotImplementedError) as error:
-        raise UserError(f"{where}: {problem or brief(error)}") from error
+    with warnings.catch_warnings():
+        # It sets GPT-2's own switch and says so, and asks transformers by a name that is about to change.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing. is deprecated")
+        try:
+            yield
+        except UserError:
+            raise
+        except (ValueError, TypeError, KeyError, RuntimeError, OSError, NotImplementedError) as error:
+            raise UserError(f"{where}: {problem or brief(error)}") from error

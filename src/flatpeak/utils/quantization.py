@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ def loading_options(
     """
     if quantization is None:
         return {}
+    # On a CPU it recommends kernels that want the layout which `disable_repacking` keeps away.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import bitsandbytes  # noqa: F401  # an extra, which transformers would miss in a long error
     except ImportError as error:
