@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # vLLM needs an environment of its own: it pins its torch.
 VLLM_BIN := .venv-vllm/bin
 BENCH := benchmarks/out
-BENCH_PARTS ?= engine training_pass mixed_lengths step memory time_to_accuracy
+BENCH_PARTS ?= engine training_pass mixed_lengths step memory adapters time_to_accuracy
 
 .PHONY: demo test check bench study study-report clean
 

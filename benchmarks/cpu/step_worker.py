@@ -15,6 +15,7 @@ import flatpeak
 from benchmarks.harness.models import load_model, load_tokenizer
 from benchmarks.harness.worker_process import Meter, ParentPipe
 from benchmarks.harness.workloads import Workload, as_text, prompt_ids
+from flatpeak.config.load import merge
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Stream
 from flatpeak.types import Example
@@ -78,9 +79,15 @@ def train_flatpeak(
     """The public entry point, with metrics, rollout log and recorder as every run has them."""
     examples = [Example(id=row["id"], question=row["prompt"], gold="") for row in rows]
     held_out_example = Example(id="held-out", question=rows[0]["prompt"], gold="")
+    settings: dict[str, Any] = arguments.get("settings", {})
+    # Where the recipe says something of the model, flatpeak loads it; else it is given the model that is loaded.
+    given: dict[str, Any] = {"model": model, "tokenizer": tokenizer}
+    if "model" in settings:
+        settings = merge(settings, {"model": {"path": arguments["model"], "device": "cpu"}})
+        given = {}
     reward.meter.loaded()
     reward.meter.start()
-    flatpeak.train(
+    recipe = merge(
         {
             "run": {"directory": str(Path(arguments["scratch"]) / "flatpeak"), "threads": 1, "seed": SEED},
             "rollout": {
@@ -92,8 +99,11 @@ def train_flatpeak(
             "training": {"steps": arguments["steps"]},
             "evaluation": {"every": 0},
         },
-        model=model,
-        tokenizer=tokenizer,
+        settings,
+    )
+    flatpeak.train(
+        recipe,
+        **given,
         task=SimpleNamespace(name="random", train=examples, test=[held_out_example]),
         reward=reward,
     )
@@ -150,10 +160,20 @@ def train_trl(
         args=config,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for _, row in ordered]),
         processing_class=tokenizer,
+        peft_config=lora_config(arguments["lora"]) if "lora" in arguments else None,
     )
     reward.meter.loaded()
     reward.meter.start()
     trainer.train()
+
+
+def lora_config(settings: dict[str, Any]) -> Any:
+    """The adapters that `model.lora` with these settings makes."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM", r=settings["rank"], lora_alpha=settings["alpha"], target_modules="all-linear"
+    )
 
 
 TRAIN = {"flatpeak": train_flatpeak, "TRL generate": train_trl, "TRL generate_batch": train_trl}

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.harness.statistics import Measurement, Spread, Target, column, first_reaching, rates, ratio, spread
 from benchmarks.harness.targets import (
+    adapters_target,
     engine_target,
     memory_target,
     mixed_lengths_target,
@@ -165,6 +166,10 @@ BENCHMARKS = {
     "memory": Benchmark(
         title="Peak memory of a whole step beside TRL",
         table=lambda rows: peaks(rows, ours="flatpeak", wanted=memory_target),
+    ),
+    "adapters": Benchmark(
+        title="Adapters and memory savers beside full training and TRL",
+        table=lambda rows: speeds(rows, ours="flatpeak LoRA", wanted=adapters_target),
     ),
     "time_to_accuracy": Benchmark(
         title="Time to an accuracy of 0.9 beside TRL",

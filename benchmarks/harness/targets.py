@@ -41,6 +41,11 @@ def memory_target(row: str, contender: str) -> Target | None:
     return Target(must=0.6, aim=0.4, lower=True)
 
 
+def adapters_target(row: str, contender: str) -> Target | None:
+    """LoRA is no slower than training all weights, and faster than TRL's."""
+    return Target(must=1.0, aim=1.2) if contender in ("flatpeak, all weights", "TRL LoRA") else None
+
+
 def time_target(row: str, contender: str) -> Target | None:
     """CPU time until the goal."""
     return Target(must=0.5, aim=0.3, lower=True)

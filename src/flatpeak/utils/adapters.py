@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -238,7 +239,13 @@ def _listed(targets: str | tuple[str, ...]) -> str | list[str]:
     return targets if isinstance(targets, str) else list(targets)
 
 
+def silence_bitsandbytes() -> None:
+    """Keep bitsandbytes, which peft imports too, from recommending kernels for CPUs that repack 4-bit weights."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
 def _peft() -> Any:
+    silence_bitsandbytes()
     try:
         import peft
     except ImportError as error:

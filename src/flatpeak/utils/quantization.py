@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from torch import nn
 
 from flatpeak.errors import UserError
+from flatpeak.utils.adapters import silence_bitsandbytes
 
 
 def loading_options(
@@ -20,8 +20,7 @@ def loading_options(
     """
     if quantization is None:
         return {}
-    # On a CPU it recommends kernels that want the layout which `disable_repacking` keeps away.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    silence_bitsandbytes()
     try:
         import bitsandbytes  # noqa: F401  # an extra, which transformers would miss in a long error
     except ImportError as error:
