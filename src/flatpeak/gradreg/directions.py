@@ -108,8 +108,11 @@ def relative_step(step: float, direction: Direction, perturbation: Perturbation)
 
 def weight_norm(perturbation: Perturbation) -> float:
     """The norm ||theta|| over the perturbed parameters."""
-    masters = [perturbation.master(p) for p in perturbation.parameters]
-    return math.sqrt(pairwise_dots([(masters, masters)])[0])
+    squares = DotAccumulator(1)
+    for parameter in perturbation.parameters:
+        master = perturbation.master(parameter)  # one at a time: offloaded ones are copied to the device here
+        squares.add(0, master, master)
+    return math.sqrt(squares.totals()[0])
 
 
 def forward_difference(g1: Gradients, ahead: Gradients, *, step: float) -> dict[nn.Parameter, Tensor]:

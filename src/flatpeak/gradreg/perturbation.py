@@ -94,8 +94,8 @@ class Perturbation:
         """Whether the set is a small part of a frozen model."""
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """The precise value of a parameter: its master, or itself."""
-        return self.masters.get(parameter, parameter).detach()
+        """The precise value of a parameter, on its device: its master, or itself."""
+        return self.masters.get(parameter, parameter).detach().to(parameter.device)
 
     @contextmanager
     def applied(

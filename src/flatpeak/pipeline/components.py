@@ -23,6 +23,7 @@ from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
+from flatpeak.utils.host_memory import offload_notices
 
 SamplerFactory = Callable[[Policy], Sampler]
 """Makes a sampler of the policy that is trained."""
@@ -359,6 +360,13 @@ def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
     if config.rollout.min_new_tokens:
         notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
     notices += renamed_settings(config)
+    notices += offload_notices(
+        {
+            "optimizer.offload": config.optimizer.offload,
+            "sft.optimizer.offload": config.sft.optimizer.offload and bool(config.sft.steps),
+        },
+        policy.device,
+    )
     buffer, limit = config.objective.overlong_buffer, config.rollout.max_new_tokens
     if config.objective.truncated == "soft_penalty" and buffer > limit / 2:
         notices.append(

@@ -49,6 +49,7 @@ from flatpeak.training.reward_model_trainer import (
     encode_pairs,
 )
 from flatpeak.utils.adapters import SCORE_HEADS, add_adapters, check_base, restore_adapter
+from flatpeak.utils.host_memory import offload_notices
 from flatpeak.utils.huggingface import pick_device
 
 REFERENCE_PAIRS = 256
@@ -142,6 +143,9 @@ def build_reward_model_components(
     for notice in preferences.notices:
         progress.notice(notice)
     classifier = _classifier(config, model, tokenizer, preferences, checkpoint=checkpoint)
+    offload = {"reward_model.optimizer.offload": config.reward_model.optimizer.offload}
+    for notice in offload_notices(offload, classifier.device):
+        progress.notice(notice)
     train, test = (
         _encoded(encode_pairs(pairs, classifier.wording), progress, split=split)
         for pairs, split in ((preferences.train, "training"), (preferences.test, "held-out"))

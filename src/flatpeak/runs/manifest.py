@@ -33,6 +33,9 @@ CHANGEABLE = frozenset(
         "training.activation_checkpointing",
         "training.micro_batch_tokens",
         "rollout.max_rows",
+        "optimizer.offload",
+        "sft.optimizer.offload",
+        "reward_model.optimizer.offload",
     }
 )
 """Keys that may change between the starts of one run: directory, checkpoints, logs, threads, length and memory.

@@ -93,6 +93,9 @@ class OptimizerConfig(StrictConfig):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate of linear and cosine, as a fraction of learning_rate."""
+    offload: bool = False
+    """Keep the optimizer's states, and float32 masters, in host memory between updates: the same weights, bit for bit,
+    for a copy to a CUDA device and back in every update. No effect on a CPU, which has them there anyway."""
 
 
 class SFTOptimizerConfig(OptimizerConfig):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,10 +15,15 @@ from torch import Tensor, nn
 
 from flatpeak.errors import DIVERGED, DivergedError, UserError
 from flatpeak.training.config import OptimizerConfig
+from flatpeak.utils.host_memory import HostMemory
 
 _Value = TypeVar("_Value")
 MASTERS = "master."
 """Prefix of the masters' names in a checkpoint."""
+BUCKET_SIZE = 2**25
+"""Weights whose states `optimizer.offload` has on the device at a time; a larger weight is a bucket by itself."""
+SMALLEST_OFFLOADED = 4096
+"""Bytes below which a state stays on the device: step counts, and the tables that all 8-bit states share."""
 
 
 def build_optimizer(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -79,19 +85,88 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back the state that `optimizer_tensors` returned."""
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], *, host: HostMemory | None = None
+) -> None:
+    """Put back the state that `optimizer_tensors` returned, with `host` into the memory that `step_in_buckets` uses."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value.clone()
-    if isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
+        state.setdefault(int(index), {})[name] = value if host else value.clone()
+    torchs_own = isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)
+    if torchs_own and host is None:
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         return
     # bitsandbytes counts steps in an int, and its own load_state_dict would cast quantized moments.
     for position, parameter in enumerate(_parameters(optimizer)):
         for name, value in state.get(position, {}).items():
-            optimizer.state[parameter][name] = int(value) if name == "step" else value.to(parameter.device)
+            if name == "step" and not torchs_own:
+                optimizer.state[parameter][name] = int(value)
+            elif host is None:
+                optimizer.state[parameter][name] = value.to(parameter.device)
+            else:
+                optimizer.state[parameter][name] = host.store(value) if is_offloaded(value) else host.fetch(value)
+    if host is not None:
+        host.wait()
+
+
+def is_offloaded(value: object) -> bool:
+    """Whether an entry of an optimizer's state is a tensor that `optimizer.offload` moves."""
+    return isinstance(value, Tensor) and value.nbytes >= SMALLEST_OFFLOADED
+
+
+def step_in_buckets(
+    optimizer: torch.optim.Optimizer, masters: MasterWeights, host: HostMemory, *, size: int = BUCKET_SIZE
+) -> None:
+    """Step an optimizer whose states, and masters, lie in host memory: of so many weights at a time on the device.
+
+    Every optimizer here computes element by element, so that the result is that of one step for all. Weights without
+    a gradient are left out, as the optimizer would.
+    """
+    (group,) = optimizer.param_groups
+    try:
+        for bucket in _buckets(masters.weights, size=size):
+            group["params"] = [masters.stepped[index] for index in bucket]
+            with masters.on_device(bucket), _states_on_device(optimizer, group["params"], host):
+                masters.take_gradients(bucket)
+                optimizer.step()
+                masters.write(bucket)
+    finally:
+        group["params"] = masters.stepped
+    host.wait()
+
+
+def _buckets(weights: Sequence[Tensor], *, size: int) -> Iterator[list[int]]:
+    """The positions of weights with a gradient, in order, in runs of at most `size` elements or of a single weight."""
+    bucket: list[int] = []
+    held = 0
+    for index, weight in enumerate(weights):
+        if weight.grad is None:
+            continue
+        if bucket and held + weight.numel() > size:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(index)
+        held += weight.numel()
+    if bucket:
+        yield bucket
+
+
+@contextmanager
+def _states_on_device(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], host: HostMemory
+) -> Iterator[None]:
+    """A context with these parameters' states on the device; those that a first step makes end on the host too."""
+    hosts = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+    for parameter, held in zip(parameters, hosts, strict=True):
+        fetched = {name: host.fetch(value) for name, value in held.items() if is_offloaded(value)}
+        if fetched:
+            optimizer.state[parameter].update(fetched)
+    yield
+    for parameter, held in zip(parameters, hosts, strict=True):
+        state = optimizer.state[parameter]
+        for name in [name for name, value in state.items() if is_offloaded(value)]:
+            state[name] = host.store(state[name], into=held.get(name))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -108,31 +183,60 @@ class MasterWeights:
     Nothing here touches a weight that is its own master.
     """
 
-    def __init__(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Copy the weights as they are: the stage before, or a checkpoint's model, has left nothing else."""
+    def __init__(self, masters: Mapping[nn.Parameter, Tensor], *, host: HostMemory | None = None) -> None:
+        """Copy the weights as they are: the stage before, or a checkpoint's model, has left nothing else.
+
+        With `host` the masters lie there, and on the device only in `on_device`.
+        """
+        self.weights = list(masters)
+        """The weights, which the gradients of a loss are accumulated in."""
         self.stepped = list(masters.values())
-        """The tensors that the optimizer steps, in the parameters' order."""
+        """The tensors that the optimizer steps, in the same order."""
         self.pairs = {index: (w, m) for index, (w, m) in enumerate(masters.items()) if m is not w}
+        self.host = host
         for weight, master in self.pairs.values():
             weight.grad = None
             weight.grad_dtype = master.dtype
+            if host is not None:
+                master.data = host.store(weight.detach().to(master.dtype))
+                continue
+            master.data = master.data.to(weight.device)  # an earlier stage may have offloaded its masters
             master.copy_(weight.detach())
+        if host is not None:
+            host.wait()
 
     def zero_grad(self) -> None:
         """Clear the weights' gradients; the optimizer clears the masters'."""
         for weight, _ in self.pairs.values():
             weight.grad = None
 
-    def take_gradients(self) -> None:
-        """Move each weight's gradient to its master, where it is clipped and stepped."""
-        for weight, master in self.pairs.values():
+    def take_gradients(self, positions: Sequence[int] | None = None) -> None:
+        """Move each weight's gradient, or those at these positions, to its master, which is stepped."""
+        for weight, master in self._pairs(positions):
             master.grad, weight.grad = weight.grad, None
 
     @torch.no_grad()
-    def write(self) -> None:
+    def write(self, positions: Sequence[int] | None = None) -> None:
         """Round the masters into the weights, in place: captured graphs and packed copies know their addresses."""
-        for weight, master in self.pairs.values():
+        for weight, master in self._pairs(positions):
             weight.copy_(master)
+
+    @contextmanager
+    def on_device(self, positions: Sequence[int]) -> Iterator[None]:
+        """A context with the offloaded masters at these positions on the device; they leave it without gradients."""
+        assert self.host is not None
+        hosts = [(master, master.data) for _, master in self._pairs(positions)]
+        for master, held in hosts:
+            master.data = self.host.fetch(held)
+        yield
+        for master, held in hosts:
+            master.grad = None
+            master.data = self.host.store(master.data, into=held)
+
+    def _pairs(self, positions: Sequence[int] | None) -> list[tuple[nn.Parameter, Tensor]]:
+        if positions is None:
+            return list(self.pairs.values())
+        return [self.pairs[index] for index in positions if index in self.pairs]
 
     def tensors(self) -> dict[str, Tensor]:
         """The masters for a checkpoint, by the position of their weight."""
@@ -171,7 +275,9 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
 
     def __init__(self, masters: Mapping[nn.Parameter, Tensor], config: OptimizerConfig) -> None:
         self.config = config
-        self.masters = MasterWeights(masters)
+        self.host = HostMemory.beside(next(iter(masters)).device) if config.offload else None
+        """The memory of optimizer states and masters between updates, where it is not the device's own."""
+        self.masters = MasterWeights(masters, host=self.host)
         self.optimizer = build_optimizer(self.masters.stepped, config)
         self.updates = 0
         """Number of updates that have begun to change weights and optimizer."""
@@ -200,16 +306,22 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         set_learning_rate(self.optimizer, rate)
         self.zero_grad()
         statistics = self.accumulate_gradients(*batches)
-        self.masters.take_gradients()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.masters.stepped, self.config.max_grad_norm or float("inf"))
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.masters.weights, self.config.max_grad_norm or float("inf"))
         statistics.grad_norm = float(grad_norm)
         statistics.skipped = not bool(torch.isfinite(grad_norm))
         if not statistics.skipped:
             self.updates += 1
-            self.optimizer.step()
-            self.masters.write()
+            self._step()
         self.updating = False
         return statistics
+
+    def _step(self) -> None:
+        if self.host is not None:
+            step_in_buckets(self.optimizer, self.masters, self.host)
+            return
+        self.masters.take_gradients()
+        self.optimizer.step()
+        self.masters.write()
 
     def zero_grad(self) -> None:
         """Clear all gradients, the weights' and the masters'."""
@@ -229,7 +341,8 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         masters, others = split_prefix(MASTERS, tensors)
         self.masters.load(masters)
         # A fork may have left gradient regularization, whose tensors have names of their own.
-        load_optimizer_tensors(self.optimizer, {name: t for name, t in others.items() if name[0].isdecimal()})
+        own = {name: tensor for name, tensor in others.items() if name[0].isdecimal()}
+        load_optimizer_tensors(self.optimizer, own, host=self.host)
 
 
 def check_finite(optimizer: torch.optim.Optimizer, *, step: int) -> None:

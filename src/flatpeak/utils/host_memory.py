@@ -1,0 +1,75 @@
+"""Host memory beside a device, for tensors that the device needs only now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class HostMemory:
+    """Copies of a device's tensors in host memory, pinned so that a copy is one transfer without the processor.
+
+    Copies are made in the order of the device's other work. The host may read them after `wait`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    def beside(cls, device: torch.device) -> HostMemory | None:
+        """The host memory of a CUDA device; None for others, a CPU above all, whose tensors lie there anyway."""
+        return cls(device) if device.type == "cuda" else None
+
+    def store(self, tensor: Tensor, *, into: Tensor | None = None) -> Tensor:
+        """Copy a tensor to the host, into the memory of an earlier result if that is given."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True) if into is None else into
+        return host.copy_(tensor.detach(), non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the device."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait until all copies are made."""
+        torch.cuda.synchronize(self.device)
+
+
+class OffloadedWeights:
+    """Weights that lie in host memory, and on the device only while they are read.
+
+    A weight stays the same object. Values that are to last are written while it is on the host.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], host: HostMemory) -> None:
+        self._weights = list(weights)
+        self._host = host
+        self._readers = 0
+        for weight in self._weights:
+            weight.data = host.store(weight.data)
+        host.wait()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """A context in which the weights are on the device, copied once however contexts are nested."""
+        self._readers += 1
+        hosts = [weight.data for weight in self._weights] if self._readers == 1 else []
+        try:
+            for weight, host in zip(self._weights, hosts, strict=False):
+                weight.data = self._host.fetch(host)
+            yield
+        finally:
+            self._readers -= 1
+            for weight, host in zip(self._weights, hosts, strict=False):
+                weight.data = host
+
+
+def offload_notices(switches: Mapping[str, bool], device: torch.device) -> list[str]:
+    """The notice of settings, by dotted key, that have nothing to offload from a device without memory of its own."""
+    wanted = [key for key, on in switches.items() if on]
+    if not wanted or HostMemory.beside(device) is not None:
+        return []
+    settings = ", ".join(f"{key}=true" for key in wanted)
+    return [f"{settings}: no effect on device {device.type}, which keeps everything in host memory"]
