@@ -70,7 +70,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(re
 def test_what_bounds_memory_may_change_as_the_error_advises(recipe: Recipe, train: Train) -> None:
     train(recipe(), reward=odd)
     smaller = recipe(
-        training={"steps": 3, "micro_batch_tokens": 20, "activation_checkpointing": True}, rollout={"max_rows": 4}
+        training={"steps": 3, "micro_batch_tokens": 20, "activation_checkpointing": True},
+        rollout={"max_rows": 4},
+        optimizer={"offload": True},
+        reference={"offload": True},
     )
     assert train(smaller, reward=odd, resume=True).summary.last_step == 3
 

@@ -258,6 +258,8 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
         raise UserError(f"reference.model: {error}") from error
     reference.model.requires_grad_(False)
     check_reference(policy, reference)
+    if config.reference.offload:
+        reference.offload()
     return reference
 
 

@@ -364,6 +364,7 @@ def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
         {
             "optimizer.offload": config.optimizer.offload,
             "sft.optimizer.offload": config.sft.optimizer.offload and bool(config.sft.steps),
+            "reference.offload": config.reference.offload,
         },
         policy.device,
     )

@@ -199,6 +199,8 @@ def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> P
     reference = snapshot(policy)
     if start is not None:
         restore_weights(reference.model, start)
+    if config.reference.offload:
+        reference.offload()
     return reference
 
 

@@ -97,6 +97,9 @@ class ReferenceConfig(StrictConfig):
     """The same after any step whose policy/kl_reference exceeds this. Either rule implies `keep`."""
     reset_optimizer: bool = False
     """At a reset, clear the optimizer's moments and step counts too; the learning rate's schedule goes on."""
+    offload: bool = False
+    """Keep the reference's own weights in host memory, and on a CUDA device only while it scores: the same scores, bit
+    for bit. Weights that it shares with the policy, as under adapters, stay. No effect on a CPU."""
 
     @property
     def resets(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedCo
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import PackedCompletions
 from flatpeak.utils.adapters import dropout_modules, write_record
+from flatpeak.utils.host_memory import HostMemory, OffloadedWeights
 from flatpeak.utils.huggingface import no_progress_bar
 
 COARSE_PRECISIONS = frozenset({"tf32", "bf16"})
@@ -80,6 +81,7 @@ class Policy:
         self.batch_invariant = True
         """Whether decoding on a CPU pads slots and keys, so that no bit of a completion depends on the others."""
         self._kept_cache: KeyValueCache | None = None
+        self._offloaded: OffloadedWeights | None = None
         self.notice = unsupported(self.causal)
         self.native = self.notice is None
         register_holder(self.causal, self)
@@ -165,6 +167,27 @@ class Policy:
     def scoring(self) -> AbstractContextManager[None]:
         """A context in which `token_logprobs` computes what it does in training, bit for bit, without gradients."""
         return scoring(self.model)
+
+    def offload(self) -> None:
+        """Keep the weights of a model that is only scored in host memory, if its device has other memory than that.
+
+        They are on the device inside `on_device`, as scoring needs them; buffers stay there.
+        """
+        host = HostMemory.beside(self.device)
+        if host is not None:
+            self._offloaded = OffloadedWeights(self._own_weights(), host)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the weights lie in host memory."""
+        return self._offloaded is not None
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """A context in which the weights are on the device; may be nested."""
+        return nullcontext() if self._offloaded is None else self._offloaded.on_device()
+
+    def _own_weights(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
 
     @contextmanager
     def decoding(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
@@ -33,6 +33,10 @@ class Snapshot(Policy):
     def scoring(self) -> AbstractContextManager[None]:
         """A context for scoring; see Policy.scoring."""
         return scoring(self.model, trained=self.trained)
+
+    def _own_weights(self) -> list[nn.Parameter]:
+        """The weights that are a copy; those that it shares stay where the policy needs them."""
+        return [weight for name, weight in self.model.named_parameters() if name in self.trained]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that may differ from the policy's, tied weights once; no copies."""
@@ -66,12 +70,15 @@ def renewed(reference: Policy, policy: Policy) -> Snapshot:
     """A frozen copy of the policy as it is now, in the memory of the reference where that is such a copy too.
 
     Otherwise it is a new copy: another model may differ in more than its weights, even where these have the same
-    shapes.
+    shapes. It is offloaded if the reference is.
     """
-    if not isinstance(reference, Snapshot):
-        return Snapshot(policy)
-    reference.follow(policy)
-    return reference
+    if isinstance(reference, Snapshot):
+        reference.follow(policy)
+        return reference
+    copied = Snapshot(policy)
+    if reference.offloaded:
+        copied.offload()
+    return copied
 
 
 def check_reference(policy: Policy, reference: Policy) -> None:

@@ -36,6 +36,7 @@ CHANGEABLE = frozenset(
         "optimizer.offload",
         "sft.optimizer.offload",
         "reward_model.optimizer.offload",
+        "reference.offload",
     }
 )
 """Keys that may change between the starts of one run: directory, checkpoints, logs, threads, length and memory.

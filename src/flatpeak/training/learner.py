@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -142,12 +142,13 @@ def score(
 ) -> Tensor:
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
     scores, padded = [], twice_differentiable or not policy.native
-    for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded):
-        with policy.scoring():
-            logprobs_T, _ = policy.token_logprobs(
-                micro_batch, temperature=temperature, twice_differentiable=twice_differentiable
-            )
-        scores.append(logprobs_T.detach())
+    with policy.on_device():
+        for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded):
+            with policy.scoring():
+                logprobs_T, _ = policy.token_logprobs(
+                    micro_batch, temperature=temperature, twice_differentiable=twice_differentiable
+                )
+            scores.append(logprobs_T.detach())
     return torch.cat(scores) if scores else torch.zeros(0, device=batch.tokens_T.device)
 
 
@@ -171,10 +172,12 @@ def score_minibatches(
         yield from map(learner.divide, minibatches)
         return
     divided = [learner.divide(minibatch) for minibatch in minibatches]
-    yield from [
-        tuple(_scored(learner, batch, reference=reference, first=index == 0) for batch in batches)
-        for index, batches in enumerate(divided)
-    ]
+    with nullcontext() if reference is None else reference.on_device():  # once for all of them
+        scored = [
+            tuple(_scored(learner, batch, reference=reference, first=index == 0) for batch in batches)
+            for index, batches in enumerate(divided)
+        ]
+    yield from scored
 
 
 def _scored(learner: Learner, batch: Batch, *, reference: Policy | None, first: bool) -> Batch:
