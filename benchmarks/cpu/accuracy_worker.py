@@ -139,7 +139,7 @@ def train_flatpeak(
     """The recipe as it is shipped, on one thread and without checkpoints."""
     reward.meter.start()
     own = config.model_copy(update={"model": ModelConfig()})
-    flatpeak.train(own, model=model, tokenizer=tokenizer, task=task, reward=reward)
+    flatpeak.train(own, model=model, tokenizer=tokenizer, task=task, reward=reward, progress=reward.meter)
 
 
 def train_trl(config: RunConfig, model: Any, tokenizer: Any, task: Any, reward: WatchedReward, scratch: Path) -> None:

@@ -106,6 +106,7 @@ def train_flatpeak(
         **given,
         task=SimpleNamespace(name="random", train=examples, test=[held_out_example]),
         reward=reward,
+        progress=reward.meter,
     )
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.loaded_kib = 0
+        self._earlier_kib = 0.0
         self._cpu = self._wall = 0.0
 
     def loaded(self) -> None:
@@ -30,12 +32,26 @@ class Meter:
     def start(self) -> None:
         """Start the clocks and reset the peak of memory."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins at what is resident now
+        self._earlier_kib = 0.0
         self._wall, self._cpu = time.perf_counter(), cpu_seconds()
+
+    def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Keep the peaks of a flatpeak step's phases: each of them resets the process's own.
+
+        With `notice` this makes a meter a `flatpeak.protocols.Progress`.
+        """
+        phases = [value for name, value in metrics.items() if name.startswith("memory/") and name.endswith("_peak_gib")]
+        self._earlier_kib = max([self._earlier_kib, *(gib * 2**20 for gib in phases)])
+
+    def notice(self, text: str) -> None:
+        """Print a notice to standard error, beside what libraries print."""
+        print(text, file=sys.stderr)
 
     def stop(self) -> dict[str, float]:
         """Return CPU and wall seconds and the peak since `start`."""
         cpu, wall = cpu_seconds() - self._cpu, time.perf_counter() - self._wall
-        return {"cpu": cpu, "wall": wall, "peak_mib": (_status("VmHWM") - self.loaded_kib) / 1024}
+        peak_kib = max(self._earlier_kib, _status("VmHWM"))
+        return {"cpu": cpu, "wall": wall, "peak_mib": (peak_kib - self.loaded_kib) / 1024}
 
 
 class ParentPipe:

@@ -16,6 +16,7 @@ from flatpeak.training.batch import micro_batches
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.objective import Objective, TokenStatistics, with_old_logprobs
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics
+from flatpeak.training.peak_memory import PeakMemory
 from flatpeak.types import Batch, PackedCompletions
 
 
@@ -54,6 +55,8 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         self.measured = measured
         self.temperature = temperature
         self.micro_batch_tokens = token_budget(micro_batch_tokens, policy.device)
+        self.memory = PeakMemory(policy.device)
+        """The peak of memory in each phase of a step."""
 
     @property
     def native(self) -> bool | None:
@@ -105,13 +108,14 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
         """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
-        return score(
-            model,
-            batch,
-            temperature=self.temperature,
-            micro_batch_tokens=self.micro_batch_tokens,
-            twice_differentiable=self.twice_differentiable,
-        )
+        with self.memory.phase("update" if model is self.policy else "reference"):
+            return score(
+                model,
+                batch,
+                temperature=self.temperature,
+                micro_batch_tokens=self.micro_batch_tokens,
+                twice_differentiable=self.twice_differentiable,
+            )
 
 
 def token_budget(wanted: int | None, device: torch.device) -> int:

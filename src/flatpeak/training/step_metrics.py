@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Sequence
-
-import torch
 
 from flatpeak.functional import kl_k3
 from flatpeak.training.collect import Rollouts
@@ -36,7 +32,7 @@ def step_metrics(
     clock: Clock,
     learning_rate: float,
 ) -> dict[str, float]:
-    """Rewards, policy, rollouts, optimizer, time and memory of one step."""
+    """Rewards, policy, rollouts, optimizer and time of one step."""
     seconds = clock.seconds()
     lengths = [len(c.token_ids) for group in rollouts.groups for c in group.completions]
     truncated = [c.finish_reason == "length" for group in rollouts.groups for c in group.completions]
@@ -67,7 +63,6 @@ def step_metrics(
         "time/train": seconds - rollouts.rollout_seconds - rollouts.reward_seconds,
         "time/step": seconds,
         "throughput/response_tokens_per_second": sum(lengths) / seconds,
-        "memory/peak_gib": peak_memory_gib(),
     }
 
 
@@ -144,14 +139,6 @@ def repeated_fraction(token_ids: Sequence[int], *, n: int = 4) -> float:
     """The fraction of n-grams that occurred before in the same completion; 0 for short ones."""
     grams = [tuple(token_ids[start : start + n]) for start in range(len(token_ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def peak_memory_gib() -> float:
-    """Peak memory so far: the accelerator's where there is one, else the process's resident set."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts kilobytes on Linux, bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -119,7 +119,8 @@ class Trainer:
         rate = learning_rate(self.learner.config, step=step, total_steps=self.config.training.steps)
         minibatches = self.minibatches(step, completions, rewards, advantages_PG)
         scored = score_minibatches(self.learner, minibatches, reference=self.reference)
-        updates = [self.learner.update(*batches, rate=rate) for batches in scored]
+        with self.learner.memory.phase("update"):
+            updates = [self.learner.update(*batches, rate=rate) for batches in scored]
 
         metrics = step_metrics(rollouts, rewards, updates, clock=clock, learning_rate=rate)
         metrics |= self.kl_metrics(completions)
@@ -129,16 +130,17 @@ class Trainer:
         """Sample and score the step's groups, and move on in the data."""
         progression = self.progression
         resamples = self.config.training.dynamic_sampling.max_resamples
-        rollouts = collect(
-            self.sampler,
-            self.phases[progression.phase],
-            self.config.rollout,
-            cursor=progression.cursors[progression.phase],
-            seed=derive_seed(self.config.seed, "step", step),
-            has_signal=self.has_signal,
-            # Without a baseline a group of equal rewards has a gradient like any other.
-            max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
-        )
+        with self.learner.memory.phase("rollout"):
+            rollouts = collect(
+                self.sampler,
+                self.phases[progression.phase],
+                self.config.rollout,
+                cursor=progression.cursors[progression.phase],
+                seed=derive_seed(self.config.seed, "step", step),
+                has_signal=self.has_signal,
+                # Without a baseline a group of equal rewards has a gradient like any other.
+                max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
+            )
         progression.cursors[progression.phase] = rollouts.cursor
         return rollouts
 
@@ -222,7 +224,7 @@ class Trainer:
         self.recorder.rollouts(step, rollouts, advantages_PG)
         self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
         self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
-        return {**metrics, **self.resets.metrics()}
+        return {**metrics, **self.resets.metrics(), **self.learner.memory.metrics()}
 
     def state(self) -> dict[str, Any]:
         """The position in curriculum and data; steps derive all their randomness from their number."""
