@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from flatpeak.policy.config import ReferenceConfig
-from flatpeak.policy.loading import cast_weights
+from flatpeak.policy.config import LoraConfig as LoraSection
+from flatpeak.policy.config import ModelConfig, ReferenceConfig
+from flatpeak.policy.loading import cast_weights, load_policy
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import renewed, snapshot
 from flatpeak.training.config import KLConfig, TrainingConfig
@@ -109,6 +111,20 @@ def test_an_offloaded_reference_scores_alike_and_leaves_the_device(
     assert all(host.holds(weight) for weight in own)
     assert largest_difference(weights(reference), held) == 0
     assert {id(weight): weight.data_ptr() for weight in policy.model.parameters()} == shared
+
+
+def test_a_quantized_reference_of_its_own_scores_alike(hosts: list[SimulatedHost], tmp_path: Path) -> None:
+    for component in (tiny_model(), letter_tokenizer()):
+        component.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), device="cpu", dtype="bfloat16", quantization="nf4", lora=LoraSection())
+    reference, learner = load_policy(config), make_learner(coarse_policy(), micro_batch_tokens=6)
+    reference.model.requires_grad_(False)
+    expected_T = learner.score(reference, some_batch())
+    reference.offload()
+    assert torch.equal(learner.score(reference, some_batch()), expected_T)
+    assert {weight.dtype for weight in reference.model.parameters()} > {torch.uint8}
+    assert all(hosts[0].holds(weight) for weight in reference.model.parameters())
+    assert hosts[0].living == 0
 
 
 def test_weights_leave_the_device_also_after_an_error(hosts: list[SimulatedHost]) -> None:
