@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from flatpeak.pipeline.train_reward_model import train_reward_model
@@ -110,6 +110,32 @@ def test_peft_alone_loads_a_checkpoint_with_the_same_logits(adapted: Any, base: 
     with torch.no_grad():
         assert not torch.equal(plain(input_ids=ids).logits, expected)
     torch.testing.assert_close(ours, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("names", [("mine",), ("default", "mine")], ids="-".join)
+def test_a_run_of_a_callers_named_adapter_resumes_in_the_same_bits_and_is_loaded(
+    recipe: Any, base: Path, train: Any, watch: Any, send: Any, names: tuple[str, ...]
+) -> None:
+    ends = []
+    for run, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
+        for resume in (False, True):
+            model, tokenizer = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), run_model()[1]
+            settings = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+            torch.manual_seed(1)
+            adapted = get_peft_model(model, settings, adapter_name=names[0])
+            for name in names[1:]:
+                adapted.add_adapter(name, settings)
+            adapted.set_adapter(names[-1])
+            config = recipe(run={"name": run}, training={"steps": 4}, kl={"coefficient": 0.05})
+            progress = watch({} if resume else stop)
+            result = train(config, model=adapted, tokenizer=tokenizer, reward=varied, progress=progress, resume=resume)
+        last = result.path / "checkpoints" / "last"
+        ends.append((last / "adapter_model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
+    policy = load_policy(ModelConfig(path=str(last), device="cpu"))
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad(), policy.plain_attention() as loaded:
+        assert torch.equal(loaded.eval()(input_ids=ids).logits, adapted.eval()(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])

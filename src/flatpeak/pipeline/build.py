@@ -50,7 +50,7 @@ from flatpeak.training.objective import Objective
 from flatpeak.training.sampled_loss import SampledLoss
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
-from flatpeak.utils.adapters import check_base
+from flatpeak.utils.adapters import check_base, check_own_adapters
 
 UNBOUNDED_CONTEXT = 2**30
 Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool | None)
@@ -270,6 +270,7 @@ def _policy(
     if objects.model is not None:
         if objects.tokenizer is None:
             raise UserError("train(model=...) needs tokenizer=... too")
+        check_own_adapters(objects.model)
         if checkpoint is not None:
             check_base(objects.model, checkpoint, where=str(checkpoint))
             restore_weights(objects.model, checkpoint)

@@ -48,7 +48,7 @@ from flatpeak.training.reward_model_trainer import (
     SavedClassifier,
     encode_pairs,
 )
-from flatpeak.utils.adapters import SCORE_HEADS, add_adapters, check_base, restore_adapter
+from flatpeak.utils.adapters import SCORE_HEADS, add_adapters, check_base, check_own_adapters, restore_adapter
 from flatpeak.utils.host_memory import offload_notices
 from flatpeak.utils.huggingface import pick_device
 
@@ -139,6 +139,8 @@ def build_reward_model_components(
         check_source(config.model)
     elif tokenizer is None:
         raise UserError("train_reward_model(model=...) needs tokenizer=... too")
+    else:
+        check_own_adapters(model)
     preferences = load_preferences(task)
     for notice in preferences.notices:
         progress.notice(notice)

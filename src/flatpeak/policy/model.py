@@ -24,7 +24,7 @@ from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, p
 from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedContext, register_attention
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import PackedCompletions
-from flatpeak.utils.adapters import dropout_modules, write_record
+from flatpeak.utils.adapters import dropout_modules, save_adapter
 from flatpeak.utils.host_memory import HostMemory, OffloadedWeights
 from flatpeak.utils.huggingface import no_progress_bar
 
@@ -289,9 +289,10 @@ class Policy:
     def save(self, directory: Path) -> None:
         """Write model and tokenizer in Hugging Face format; of a model with adapters these alone, in peft's."""
         with no_progress_bar():
-            self.model.save_pretrained(directory)
-        if self.causal is not self.model:
-            write_record(self.model, directory)
+            if self.causal is not self.model:
+                save_adapter(self.model, directory)
+            else:
+                self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from flatpeak.errors import UserError
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Message
-from flatpeak.utils.adapters import ADAPTER_CONFIG, load_adapter, named_base, write_record
+from flatpeak.utils.adapters import ADAPTER_CONFIG, load_adapter, named_base, save_adapter
 from flatpeak.utils.adapters import read_record as read_base_record
 from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, no_progress_bar, no_warnings
 from flatpeak.utils.quantization import disable_repacking, loading_options
@@ -315,9 +315,10 @@ class Classifier:
     def save(self, directory: Path, *, scores: Spread | None) -> None:
         """Write model, tokenizer and record."""
         with no_progress_bar():
-            self.model.save_pretrained(directory)
-        if self._adapted:
-            write_record(self.model, directory)
+            if self._adapted:
+                save_adapter(self.model, directory)
+            else:
+                self.model.save_pretrained(directory)
         self.wording.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
         Record(template=self.wording.template, max_tokens=self.wording.max_tokens, scores=scores).write(directory)
 

@@ -117,22 +117,70 @@ def load_adapter(model: Any, path: str, *, where: str, dropout: float = 0.0, che
             raise UserError(f"{where}={path} is of type {config.peft_type}: only LoRA adapters are served")
         config.inference_mode, config.lora_dropout = False, dropout
         adapted = peft.get_peft_model(model, config)
-        weights = peft.utils.load_peft_weights(source, device="cpu")
-        report = peft.set_peft_model_state_dict(adapted, weights)
-    missing = [name for name in report.missing_keys if any(marker in name for marker in _ADAPTERS)]
-    for name in (*report.unexpected_keys, *missing):
-        raise UserError(f"{where}={path} does not fit the model at {name}: it was trained on another base model")
+        _put(adapted, peft.utils.load_peft_weights(source, device="cpu"), where=f"{where}={path}")
     if not checked:
         check_base(adapted, Path(source), where=f"{where}={path}")
     return adapted
 
 
-def restore_adapter(model: Any, directory: Path) -> None:
-    """Put a checkpoint's adapters into a model that has such adapters."""
+def check_own_adapters(model: Any) -> None:
+    """Raise a UserError for a caller's peft model of which a checkpoint would lose a part."""
+    import torch
+
+    if not hasattr(model, "get_base_model"):
+        return
     peft = _peft()
+    if model.active_peft_config.is_prompt_learning:
+        raise UserError(
+            f"the model has {model.active_peft_config.peft_type.value} of peft, whose virtual tokens flatpeak's passes "
+            "leave out: give one with LoRA adapters"
+        )
+    names = model.active_adapters
+    if len(names) > 1:
+        raise UserError(
+            f"the model has {len(names)} active adapters ({', '.join(names)}), and a checkpoint holds one: merge the "
+            "others into the base, or choose one with model.set_adapter(name)"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = peft.get_peft_model_state_dict(model, adapter_name=names[0]).values()
+    held = {tensor.untyped_storage().data_ptr() for tensor in saved if isinstance(tensor, torch.Tensor)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.untyped_storage().data_ptr() not in held:
+            raise UserError(
+                f"{name} is trainable and no part of the adapter {names[0]}, so checkpoints would lose it: freeze it, "
+                "or name its module in modules_to_save of the adapter's LoraConfig"
+            )
+
+
+def restore_adapter(model: Any, directory: Path) -> None:
+    """Put a checkpoint's adapter into a model that has such an adapter, the active one; UserError where it has not."""
     from safetensors.torch import load_file
 
-    peft.set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
+    with _peft_errors(str(directory)):
+        _put(model, load_file(directory / "adapter_model.safetensors"), where=str(directory))
+
+
+def save_adapter(model: Any, directory: Path) -> None:
+    """Write a peft model's active adapter as peft does, whatever its name, and the record of its base.
+
+    A base in a directory is named by its absolute path, so that the adapter may be loaded from any other.
+    """
+    (name,) = active_adapters(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
+        model.save_pretrained(directory, selected_adapters=[name])
+    if name != "default":  # which peft alone writes into the directory itself
+        for path in (directory / name).iterdir():
+            path.replace(directory / path.name)
+        (directory / name).rmdir()
+    settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = settings.get("base_model_name_or_path")
+    if base and Path(base).is_dir():
+        settings["base_model_name_or_path"] = str(Path(base).absolute())
+        text = json.dumps(settings, indent=2, sort_keys=True)
+        (directory / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    write_record(model, directory)
 
 
 def write_record(model: Any, directory: Path) -> None:
@@ -213,6 +261,22 @@ def linear_names(model: nn.Module) -> list[str]:
 def is_quantized(parameter: nn.Parameter) -> bool:
     """Whether a parameter holds 4-bit numbers."""
     return type(parameter).__name__ == "Params4bit"
+
+
+def active_adapters(model: Any) -> list[str]:
+    """The names of a peft model's active adapters."""
+    names: list[str] = model.active_adapters
+    return names
+
+
+def _put(model: Any, weights: Any, *, where: str) -> None:
+    """Put saved weights into a model's active adapter; UserError where they are those of another."""
+    (adapter,) = active_adapters(model)
+    report = _peft().set_peft_model_state_dict(model, weights, adapter_name=adapter)
+    own = (name for name in report.missing_keys if f".{adapter}." in f"{name}.")
+    missing = [name for name in own if any(marker in name for marker in _ADAPTERS)]
+    for name in (*report.unexpected_keys, *missing):
+        raise UserError(f"{where} does not fit the model at {name}: it was trained on another base model")
 
 
 def _base_name(name: str) -> str:
