@@ -13,6 +13,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from flatpeak.errors import UserError
+from flatpeak.pipeline.fork_run import fork
 from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
@@ -138,6 +140,20 @@ def test_a_run_of_a_callers_named_adapter_resumes_in_the_same_bits_and_is_loaded
         assert torch.equal(loaded.eval()(input_ids=ids).logits, adapted.eval()(input_ids=ids).logits)
 
 
+def test_a_run_that_trains_an_adapter_on_with_dropout_goes_on_from_its_own_recipe(
+    adapted: Any, train: Any, watch: Any, tmp_path: Path
+) -> None:
+    first = train(adapted("lora", training={"steps": 1}), reward=varied, progress=watch()).path
+    source = {"path": str(first / "checkpoints" / "last"), "device": "cpu", "lora": {"dropout": 0.1}}
+    config = {**adapted("lora", run={"name": "second", "checkpoint_every": 1}, training={"steps": 2}), "model": source}
+    second = train(config, reward=varied, progress=watch()).path
+    resumed = train(
+        str(second / "config.yaml"), settings={"training.steps": 3}, reward=varied, progress=watch(), resume=True
+    )
+    assert resumed.summary.last_step == 3
+    assert fork(second, 1, name="forked", reward=varied, progress=watch()).summary.last_step == 3
+
+
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 def test_a_reward_model_of_adapters_learns_resumes_and_scores_as_a_reward(
     base: Path, tmp_path: Path, watch: Any, send: Any, quantization: str | None
@@ -168,3 +184,32 @@ def test_a_reward_model_of_adapters_learns_resumes_and_scores_as_a_reward(
     assert abs(scores[0] - scores[1]) > 1e-6
     peft_scores = [float(again.classifier.model(input_ids=torch.tensor([text])).logits[0, 0]) for text in texts]
     assert scores == pytest.approx(peft_scores, abs=1e-5)
+
+
+def test_a_reward_model_begins_from_a_plain_model_or_from_the_adapter_of_a_reward_model(
+    adapted: Any, train: Any, base: Path, tmp_path: Path, watch: Any
+) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+
+    def begin(name: str, **model: Any) -> Path:
+        source = {"path": str(base), "new": None, "device": "cpu", **model}
+        settings = {"template": "plain", "evaluate_every": 4}
+        config = reward_model_recipe(tmp_path / "runs", pairs, run={"name": name}, model=source, reward_model=settings)
+        return train_reward_model(config, progress=watch()).path / "checkpoints" / "last"
+
+    language = (
+        train(adapted("lora", training={"steps": 1}), reward=varied, progress=watch()).path / "checkpoints" / "last"
+    )
+    for index, model in enumerate(({"path": str(language)}, {"lora": {"adapter": str(language)}})):
+        with pytest.raises(UserError, match="is the adapter of a language model, without a score head"):
+            begin(f"refused{index}", **model)
+    first = begin("first", lora={"rank": 4})
+    for bare in first.glob("*token*"):
+        bare.unlink()
+    with pytest.raises(UserError, match=r"is an adapter already: leave out model\.lora"):
+        begin("again", path=str(first), lora={"rank": 2})
+    for index, model in enumerate(({"path": str(first)}, {"lora": {"adapter": str(first)}})):
+        weights = (begin(f"on{index}", **model) / "adapter_model.safetensors").read_bytes()
+        assert weights != (first / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="is the adapter of a reward model, which scores texts"):
+        load_policy(ModelConfig(path=str(first), device="cpu"))

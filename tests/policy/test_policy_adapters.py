@@ -14,7 +14,8 @@ from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import adapter_source, load_policy, resumed_source
 from flatpeak.policy.model import Policy
-from flatpeak.utils.adapters import RECORD, LoraConfig, fingerprint
+from flatpeak.utils.adapter_base import RECORD, fingerprint
+from flatpeak.utils.adapters import LoraConfig
 from flatpeak.utils.quantization import loading_options
 from support.models import letter_tokenizer, tiny_model
 from support.policies import gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch

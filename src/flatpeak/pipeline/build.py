@@ -50,7 +50,8 @@ from flatpeak.training.objective import Objective
 from flatpeak.training.sampled_loss import SampledLoss
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
-from flatpeak.utils.adapters import check_base, check_own_adapters
+from flatpeak.utils.adapter_base import check_base
+from flatpeak.utils.adapters import check_own_adapters
 
 UNBOUNDED_CONTEXT = 2**30
 Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool | None)

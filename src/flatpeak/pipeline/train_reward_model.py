@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from flatpeak.pipeline.lifecycle import (
     resolve_config,
     restore_trainer,
 )
-from flatpeak.policy.loading import build_tokenizer, cast_weights, check_source, move_to_own_memory
+from flatpeak.policy.loading import (
+    build_tokenizer,
+    cast_weights,
+    check_single_adapter,
+    check_source,
+    move_to_own_memory,
+)
 from flatpeak.protocols import Progress
 from flatpeak.rewards.sequence_classifier import (
     COMPLETION,
@@ -48,7 +55,8 @@ from flatpeak.training.reward_model_trainer import (
     SavedClassifier,
     encode_pairs,
 )
-from flatpeak.utils.adapters import SCORE_HEADS, add_adapters, check_base, check_own_adapters, restore_adapter
+from flatpeak.utils.adapter_base import ADAPTER_CONFIG, SCORE_HEADS, check_base
+from flatpeak.utils.adapters import add_adapters, check_own_adapters, restore_adapter
 from flatpeak.utils.host_memory import offload_notices
 from flatpeak.utils.huggingface import pick_device
 
@@ -209,8 +217,11 @@ def _classifier(
 
 def _load(config: RunConfig, path: str, *, dtype: torch.dtype, own: bool) -> tuple[Any, Any, Record | None]:
     """The model of the recipe with a new head, and new adapters where it asks for them; or the run's own."""
+    path = locate(path, where="model.path")
+    if not own and (Path(path) / ADAPTER_CONFIG).is_file():
+        check_single_adapter(config.model)
     model, tokenizer, record = load_model(
-        locate(path, where="model.path"),
+        path,
         where="model.path",
         device=pick_device(config.model.device, where="model.device"),
         trained=own,  # a language model gets a new head
@@ -226,7 +237,8 @@ def _load(config: RunConfig, path: str, *, dtype: torch.dtype, own: bool) -> tup
         raise UserError("model.lora.dropout: reward models are trained without dropout; leave it out")
     if lora is not None and not hasattr(model, "peft_config"):
         head = next(name for name in SCORE_HEADS if hasattr(model, name))
-        model = add_adapters(model, lora, seed=derive_seed(config.run.seed, "weights"), head=head)
+        seed = derive_seed(config.run.seed, "weights")
+        model = add_adapters(model, lora, seed=seed, head=head, revision=config.model.revision)
     return model, tokenizer, record
 
 

@@ -18,12 +18,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from flatpeak.errors import UserError, brief
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
 from flatpeak.policy.model import Policy
-from flatpeak.utils.adapters import ADAPTER_CONFIG, LoraConfig, add_adapters, named_base, read_record, restore_adapter
-from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, local_or_hub, pick_device
+from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base, read_record
+from flatpeak.utils.adapters import LoraConfig, add_adapters, restore_adapter
+from flatpeak.utils.huggingface import (
+    has_tokenizer,
+    is_surely_local,
+    load_errors,
+    load_tokenizer,
+    local_or_hub,
+    pick_device,
+)
 from flatpeak.utils.quantization import disable_repacking, loading_options
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
 def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> Policy:
@@ -39,7 +46,7 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
         config = adapter_source(config)
         model, tokenizer = load_pretrained(config, dtype=dtype, device=device)
         if config.lora is not None:
-            model = add_adapters(model, config.lora, seed=seed)
+            model = add_adapters(model, config.lora, seed=seed, revision=config.revision)
     if config.quantization is None:
         model = model.to(device)
     adapter_dropout = config.lora is not None and config.lora.dropout > 0
@@ -67,11 +74,7 @@ def adapter_source(config: ModelConfig) -> ModelConfig:
     directory = Path(config.path or "").expanduser()
     if config.path is None or not (directory / ADAPTER_CONFIG).is_file():
         return config
-    if config.lora is not None and config.lora.model_fields_set - {"dropout"}:
-        raise UserError(
-            f"model.path={config.path} is an adapter already: leave out model.lora to train it on, or name its base as "
-            "model.path to begin with another one"
-        )
+    check_single_adapter(config)
     base, revision = named_base(directory, where="model.path")
     record = read_record(directory)
     return config.model_copy(
@@ -82,6 +85,15 @@ def adapter_source(config: ModelConfig) -> ModelConfig:
             "quantization": config.quantization or (record.quantization if record else None),
         }
     )
+
+
+def check_single_adapter(config: ModelConfig) -> None:
+    """Raise a UserError where `model.path` is an adapter and `model.lora` asks for another."""
+    if config.lora is not None and config.lora.asks_for_new:
+        raise UserError(
+            f"model.path={config.path} is an adapter already: leave out model.lora to train it on, or name its base as "
+            "model.path to begin with another one"
+        )
 
 
 def resumed_source(config: ModelConfig, checkpoint: Path) -> ModelConfig:
@@ -104,17 +116,24 @@ def _check_files(path: str, directory: Path) -> None:
             f"model.path={path}: the directory has no config.json, so it holds no model; give one that save_pretrained "
             f"has written, or a Hub name{hint}"
         )
-    if not any(file.is_file() for kind in _TOKENIZER_FILES for file in directory.glob(kind)):
+    if not has_tokenizer(directory):
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
 def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """Load an existing model, all of whose weights come from its files, and its tokenizer."""
+    """Load an existing model, all of whose weights come from its files, and its tokenizer.
+
+    An adapter that `config.lora` names is not loaded, but the tokenizer is that of its directory, if there is one.
+    """
     assert config.path is not None  # check_source
     path = local_or_hub(config.path)
     source = {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
+    adapter = Path(config.lora.adapter).expanduser() if config.lora and config.lora.adapter else None
     with load_errors(config.path, where="model.path"):
-        tokenizer = load_tokenizer(path, **source)
+        if adapter is not None and has_tokenizer(adapter):
+            tokenizer = load_tokenizer(str(adapter), trust_remote_code=config.trust_remote_code)
+        else:
+            tokenizer = load_tokenizer(path, **source)
         quantized = hasattr(AutoConfig.from_pretrained(path, **source), "quantization_config")
         if quantized and config.lora is not None and config.quantization is None:
             raise UserError(

@@ -20,9 +20,17 @@ from torch import Tensor
 from flatpeak.errors import UserError
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Message
-from flatpeak.utils.adapters import ADAPTER_CONFIG, load_adapter, named_base, save_adapter
-from flatpeak.utils.adapters import read_record as read_base_record
-from flatpeak.utils.huggingface import is_surely_local, load_errors, load_tokenizer, no_progress_bar, no_warnings
+from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
+from flatpeak.utils.adapter_base import read_record as read_base_record
+from flatpeak.utils.adapters import load_adapter, save_adapter
+from flatpeak.utils.huggingface import (
+    has_tokenizer,
+    is_surely_local,
+    load_errors,
+    load_tokenizer,
+    no_progress_bar,
+    no_warnings,
+)
 from flatpeak.utils.quantization import disable_repacking, loading_options
 
 RECORD = "reward_model.json"
@@ -213,13 +221,22 @@ def load_model(
         settings |= loading_options(quantization, dtype=settings.get("dtype", torch.float32), device=device)
         model, tokenizer = _load(path, where=where, trained=trained, **settings)
         return model.to(device), tokenizer, read_record(directory)
+    model, tokenizer = load_base(path, where=where, device=device, quantization=quantization, **settings)
+    return load_adapter(model, path, where=where, scores=True).to(device), tokenizer, read_record(directory)
+
+
+def load_base(
+    path: str, *, where: str, device: torch.device, quantization: str | None = None, **settings: Any
+) -> tuple[Any, Any]:
+    """(base of an adapter with a new head, the adapter's tokenizer, or the base's where it has none)."""
+    directory = Path(path)
     base, revision = named_base(directory, where=where)
     record = read_base_record(directory)
     options = {**settings, "revision": revision, "num_labels": 1, "ignore_mismatched_sizes": True}
     quantization = record.quantization if record is not None else quantization
     options |= loading_options(quantization, dtype=settings.get("dtype", torch.float32), device=device)
-    model, _ = _load(base, where=f"{where}={path}: base", trained=False, **options)
-    return load_adapter(model, path, where=where).to(device), load_tokenizer(path), read_record(directory)
+    model, tokenizer = _load(base, where=f"{where}={path}: base", trained=False, **options)
+    return model, load_tokenizer(path) if has_tokenizer(directory) else tokenizer
 
 
 def _load(path: str, *, where: str, trained: bool, **settings: Any) -> tuple[Any, Any]:

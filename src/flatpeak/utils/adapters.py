@@ -1,41 +1,26 @@
-"""Low-rank adapters (LoRA), as peft makes them, and the record of the model that they belong to.
+"""Low-rank adapters (LoRA), as peft makes them: new, saved and loaded.
 
-A saved adapter is nothing without its base, so a checkpoint names it and holds a fingerprint of its weights. Importing
-this module loads neither torch nor peft.
+Importing this module loads neither torch nor peft.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from flatpeak.errors import UserError, brief
+from flatpeak.utils.adapter_base import check_base, is_of_adapter, name_absolutely, write_record
 from flatpeak.utils.huggingface import hub_or_directory, local_or_hub
 from flatpeak.utils.schema import StrictConfig
 
 if TYPE_CHECKING:
     from torch import nn
-
-ADAPTER_CONFIG: Final = "adapter_config.json"
-"""peft's file of an adapter's settings."""
-RECORD: Final = "adapter_base.json"
-"""The file beside it with the record of the base."""
-SAMPLED: Final = 1024
-"""Elements of each weight that the fingerprint reads."""
-SCORE_HEADS: Final = ("score", "classifier")
-"""Names of the heads of sequence classifiers. A base that has none gets another random one each time."""
-_ADAPTERS: Final = (".lora_", ".modules_to_save.")
-_NAME_BASE: Final = "set model.path to the base and model.lora.adapter="
-_WRAPPERS: Final = (("base_model.model.", ""), (".base_layer.", "."), (".original_module.", "."))
 
 
 class LoraConfig(StrictConfig):
@@ -59,33 +44,41 @@ class LoraConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _settings_of_the_adapter(self) -> LoraConfig:
-        replaced = sorted(self.model_fields_set - {"adapter", "dropout"})
-        changed = [name for name in replaced if getattr(self, name) != type(self).model_fields[name].default]
-        if self.adapter is not None and changed:
-            names = ", ".join(f"model.lora.{name}" for name in changed)
+        if self.adapter is not None and self.changed:
+            names = ", ".join(f"model.lora.{name}" for name in self.changed)
             raise ValueError(f"model.lora.adapter={self.adapter} brings its own settings: leave out {names}")
         return self
 
+    @property
+    def changed(self) -> list[str]:
+        """The settings of new adapters that differ from their defaults, dropout aside."""
+        names = sorted(set(type(self).model_fields) - {"adapter", "dropout"})
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
-@dataclass(frozen=True, kw_only=True)
-class BaseRecord:
-    """The base of a saved adapter."""
+    @property
+    def asks_for_new(self) -> bool:
+        """Whether it asks for adapters of its own kind, by more than dropout; a recipe that was written back has all
+        settings, those that are at their defaults too."""
+        written = self.model_fields_set - {"dropout"}
+        whole = self.model_fields_set >= set(type(self).model_fields)
+        return bool(self.changed or self.adapter is not None or (written and not whole))
 
-    fingerprint: str
-    quantization: str | None = None
 
-
-def add_adapters(model: Any, config: LoraConfig, *, seed: int, head: str | None = None) -> Any:
+def add_adapters(
+    model: Any, config: LoraConfig, *, seed: int, head: str | None = None, revision: str | None = None
+) -> Any:
     """A peft model with new adapters in float32, B = 0, or with those of `config.adapter`; the base is frozen.
 
     A is drawn from `seed`; the caller's generator stays as it is. `head` is the score head of a sequence classifier,
-    which is trained whole. UserError where a target is in no layer's name, or the adapter does not fit the model.
+    which is trained whole; `revision` is the base's. UserError where a target is in no layer's name, or the adapter
+    does not fit the model.
     """
     import torch
 
     peft = _peft()
     if config.adapter is not None:
-        return load_adapter(model, config.adapter, where="model.lora.adapter", dropout=config.dropout)
+        settings: dict[str, Any] = {"scores": head is not None, "dropout": config.dropout, "revision": revision}
+        return load_adapter(model, config.adapter, where="model.lora.adapter", **settings)
     _check_targets(model, config)
     with torch.random.fork_rng(), _peft_errors("model.lora"):
         torch.manual_seed(seed)
@@ -96,27 +89,46 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int, head: str | None 
                 r=config.rank,
                 lora_alpha=config.alpha,
                 lora_dropout=config.dropout,
-                target_modules=_listed(config.target_modules),
+                target_modules=config.target_modules
+                if config.target_modules == "all-linear"
+                else list(config.target_modules),
                 modules_to_save=[*config.modules_to_save, *([head] if head else [])] or None,
                 use_rslora=config.rslora,
                 use_dora=config.dora,
+                revision=revision,
             ),
         )
 
 
-def load_adapter(model: Any, path: str, *, where: str, dropout: float = 0.0, checked: bool = False) -> Any:
+def load_adapter(
+    model: Any,
+    path: str,
+    *,
+    where: str,
+    scores: bool = False,
+    dropout: float = 0.0,
+    revision: str | None = None,
+    checked: bool = False,
+) -> Any:
     """A peft model with a saved adapter, trainable; UserError where that belongs to another base.
 
-    `checked` says that the base is known to be the right one, as one that was dequantized since.
+    `scores` says that the model is a sequence classifier, `revision` is the base's, and `checked` says that the base
+    is known to be the right one, as one that was dequantized since. The caller's generator stays as it is.
     """
+    import torch
+
     peft = _peft()
     source = local_or_hub(path)
     with hub_or_directory(path) as problem, _peft_errors(f"{where}={path}", problem):
         config = peft.PeftConfig.from_pretrained(source)
         if config.peft_type != "LORA":
-            raise UserError(f"{where}={path} is of type {config.peft_type}: only LoRA adapters are served")
+            raise UserError(f"{where}={path} is of type {config.peft_type.value}: only LoRA adapters are served")
+        _check_task(config.task_type, scores=scores, where=f"{where}={path}")
         config.inference_mode, config.lora_dropout = False, dropout
-        adapted = peft.get_peft_model(model, config)
+        config.revision = revision or config.revision
+        config.base_model_name_or_path = getattr(model, "name_or_path", None)
+        with torch.random.fork_rng():  # it draws weights first, which are then replaced
+            adapted = peft.get_peft_model(model, config)
         _put(adapted, peft.utils.load_peft_weights(source, device="cpu"), where=f"{where}={path}")
     if not checked:
         check_base(adapted, Path(source), where=f"{where}={path}")
@@ -135,15 +147,19 @@ def check_own_adapters(model: Any) -> None:
             f"the model has {model.active_peft_config.peft_type.value} of peft, whose virtual tokens flatpeak's passes "
             "leave out: give one with LoRA adapters"
         )
-    names = model.active_adapters
+    if any(getattr(module, "merged", False) for module in model.modules()):
+        raise UserError(
+            "the model's adapters are merged into its base, and get no gradient: call model.unmerge_adapter()"
+        )
+    names = active_adapters(model)
     if len(names) > 1:
         raise UserError(
             f"the model has {len(names)} active adapters ({', '.join(names)}), and a checkpoint holds one: merge the "
             "others into the base, or choose one with model.set_adapter(name)"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        saved = peft.get_peft_model_state_dict(model, adapter_name=names[0]).values()
+    saved = peft.get_peft_model_state_dict(
+        model, adapter_name=names[0], save_embedding_layers=_trains_embeddings(model)
+    ).values()
     held = {tensor.untyped_storage().data_ptr() for tensor in saved if isinstance(tensor, torch.Tensor)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.untyped_storage().data_ptr() not in held:
@@ -164,80 +180,17 @@ def restore_adapter(model: Any, directory: Path) -> None:
 def save_adapter(model: Any, directory: Path) -> None:
     """Write a peft model's active adapter as peft does, whatever its name, and the record of its base.
 
-    A base in a directory is named by its absolute path, so that the adapter may be loaded from any other.
+    A base in a directory is named by its absolute path, so that the adapter may be loaded from any other. Embeddings
+    are the base's unless they are trained: to find out whether they were resized peft would ask the Hub each time.
     """
     (name,) = active_adapters(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
-        model.save_pretrained(directory, selected_adapters=[name])
+    model.save_pretrained(directory, selected_adapters=[name], save_embedding_layers=_trains_embeddings(model))
     if name != "default":  # which peft alone writes into the directory itself
         for path in (directory / name).iterdir():
             path.replace(directory / path.name)
         (directory / name).rmdir()
-    settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    base = settings.get("base_model_name_or_path")
-    if base and Path(base).is_dir():
-        settings["base_model_name_or_path"] = str(Path(base).absolute())
-        text = json.dumps(settings, indent=2, sort_keys=True)
-        (directory / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    name_absolutely(directory)
     write_record(model, directory)
-
-
-def write_record(model: Any, directory: Path) -> None:
-    """Write the record of a peft model's base beside its saved adapters."""
-    quantized = any(map(is_quantized, model.parameters()))
-    record = BaseRecord(fingerprint=fingerprint(model), quantization="nf4" if quantized else None)
-    (directory / RECORD).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
-
-
-def named_base(directory: Path, *, where: str) -> tuple[str, str | None]:
-    """(path, revision) of the base that a saved adapter names; UserError where it names none."""
-    settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    base = settings.get("base_model_name_or_path")
-    if not base:
-        raise UserError(f"{where}={directory} is an adapter that does not name its base: {_NAME_BASE}{directory}")
-    return base, settings.get("revision")
-
-
-def read_record(directory: Path) -> BaseRecord | None:
-    """The record beside an adapter; None where it has none, as an adapter that flatpeak did not train."""
-    path = directory / RECORD
-    if not path.is_file():
-        return None
-    try:
-        return BaseRecord(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: not the record of an adapter's base ({error}); copy it again") from error
-
-
-def check_base(model: nn.Module, directory: Path, *, where: str) -> None:
-    """Raise a UserError where an adapter's record is of another base than the model's; one without a record passes."""
-    record = read_record(directory)
-    if record is not None and record.fingerprint != fingerprint(model):
-        base, _ = named_base(directory, where=where)
-        raise UserError(
-            f"{where} was trained on other weights than those of this model: name its base as model.path "
-            f"({base} when it was saved)"
-        )
-
-
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of the names, the shapes and the first elements of a model's frozen weights.
-
-    In bfloat16, to which a base in float32 and the same one in bfloat16 round alike; without quantized weights, which
-    depend on the device that has quantized them.
-    """
-    import torch
-
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: _base_name(item[0])):
-        own = parameter.requires_grad or any(marker in name for marker in _ADAPTERS)
-        if own or not parameter.is_floating_point() or _base_name(name).startswith(SCORE_HEADS):
-            continue
-        first = parameter.detach().flatten()[:SAMPLED].to(device="cpu", dtype=torch.bfloat16)
-        digest.update(f"{_base_name(name)} {tuple(parameter.shape)} ".encode())
-        digest.update(first.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def dropout_modules(model: nn.Module) -> set[nn.Module]:
@@ -258,15 +211,22 @@ def linear_names(model: nn.Module) -> list[str]:
     )
 
 
-def is_quantized(parameter: nn.Parameter) -> bool:
-    """Whether a parameter holds 4-bit numbers."""
-    return type(parameter).__name__ == "Params4bit"
-
-
 def active_adapters(model: Any) -> list[str]:
-    """The names of a peft model's active adapters."""
-    names: list[str] = model.active_adapters
-    return names
+    """The names of the active adapters of a peft model, or of one with `add_adapter` of transformers."""
+    names: Any = model.active_adapters
+    active: list[str] = names() if callable(names) else names  # a method where transformers has added the adapter
+    return active
+
+
+def _check_task(task: str | None, *, scores: bool, where: str) -> None:
+    """UserError where a language model is to get a reward model's adapter, or the other way round."""
+    if scores and task == "CAUSAL_LM":
+        raise UserError(
+            f"{where} is the adapter of a language model, without a score head: a reward model is trained from a plain "
+            "model, such as flatpeak export makes of it"
+        )
+    if not scores and task == "SEQ_CLS":
+        raise UserError(f"{where} is the adapter of a reward model, which scores texts and writes none: name another")
 
 
 def _put(model: Any, weights: Any, *, where: str) -> None:
@@ -274,15 +234,19 @@ def _put(model: Any, weights: Any, *, where: str) -> None:
     (adapter,) = active_adapters(model)
     report = _peft().set_peft_model_state_dict(model, weights, adapter_name=adapter)
     own = (name for name in report.missing_keys if f".{adapter}." in f"{name}.")
-    missing = [name for name in own if any(marker in name for marker in _ADAPTERS)]
+    missing = [name for name in own if is_of_adapter(name)]
     for name in (*report.unexpected_keys, *missing):
         raise UserError(f"{where} does not fit the model at {name}: it was trained on another base model")
 
 
-def _base_name(name: str) -> str:
-    for wrapper, plain in _WRAPPERS:
-        name = name.replace(wrapper, plain)
-    return name
+def _trains_embeddings(model: Any) -> bool:
+    """Whether embeddings or output layer are trained as they are, and not by an adapter or as `modules_to_save`."""
+    base = model.get_base_model()
+    layers = (
+        getattr(layer, "base_layer", layer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())
+    )
+    weights = (getattr(layer, "weight", None) for layer in layers if not hasattr(layer, "modules_to_save"))
+    return any(weight is not None and weight.requires_grad for weight in weights)
 
 
 def _check_targets(model: nn.Module, config: LoraConfig) -> None:
@@ -297,10 +261,6 @@ def _check_names(key: str, wanted: Iterable[str], model: nn.Module, *, choices: 
     for one in wanted:
         if not any(name == one or name.endswith(f".{one}") for name in names):
             raise UserError(f"model.lora.{key}: no module is called {one}; there are {', '.join(choices)}")
-
-
-def _listed(targets: str | tuple[str, ...]) -> str | list[str]:
-    return targets if isinstance(targets, str) else list(targets)
 
 
 def silence_bitsandbytes() -> None:
@@ -319,14 +279,18 @@ def _peft() -> Any:
 
 @contextmanager
 def _peft_errors(where: str, problem: str | None = None) -> Iterator[None]:
-    """A context in which what peft raises is a UserError that names the setting."""
+    """A context in which what peft raises is a UserError that names the setting, unless memory has run out."""
+    import torch
+
     with warnings.catch_warnings():
         # It sets GPT-2's own switch and says so, and asks transformers by a name that is about to change.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing. is deprecated")
+        # What it warns of with tied embeddings, their merging, is the export's business, which unties them.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         try:
             yield
-        except UserError:
+        except (UserError, torch.OutOfMemoryError):
             raise
         except (ValueError, TypeError, KeyError, RuntimeError, OSError, NotImplementedError) as error:
             raise UserError(f"{where}: {problem or brief(error)}") from error

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PATIENCE: Final = 5.0
 """Seconds for one attempt to connect: the Hub's own client would try for half a minute."""
+_TOKENIZER_FILES: Final = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
 @contextmanager
@@ -48,6 +49,11 @@ def load_tokenizer(path: str, **settings: Any) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     return (PreTrainedTokenizerFast if _is_self_contained(path) else AutoTokenizer).from_pretrained(path, **settings)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has a tokenizer's files."""
+    return any(file.is_file() for kind in _TOKENIZER_FILES for file in directory.glob(kind))
 
 
 def _is_self_contained(path: str) -> bool:
