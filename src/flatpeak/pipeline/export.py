@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,10 +20,13 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline.compare import locate_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import adapter_source, cast_weights, load_pretrained
-from flatpeak.runs.checkpoints import MANIFEST, TRAINER, checkpoint_name, verify_checkpoint
+from flatpeak.rewards.sequence_classifier import RECORD as REWARD_MODEL
+from flatpeak.rewards.sequence_classifier import load_base, load_model
+from flatpeak.runs.checkpoints import TRAINING_FILES, checkpoint_name, verify_checkpoint
 from flatpeak.runs.directory import RunPaths
-from flatpeak.utils.adapters import ADAPTER_CONFIG, check_base, load_adapter
-from flatpeak.utils.huggingface import load_tokenizer, no_progress_bar, no_warnings
+from flatpeak.utils.adapter_base import ADAPTER_CONFIG
+from flatpeak.utils.adapters import load_adapter
+from flatpeak.utils.huggingface import no_progress_bar, no_warnings
 
 DType = Literal["float32", "bfloat16"]
 MOST_LOST: Final = 0.5
@@ -52,22 +58,47 @@ def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", 
         raise UserError(f"{target} exists and is not empty: give a new directory")
     adapted = (source / ADAPTER_CONFIG).is_file()
     if not adapted and dtype is None:
-        _copy(source, target)
+        with _whole_or_absent(target) as temporary:
+            shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*TRAINING_FILES), dirs_exist_ok=True)
         return Export(path=target, source=source, dtype=None, lost=None)
-    trained = _trained_as(source)
+    trained, lost = _trained_as(source), None
     dtype = dtype or trained.dtype
     kind: torch.dtype = getattr(torch, dtype)
     with no_progress_bar(), no_warnings():
-        model, lost = _merged(trained, source, kind) if adapted else (_base(trained), None)
+        model, tokenizer = _load(trained, source)
+        if adapted:
+            model, lost = _merged(model, trained, source, kind)
         cast_weights(model, kind)
-        model.save_pretrained(target)
-    load_tokenizer(str(source)).save_pretrained(target)
+        with _whole_or_absent(target) as temporary:
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            if (source / REWARD_MODEL).is_file():
+                shutil.copy(source / REWARD_MODEL, temporary)
     return Export(path=target, source=source, dtype=dtype, lost=lost)
+
+
+@contextmanager
+def _whole_or_absent(target: Path) -> Iterator[Path]:
+    """A directory to write into, which becomes `target` at the end; nothing is left of it after an error."""
+    temporary = target.absolute().with_name(f".export-{target.absolute().name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(target.absolute())
+    except OSError as error:  # shutil.Error is one
+        raise UserError(f"{target} cannot be written ({error}): free space or fix the cause") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _checkpoint(run: str, checkpoint: str) -> Path:
     """The directory of the checkpoint; a directory that is no run stands for itself."""
     paths = RunPaths(Path(run))
+    if not paths.is_run() and checkpoint != "best":
+        raise UserError(
+            f"--checkpoint {checkpoint}: {run} is not a run's directory; give one, or leave --checkpoint out"
+        )
     if not paths.is_run() or checkpoint == "best":
         path = locate_model(run).path
         assert path is not None  # only a run's stages may lack one
@@ -83,11 +114,6 @@ def _checkpoint(run: str, checkpoint: str) -> Path:
     return source
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy a checkpoint without the trainer's state."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(TRAINER, MANIFEST), dirs_exist_ok=True)
-
-
 def _trained_as(source: Path) -> ModelConfig:
     """The model of a checkpoint, in the type that its run had; float32 where it belongs to none."""
     recipe = locate_model(str(source)).recipe
@@ -97,19 +123,29 @@ def _trained_as(source: Path) -> ModelConfig:
     )
 
 
-def _base(config: ModelConfig) -> Any:
-    return load_pretrained(config, dtype=getattr(torch, config.dtype), device=torch.device("cpu"))[0]
+def _load(config: ModelConfig, source: Path) -> tuple[Any, Any]:
+    """(model, tokenizer) of a checkpoint in the type that it was trained in; of an adapter its base."""
+    dtype, cpu = getattr(torch, config.dtype), torch.device("cpu")
+    if not (source / REWARD_MODEL).is_file():
+        return load_pretrained(config, dtype=dtype, device=cpu)
+    load = load_model if config.lora is None else load_base
+    model, tokenizer, *_ = load(
+        str(source), where="RUN", device=cpu, dtype=dtype, trust_remote_code=config.trust_remote_code
+    )
+    if model.config.pad_token_id is None:  # as in training: transformers' own forward pass needs one
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
 
 
-def _merged(config: ModelConfig, source: Path, kind: torch.dtype) -> tuple[Any, float]:
+def _merged(base: Any, config: ModelConfig, source: Path, kind: torch.dtype) -> tuple[Any, float]:
     """The base in float32 with a checkpoint's adapters merged into it, and what rounding to `kind` will lose."""
-    base = _base(config)
     base.requires_grad_(False)
-    check_base(base, source, where=str(source))
-    if config.quantization is not None:
-        base = base.dequantize(dtype=torch.float32)
+    load = partial(load_adapter, path=str(source), where="adapter", scores=(source / REWARD_MODEL).is_file())
+    quantized = config.quantization is not None
+    if quantized:  # for the check alone: the fingerprint is that of the weights beside those in 4 bits
+        base = load(base).unload().dequantize(dtype=torch.float32)
     cast_weights(base, torch.float32)
-    adapted = load_adapter(base, str(source), where="adapter", checked=True)
+    adapted = load(base, checked=quantized)
     learned, rounding = 0.0, 0.0
     for layer in adapted.modules():
         if hasattr(layer, "merge") and hasattr(layer, "get_base_layer"):

@@ -45,6 +45,8 @@ _TENSORS = f"{TRAINER}/state.safetensors"
 _STATE = f"{TRAINER}/state.json"
 _FORMER_TENSORS = "trainer.safetensors"
 _FORMER_STATE = "trainer.json"
+TRAINING_FILES = (TRAINER, MANIFEST, _FORMER_TENSORS, _FORMER_STATE)
+"""Everything in a checkpoint that is no part of its model."""
 _NAME = re.compile(r"step_(\d{6,})")
 _TEMPORARY = ".tmp-"
 _REPLACED = ".replaced-"
