@@ -187,6 +187,12 @@ def test_a_step_over_which_the_gradient_bends_is_refused_with_the_other_way_out(
         ours.accumulate(one(language(model)))
 
 
+def test_a_clipped_first_gradient_is_refused_for_the_clipping():
+    model = network()
+    with pytest.raises(UserError, match="g1_clip and g2_clip scale the two gradients before their difference is taken"):
+        regularizer(model, g1_clip=1e-3, check_every=1).accumulate(one(regression(model)))
+
+
 def test_the_default_step_of_float32_passes_without_a_word():
     model = transformer(dtype=torch.float32)
     report = regularizer(model, step=None, step_scale="relative", **CHECKED).accumulate(one(language(model)))

@@ -84,6 +84,7 @@ class Guard:
     def __init__(self, config: GradientRegularizationConfig, *, notice: Callable[[str], None]) -> None:
         self.minimum = config.min_perturbation_kept
         self.check_every = config.check_every
+        self.clips = config.g1_clip is not None or config.g2_clip is not None
         self.notice = notice
         self.passed = False
         """Whether any perturbation has survived rounding."""
@@ -151,7 +152,9 @@ class Guard:
         if math.isnan(consistency):  # an update that is left out measures nothing: the next one is checked
             return
         if consistency < NOTICE_BELOW:
-            message = inconsistency_message(consistency, h=h, direction=direction, perturbation=perturbation)
+            message = inconsistency_message(
+                consistency, h=h, direction=direction, perturbation=perturbation, clips=self.clips
+            )
             if self.checked is None and consistency < REFUSE_BELOW:
                 raise UserError(message)
             self.inconsistent += 1
@@ -205,11 +208,15 @@ def rounding_message(
     return None
 
 
-def inconsistency_message(consistency: float, *, h: float, direction: Direction, perturbation: Perturbation) -> str:
+def inconsistency_message(
+    consistency: float, *, h: float, direction: Direction, perturbation: Perturbation, clips: bool
+) -> str:
     """The message about a penalty that depends on the sign of its step, with the fix."""
     size, usual = relative_step(h, direction, perturbation), default_step(perturbation)
     dtype = str(perturbation.coarsest_dtype).removeprefix("torch.")
-    if consistency < ANOTHER_FUNCTION:
+    if clips:
+        fault = "g1_clip and g2_clip scale the two gradients before their difference is taken: leave them out"
+    elif consistency < ANOTHER_FUNCTION:
         fault = (
             "the second pass does not compute the first one's function: let the loss depend on nothing that it "
             "changes, such as a counter"
