@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from flatpeak.errors import UserError
+from flatpeak.functional.advantages import group_advantages
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
@@ -50,6 +52,19 @@ def shape(
 
 
 VALID = [[True, True, True, True], [True, False, True, True]]
+
+
+@pytest.mark.parametrize("value", [1e300, -1.1e12, float("inf"), float("nan")])
+def test_a_total_that_cannot_be_standardized_is_refused_by_name(value: float) -> None:
+    rewards: list[list[Score]] = [[1.0, 0.0, 0.5, 1.0], [2.0, None, value, 0.25]]
+    with pytest.raises(UserError, match=r"total reward of completion 2 of prompt .* at most 1e\+12 either way"):
+        shape(rewards)
+
+
+def test_the_largest_total_is_standardized_without_overflow() -> None:
+    rewards = shape([[1e12, -1e12, 0.0, 0.0], [2.0, None, -1.0, 0.25]])
+    advantages_PG = group_advantages(rewards.rewards_PG, valid_PG=rewards.valid_PG)
+    assert advantages_PG[0].tolist() == pytest.approx([(3 / 2) ** 0.5, -((3 / 2) ** 0.5), 0.0, 0.0])
 
 
 def test_the_fixtures_are_truncated_where_they_say_so() -> None:

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flatpeak.errors import UserError
 from flatpeak.training.config import ObjectiveConfig
 from flatpeak.training.objective import KL_ESTIMATORS
 from flatpeak.types import Group, PackedCompletions, Scores
+
+LARGEST_REWARD = 1e12
+"""Bound of a total reward's size: the squares of larger ones overflow float32 when a group is standardized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +37,10 @@ def reward_tensors(
     soft_penalty adds DAPO's soft overlong punishment (Yu et al. 2025, equation 13), with B the buffer and L the limit:
     0 up to L - B tokens, then (L - B - length) / B, which is -1 at L and stays -1 beyond. Under a group baseline a
     group with fewer than two valid scores counts as missing.
+
+    Raises UserError for a total that is too large, or not finite, since weights multiply scores.
     """
+    _check_size(groups, scores)
     known = [[0.0 if score is None else score for score in row] for row in scores.total]
     rewards_PG = torch.tensor(known, dtype=torch.float32)
     valid_PG = torch.tensor([[score is not None for score in row] for row in scores.total])
@@ -48,6 +55,17 @@ def reward_tensors(
         rewards_PG = rewards_PG - valid_PG * over_PG / config.overlong_buffer
     trained_PG = valid_PG & ~truncated_PG if config.truncated == "mask" else valid_PG
     return RewardTensors(rewards_PG=rewards_PG, valid_PG=valid_PG, trained_PG=trained_PG)
+
+
+def _check_size(groups: Sequence[Group], scores: Scores) -> None:
+    for group, row in zip(groups, scores.total, strict=True):
+        for index, score in enumerate(row):
+            if score is not None and not abs(score) <= LARGEST_REWARD:  # also refuses NaN
+                raise UserError(
+                    f"the total reward of completion {index} of prompt {group.prompt.id!r} is {score:g}, where at "
+                    f"most {LARGEST_REWARD:g} either way can be trained on: bound what the reward returns, or lower "
+                    "its weight"
+                )
 
 
 def informative(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
