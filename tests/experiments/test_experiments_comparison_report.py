@@ -94,6 +94,13 @@ def test_runs_of_one_arm_that_failed_alike_share_a_line() -> None:
     assert "\n- kl, seeds 1, 2: failed (nan)\n- kl, seed 3: failed (memory)\n" in text
 
 
+def test_a_baseline_without_a_finished_run_is_told_with_the_way_out() -> None:
+    rows = [failed("none", 1, "nan"), failed("none", 2, "nan"), row("kl", 1, 0.5, 0, 1), row("kl", 2, 0.6, 0, 1)]
+    told = "The baseline none has no finished run: no arm is compared with it; `--baseline ARM` takes another."
+    assert told in to_markdown(compare(table(rows)))
+    assert "has no finished run" not in to_markdown(compare(table(rows), baseline="kl"))
+
+
 def test_many_arms_have_strips_only(tmp_path: Path) -> None:
     rows = [row(f"arm{index}", seed, 0.1 * seed, 0.0, None) for index in range(13) for seed in (1, 2)]
     write_table(table(rows), tmp_path / "table.csv")

@@ -111,7 +111,14 @@ def _unfinished_lines(comparison: Comparison) -> list[str]:
         f"- {arm}, seed{'s' * (len(own) > 1)} {', '.join(own)}: {status}" + (f" ({reason})" if reason else "")
         for (arm, status, reason), own in seeds.items()
     ]
-    return ["Not done, and in no figure below:", "\n".join(lines)]
+    return ["Not done, and in no figure below:", "\n".join(lines), *_lost_baseline(comparison)]
+
+
+def _lost_baseline(comparison: Comparison) -> list[str]:
+    name = comparison.baseline
+    if any(arm.done for arm in comparison.arms if arm.name == name):
+        return []
+    return [f"The baseline {name} has no finished run: no arm is compared with it; `--baseline ARM` takes another."]
 
 
 def _metric_table(arms: Sequence[MetricOfArm], comparison: Comparison) -> str:
