@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> GradientRegularizedGRPOTrain
     parser.add_argument("--judge-url", required=True)
     parser.add_argument("--judge-model", required=True)
     parser.add_argument("--output", default="runs/trl-judge")
-    parser.add_argument("--strength", default="ratio:0.3")
+    parser.add_argument("--strength", default="calibrated:3")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=512)
@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> GradientRegularizedGRPOTrain
     config = GradientRegularizedGRPOConfig(
         output_dir=given.output,
         grad_reg_strength=given.strength,
+        grad_reg_ratio_mode="reuse",
         beta=0.0,  # gradient regularization takes the place of the KL penalty
         loss_type="dr_grpo",
         scale_rewards="none",

@@ -1,12 +1,13 @@
-"""RLHF in TRL with gradient regularization: GRPO against a reward model, without a KL penalty.
+"""RLHF in TRL: GRPO against a reward model, with a KL penalty and gradient regularization.
 
 Needs `pip install flatpeak[trl]`. The reward model is any sequence-classification checkpoint with one output, trained
 on preferences (TRL's RewardTrainer makes one). Rows have a `prompt`, or an `instruction` as AlpacaFarm's have.
 
     python examples/trl_rlhf.py --model my-sft-model --reward-model my-reward-model --rows prompts.jsonl
 
-To compare on equal terms, run it again with `--strength 0 --beta 0.05`, a KL penalty in its place: judge both by a
-stronger reward model or by people, never by the reward that was trained on.
+In flatpeak's study of a learned reward model (docs/results/reward_hacking.md) gradient regularization alone did not keep
+the policy from gaming it, and KL did. Compare on your own: `--strength 0` is KL alone, `--beta 0` the other. Judge all
+by a stronger reward model or by people, never by the reward that was trained on.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> GradientRegularizedGRPOTrain
     parser.add_argument("--reward-model", required=True)
     parser.add_argument("--rows", required=True)
     parser.add_argument("--output", default="runs/trl-rlhf")
-    parser.add_argument("--strength", default="ratio:0.3")
-    parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--strength", default="calibrated:3")
+    parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> GradientRegularizedGRPOTrain
     config = GradientRegularizedGRPOConfig(
         output_dir=given.output,
         grad_reg_strength=given.strength,
+        grad_reg_ratio_mode="reuse",
         beta=given.beta,
         loss_type="dr_grpo",
         scale_rewards="none",

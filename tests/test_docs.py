@@ -189,7 +189,7 @@ def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str) -> N
     else:
         names: dict[str, Any] = {}
         exec(block, names)
-        assert names["report"].penalty_ratio == pytest.approx(0.3)
+        assert names["report"].penalty_ratio == pytest.approx(3)
 
 
 def test_the_command_of_the_custom_task_parses() -> None:

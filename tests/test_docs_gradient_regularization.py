@@ -235,17 +235,17 @@ def test_the_loop_that_is_shown_runs_and_holds_the_ratio() -> None:
     expected = Bandit()
     expected.load_state_dict(model.state_dict())
     # The loop perturbs blocks, which a bandit has none of.
-    code = blocks()[0].replace('strength="ratio:0.3"', 'strength="ratio:0.3", perturbed="all"')
+    code = blocks()[0].replace('strength="calibrated:3"', 'strength="calibrated:3", perturbed="all"')
     scope: dict[str, Any] = {"model": model, "optimizer": optimizer, "batches": [micro_batches], "loss_of": loss_of}
     exec(code, scope)
-    assert scope["report"].penalty_ratio == pytest.approx(0.3)
+    assert scope["report"].penalty_ratio == pytest.approx(3)
 
     def loss() -> torch.Tensor:
         return -(advantages * importance_ratio(expected.logprobs(), old)).sum()
 
     (g,) = torch.autograd.grad(loss(), expected.theta)
     (Hg,) = hessian_vector_product(loss, [expected.theta], [g])
-    total = g + 0.3 * g.norm() / Hg.norm() * Hg
+    total = g + 3 * g.norm() / Hg.norm() * Hg
     stepped = expected.theta - 0.1 * total * min(1.0, 1.0 / float(total.norm()))
     torch.testing.assert_close(model.theta.detach(), stepped.detach(), rtol=1e-4, atol=1e-5)
 

@@ -11,7 +11,7 @@ MODEL = {"model": {"path": "x"}}
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("gradient_regularization", GradientRegularizationConfig(strength="ratio:0.3")),
+        ("gradient_regularization", GradientRegularizationConfig(strength="calibrated:3", ratio_mode="reuse")),
         ("gradient_regularization_paper", GradientRegularizationConfig.paper(gamma=1e-3, eps=1e-3)),
         (
             "gradient_regularization_from_scratch_dr_grpo",

@@ -47,7 +47,7 @@ class GradientRegularizer:
     """A regularizer that makes the gradient of L that of L + strength / 2 * ||grad L||^2 (arXiv 2602.18037), unclipped.
 
     ```
-    regularizer = GradientRegularizer(model, GradientRegularizationConfig(strength="ratio:0.3"))
+    regularizer = GradientRegularizer(model, GradientRegularizationConfig(strength="calibrated:3"))
     optimizer.zero_grad()
     regularizer.accumulate(lambda: (loss_of(micro) for micro in micro_batches))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -3,7 +3,7 @@
 ```
 from flatpeak.integrations.trl import GradientRegularizedGRPOConfig, GradientRegularizedGRPOTrainer
 
-args = GradientRegularizedGRPOConfig(grad_reg_strength="ratio:0.3", output_dir="run")
+args = GradientRegularizedGRPOConfig(grad_reg_strength="calibrated:3", grad_reg_ratio_mode="reuse", output_dir="run")
 GradientRegularizedGRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset).train()
 ```
 
