@@ -5,9 +5,9 @@ on preferences (TRL's RewardTrainer makes one). Rows have a `prompt`, or an `ins
 
     python examples/trl_rlhf.py --model my-sft-model --reward-model my-reward-model --rows prompts.jsonl
 
-In flatpeak's study of a learned reward model (docs/results/reward_hacking.md) gradient regularization alone did not keep
-the policy from gaming it, and KL did. Compare on your own: `--strength 0` is KL alone, `--beta 0` the other. Judge all
-by a stronger reward model or by people, never by the reward that was trained on.
+In flatpeak's study of a learned reward model (docs/results/reward_hacking.md) gradient regularization alone did not
+keep the policy from gaming it, and KL did. Compare on your own: `--strength 0` is KL alone, `--beta 0` the other. Judge
+all by a stronger reward model or by people, never by the reward that was trained on.
 """
 
 from __future__ import annotations
