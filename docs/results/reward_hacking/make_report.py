@@ -1,6 +1,6 @@
 """Regenerate the tables and figures of docs/results/reward_hacking.md from the committed tables of its sweeps.
 
-    python docs/results/reward_hacking/make_report.py [--check]
+    python docs/results/reward_hacking/make_report.py [--check] [--figures BED ...]
 
 `--check` fails where a committed page or figure is not what the tables give.
 """
@@ -52,7 +52,9 @@ def main() -> int:
     """Write or check the page and its figures; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where something would change")
-    check = parser.parse_args().check
+    parser.add_argument("--figures", nargs="*", default=BEDS, help="draw the figures of these beds alone")
+    given = parser.parse_args()
+    check: bool = given.check
     tables = {bed: read_table(HERE / f"{bed}.csv") for bed in (*TUNING, *BEDS) if (HERE / f"{bed}.csv").is_file()}
     files: dict[Path, str] = {}
     content = [provenance(tables), *(tuning_table(name, tables[name]) for name in TUNING if name in tables)]
@@ -60,9 +62,10 @@ def main() -> int:
     for bed in BEDS:
         if bed in tables:
             content.append(arm_table(bed, tables[bed]))
-            figures = bed_figures(bed, tables[bed])
+            figures = bed_figures(bed, tables[bed]) if bed in given.figures else {}
             files |= {HERE / name: svg for name, svg in figures.items()}
-            content += [f"![{name.removesuffix('.svg')}](reward_hacking/{name})" for name in figures]
+            shown = figures or [name for one in FIGURES if (HERE / (name := f"{bed}-{one}")).is_file()]
+            content += [f"![{name.removesuffix('.svg')}](reward_hacking/{name})" for name in shown]
     matched = HERE / "matched-curves.csv"
     content.append(matched_section(read_table(matched)) if matched.is_file() else "")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
