@@ -286,3 +286,13 @@ def test_equal_tokens_of_many_prompts_are_one_object():
 def test_a_new_tokenizer_sees_every_preamble_and_shot_once():
     rows = [shown(), shown(question="R? "), *examples("plain")]
     assert prompt_texts(rows, PromptConfig()) == ["Q? ", "R? ", "plain", "Do: ", "Q1 A1. ", "Q2 A2. ", "Q3 A3. "]
+
+
+def test_a_template_may_be_its_text_itself_and_equals_that_of_a_file(tmp_path):
+    file = tmp_path / "ask.txt"
+    file.write_text("Q {x} {question}?\n")
+    (by_file,), (by_text,) = (build("1+1", template=one).prompts for one in (str(file), "Q {x} {question}?"))
+    assert by_text.text == by_file.text == "Q {x} 1+1?"
+    assert by_text.token_ids == by_file.token_ids
+    # A text says itself how it ends; only an editor's line break at the end of a file is not meant.
+    assert build("1", template="{question}\n").prompts[0].text == "1\n"

@@ -33,7 +33,7 @@ class PromptConfig(StrictConfig):
     """The wording of prompts: the template around each question, and the limit on their length."""
 
     template: str = "plain"
-    """plain, r1_zero, question_only, chat, or the path of a text file with {question} in it."""
+    """plain, r1_zero, question_only, chat, the path of a text file with {question} in it, or such a text itself."""
     system: str | None = None
     """System message of the chat template."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -123,7 +123,7 @@ def prompt_texts(examples: Sequence[Example], config: PromptConfig) -> list[str]
         raise UserError(
             "prompt.template=chat needs a tokenizer with a chat template, which a new model (model.new) lacks"
         )
-    template = _template(config.template)
+    template = template_text(config.template)
     contexts = dict.fromkeys(text for example in examples for text in (example.preamble, *example.shots) if text)
     return [*(template.replace(PLACEHOLDER, example.question) for example in examples), *contexts]
 
@@ -158,7 +158,7 @@ def _text_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
     if config.system is not None or config.chat_template_kwargs:
         key = "system" if config.system is not None else "chat_template_kwargs"
         raise UserError(f"prompt.{key} needs a chat template: set prompt.template=chat, or remove prompt.{key}")
-    template = _template(config.template)
+    template = template_text(config.template)
 
     def word(question: str) -> _Wording:
         # Not str.format: other braces in the template (LaTeX, JSON) are text.
@@ -168,9 +168,12 @@ def _text_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
     return word
 
 
-def _template(name: str) -> str:
+def template_text(name: str) -> str:
+    """The text of a template other than `chat`; UserError for a file that is not there or has no {question} in it."""
     if name in TEXT_TEMPLATES:
         return TEXT_TEMPLATES[name]
+    if PLACEHOLDER in name:
+        return name
     names = (*TEXT_TEMPLATES, CHAT)
     file = Path(name).expanduser()
     if not file.is_file():
