@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from flatpeak.utils.redaction import Secret, redact
+from flatpeak.utils.redaction import Secret, local_roots, redact, without_local_paths
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,41 @@ def test_fields_named_like_secrets_are_hidden_and_others_are_not():
         "api_key": "[redacted]",
         "judge": {"password": "[redacted]", "eos_token": "</s>", "max_tokens": 5, "secret": None},
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("/home/me/data/gsm8k", "path/to/gsm8k"),
+        ("/home/me/rewards.py:score", "path/to/rewards.py:score"),
+        ("~/data/", "path/to/data"),
+        ("python /srv/me/x.py --at=/srv/me", "python path/to/x.py --at=path/to"),
+        ("see /srv/me/deeper/x and /srv/meadow", "see path/to/deeper/x and /srv/meadow"),
+        ("rewards.py:score", "rewards.py:score"),
+        ("../data", "../data"),
+        ("/think/{question}/answer", "/think/{question}/answer"),
+        ("/", "/"),
+        ("</answer>", "</answer>"),
+        ("/3 of a/b is 1/2", "/3 of a/b is 1/2"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("/no_such_thing", "/no_such_thing"),
+        ("/\0/x", "/\0/x"),
+    ],
+)
+def test_absolute_paths_lose_their_directories_and_other_slashes_stay(text: str, clean: str) -> None:
+    assert without_local_paths({"a": [text, 1, None]}, ["/srv/me"]) == {"a": [clean, 1, None]}
+
+
+def test_a_directory_that_is_there_is_a_path_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "my data").mkdir()
+    assert without_local_paths(str(tmp_path / "my data"), []) == "path/to/my data"
+
+
+def test_the_roots_are_the_given_ones_home_and_the_working_directory_the_longest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    roots = local_roots(Path("runs/x"))
+    assert {str(tmp_path / "runs" / "x"), str(tmp_path), str(Path.home())} <= set(roots)
+    assert roots == sorted(roots, key=len, reverse=True)
+    assert "/" not in roots

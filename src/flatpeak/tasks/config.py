@@ -10,15 +10,15 @@ from typing import Annotated, cast
 from pydantic import Field
 
 from flatpeak.protocols import Task
-from flatpeak.tasks.arithmetic import ArithmeticConfig, CountdownTaskConfig
+from flatpeak.tasks.arithmetic import COUNTDOWN_HUB_NAME, ArithmeticConfig, CountdownTaskConfig
 from flatpeak.tasks.custom import CustomTaskConfig
-from flatpeak.tasks.math import GSM8KConfig, MATHConfig
-from flatpeak.tasks.mmlu import MMLUConfig, MMLUProConfig
+from flatpeak.tasks.math import GSM8K_HUB_NAME, MATH500_HUB_NAME, MATH_HUB_NAME, GSM8KConfig, MATHConfig
+from flatpeak.tasks.mmlu import MMLU_HUB_NAME, MMLU_PRO_HUB_NAME, MMLUConfig, MMLUProConfig
 from flatpeak.tasks.multiple_choice import ChoicesConfig
 from flatpeak.tasks.preferences import PreferencesConfig
 from flatpeak.tasks.reasoning_gym import ReasoningGymConfig
 from flatpeak.tasks.rows import RowsConfig
-from flatpeak.tasks.science import CamelAIConfig, DrSCIConfig
+from flatpeak.tasks.science import DR_SCI_HUB_NAME, CamelAIConfig, DrSCIConfig
 
 TaskConfig = Annotated[
     ArithmeticConfig
@@ -42,3 +42,36 @@ def build_task(config: TaskConfig) -> Task:
     """Load or generate the configured task. UserError where its data is missing or broken."""
     # The protocol's members are writable to a type checker, a frozen dataclass's are not.
     return cast("Task", config.load())
+
+
+def hub_datasets(config: TaskConfig) -> tuple[str, ...]:
+    """The names of the Hub data sets that a task reads; none where its data are local files, or generated."""
+    names: tuple[str | None, ...] = ()
+    match config:
+        case ChoicesConfig() | RowsConfig():
+            names = tuple(one.hub if one.path is None else None for one in (*config.train, *config.test))
+        case GSM8KConfig(path=None):
+            names = (GSM8K_HUB_NAME,)
+        case MATHConfig(path=None):
+            own_test = config.split == "math500" and config.math500_path is None
+            names = (MATH_HUB_NAME, MATH500_HUB_NAME if own_test else None)
+        case MMLUConfig(path=None):
+            names = (MMLU_HUB_NAME,)
+        case MMLUProConfig(path=None):
+            names = (MMLU_PRO_HUB_NAME,)
+        case CamelAIConfig(path=None):
+            names = tuple(f"camel-ai/{subject}" for subject in config.subjects)
+        case DrSCIConfig(path=None):
+            names = (DR_SCI_HUB_NAME,)
+        case CountdownTaskConfig(source="published", path=None):
+            names = (COUNTDOWN_HUB_NAME,)
+        case PreferencesConfig(path=None):
+            names = (config.hub,)
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def is_generated(config: TaskConfig) -> bool:
+    """Whether a task's problems come from a generator of flatpeak's own, and from no data set."""
+    return isinstance(config, ArithmeticConfig) or (
+        isinstance(config, CountdownTaskConfig) and config.source == "generated"
+    )

@@ -48,7 +48,7 @@ def load_tokenizer(path: str, **settings: Any) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    return (PreTrainedTokenizerFast if _is_self_contained(path) else AutoTokenizer).from_pretrained(path, **settings)
+    return (PreTrainedTokenizerFast if is_self_contained(path) else AutoTokenizer).from_pretrained(path, **settings)
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -56,7 +56,8 @@ def has_tokenizer(directory: Path) -> bool:
     return any(file.is_file() for kind in _TOKENIZER_FILES for file in directory.glob(kind))
 
 
-def _is_self_contained(path: str) -> bool:
+def is_self_contained(path: str) -> bool:
+    """Whether a directory's tokenizer is all in tokenizer.json, without a class of its own."""
     config, tokenizer = (Path(path) / name for name in ("tokenizer_config.json", "tokenizer.json"))
     if not (config.is_file() and tokenizer.is_file()):
         return False

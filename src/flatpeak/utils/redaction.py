@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from flatpeak.errors import UserError
@@ -24,6 +25,12 @@ _PATTERNS: Final = re.compile(
 )
 _SECRET_VARIABLE: Final = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
 _SECRET_FIELD: Final = re.compile(r"(^|_)(api_?key|secret|password|passwd|(access|auth|hf|bearer)_?token)$")
+HIDDEN_DIRECTORY: Final = "path/to"
+"""The replacement for the directories of a local path."""
+_ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+){2,}/?|~[^/\s]*(?:/[^/\s]+)+/?")
+"""An absolute path of two levels or more, or one that begins with a home directory."""
+_LONGEST_PATH: Final = 4096
+"""Characters of the longest text that may be a path."""
 _SHORTEST_VARIABLE: Final = 8
 """Characters of a variable's value that make it a secret: shorter ones ("1", "true") are flags and ordinary text."""
 _SHORTEST_KEY: Final = 6
@@ -65,6 +72,43 @@ def _environment_secrets() -> set[str]:
         for name, value in os.environ.items()
         if len(value) >= _SHORTEST_VARIABLE and _SECRET_VARIABLE.search(name.upper())
     }
+
+
+def local_roots(*directories: Path) -> list[str]:
+    """The absolute paths of these directories, the working and the home directory, the longest first."""
+    paths = {one for path in (*directories, Path.cwd(), Path.home()) for one in (path.absolute(), path.resolve())}
+    return sorted((str(path) for path in paths if len(path.parts) > 1), key=len, reverse=True)
+
+
+def without_local_paths(value: Any, roots: Iterable[str]) -> Any:
+    """Replace every absolute path in `value` (text, or any nesting of mappings and lists).
+
+    A text that is a path as a whole, such as a setting, becomes `path/to/NAME`; within a text, each of `roots` (the
+    longest first, as `local_roots` gives them) becomes `path/to`.
+    """
+    if isinstance(value, str):
+        if _is_absolute(value):
+            return f"{HIDDEN_DIRECTORY}/{Path(value).name}"
+        for root in roots:
+            value = re.sub(rf"(?<![\w.-]){re.escape(root)}(?![\w-])", HIDDEN_DIRECTORY, value)
+        return value
+    if isinstance(value, Mapping):
+        return {key: without_local_paths(item, roots) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_local_paths(item, roots) for item in value]
+    return value
+
+
+def _is_absolute(text: str) -> bool:
+    """Whether a whole text is an absolute path: by its form, or because it is there."""
+    other = any(character in text for character in "\n\0{")  # a template, say
+    if not text.startswith(("/", "~")) or other or len(text) > _LONGEST_PATH:
+        return False
+    try:
+        path = Path(text).expanduser()
+        return bool(_ABSOLUTE.fullmatch(text)) or (len(path.parts) > 1 and path.exists())
+    except (OSError, RuntimeError):  # no such user, or a name that is too long
+        return False
 
 
 class Secret:
