@@ -10,6 +10,7 @@ from flatpeak.errors import UserError
 from flatpeak.runs.checkpoints import (
     MANIFEST,
     CheckpointError,
+    broken_file,
     checkpoint_steps,
     link_checkpoint,
     newest_valid,
@@ -223,3 +224,13 @@ def test_an_interrupted_write_leaves_no_temporary_directory(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_checkpoint(tmp_path, 2, save_model=interrupt, tensors={}, state={})
     assert names(tmp_path) == []
+
+
+def test_further_texts_lie_beside_the_model_and_are_in_the_manifest(tmp_path):
+    path = write_checkpoint(tmp_path, 1, save_model=no_model, tensors={}, state={}, texts={"note.json": "später\n"})
+    assert (path / "note.json").read_text(encoding="utf-8") == "später\n"
+    assert broken_file(path) is None
+    (path / "note.json").write_text("spater\n")
+    broken = broken_file(path)
+    assert broken is not None
+    assert broken.name == "note.json"

@@ -67,12 +67,19 @@ class CallerObjects:
     reward: Any = None
     sampler: Sampler | SamplerFactory | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the objects that are given; a model's tokenizer belongs to it."""
+        return tuple(name for name in ("model", "task", "reward", "sampler") if getattr(self, name) is not None)
+
 
 @dataclass(kw_only=True)
 class Components:
     """The objects that a run of a policy consists of."""
 
     policy: Policy
+    task: str
+    """The name of the task."""
     sampler: Sampler
     phases: tuple[Phase, ...]
     test: tuple[Prompt, ...]
@@ -183,6 +190,7 @@ def _build(
     evaluator = _evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
     return Components(
         policy=policy,
+        task=task.name,
         sampler=sampler,
         phases=phases,
         test=test,

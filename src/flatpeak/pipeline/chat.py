@@ -10,7 +10,7 @@ from typing import Any
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.compare import ModelSource, locate_model
+from flatpeak.pipeline.compare import ModelSource, locate_model, recipe_of
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
@@ -20,7 +20,7 @@ from flatpeak.runs.checkpoints import is_checkpoint
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.rollout_log import first_row, logged_steps
 from flatpeak.tasks.arithmetic import ArithmeticConfig
-from flatpeak.tasks.prompts import CHAT, PromptConfig, build_prompts, prompt_texts, word_messages
+from flatpeak.tasks.prompts import CHAT, PLACEHOLDER, PromptConfig, build_prompts, prompt_texts, word_messages
 from flatpeak.types import Completion, Example, Message, Prompt, SamplingParams
 
 LONGEST_ANSWER = 256
@@ -71,8 +71,9 @@ def chat_loop(
     """
     console = console or Console()
     source = locate_model(path)
-    own = _config(source.recipe)
-    config = own if recipe is None else _config(recipe)
+    own_recipe = recipe_of(source)
+    own = parse_config(own_recipe) if own_recipe else None
+    config = own if recipe is None else parse_config(load_recipe(recipe))
     wording = None if config is None and template is None else _wording(config, template=template, system=system)
     model = own.model if own is not None else ModelConfig()
     policy = load_policy(ModelConfig(path=source.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
@@ -91,7 +92,8 @@ def chat_loop(
     )  # refused now rather than at the first question
     for line in _opening(source, config, settings, recipe=recipe, chat_template=bool(tokenizer.chat_template)):
         console.note(line)
-    example = None if config is None else example_question(config, tokenizer, source.run)
+    has_task = recipe is not None or "task" in own_recipe
+    example = None if config is None or not has_task else example_question(config, tokenizer, source.run)
     if example is not None:
         console.note(f"try: {example}")
     converse(policy, settings, console)
@@ -219,10 +221,6 @@ def _logged_question(config: RunConfig, tokenizer: Any, run: RunPaths) -> str | 
     return prompt[len(before) : len(prompt) - len(after)]
 
 
-def _config(recipe: str | Path | None) -> RunConfig | None:
-    return None if recipe is None else parse_config(load_recipe(recipe))
-
-
 def _wording(config: RunConfig | None, *, template: str | None, system: str | None) -> PromptConfig:
     """The recipe's wording, or that of `template`; `system` replaces the recipe's system message."""
     prompt = PromptConfig() if config is None else config.prompt
@@ -290,10 +288,10 @@ def _opening(
     chat_template: bool,
 ) -> list[str]:
     """The lines before the first question: the wording of questions and the sampling of answers."""
-    template = settings.prompt.template
+    template = _name_of(settings.prompt.template, source)
     form = "as a conversation" if settings.conversation else "each question by itself"
     lines = []
-    if config is not None and template == config.prompt.template:
+    if config is not None and settings.prompt.template == config.prompt.template:
         other = "" if settings.conversation or not chat_template else "; --template chat for the model's own"
         if template == CHAT and other:
             other = "; --template chat for a conversation"
@@ -302,7 +300,9 @@ def _opening(
         if shots:
             lines.append(f"without the {shots} worked examples that the task puts before each question")
     elif config is not None:
-        lines.append(f"asked by --template {template}, {form}; training asked by {config.prompt.template}")
+        lines.append(
+            f"asked by --template {template}, {form}; training asked by {_name_of(config.prompt.template, source)}"
+        )
     else:
         if source.run is not None:
             lines.append(f"{source.run / 'config.yaml'} is missing, so {_UNKNOWN}")
@@ -312,3 +312,11 @@ def _opening(
     sampling = settings.sampling
     lines.append(f"temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} tokens (see --help)")
     return lines
+
+
+def _name_of(template: str, source: ModelSource) -> str:
+    """The name of a template, also where it is given as a text."""
+    if PLACEHOLDER not in template:
+        return template
+    record = source.record
+    return record.template_name if record and record.template_name and template == record.template else "its own text"

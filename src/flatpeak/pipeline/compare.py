@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.tables import Comparison
 from flatpeak.pipeline.build import open_evaluation
 from flatpeak.pipeline.progress import SilentProgress
+from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
 from flatpeak.protocols import Progress
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, verify_checkpoint
 from flatpeak.runs.directory import RunPaths, run_hint
+from flatpeak.tasks.prompts import CHAT, TEXT_TEMPLATES, PromptConfig, template_text
 from flatpeak.utils.huggingface import is_surely_local
 
 RawRecipe = Mapping[str, Any]
@@ -24,6 +27,8 @@ RawRecipe = Mapping[str, Any]
 EVALUATION_SECTIONS = ("task", "prompt", "rewards", "rollout", "evaluation")
 """The sections of a recipe that decide how a model is evaluated."""
 _WORDING = ("template", "system", "chat_template_kwargs")
+_LONGEST_VALUE = 100
+"""Characters of a setting that an error repeats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +41,8 @@ class ModelSource:
     """The run's config.yaml; None where the model comes from no run, or the file is missing."""
     run: Path | None = None
     """The run's directory."""
+    record: PromptRecord | None = None
+    """The record in the model's directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +53,9 @@ class _ComparedModel:
     path: str | None
     """None: the model that the run's recipe names."""
     recipe: RawRecipe = field(default_factory=dict)
-    """The recipe of the run it comes from; empty where it comes from none."""
+    """The recipe of the run it comes from, or what its record has of that; empty where neither is there."""
+    unsafe: str | None = None
+    """The part of its record that only its own run may load."""
 
     def section(self, base: RawRecipe) -> dict[str, Any]:
         """The section `model` of a recipe that evaluates it: loaded as in its own run, on the device of the first."""
@@ -77,7 +86,8 @@ def compare_checkpoints(
     """
     progress = SilentProgress() if progress is None else progress
     models = [model for name in names for model in _compared_models(name, stages=stages, several=len(names) > 1)]
-    base = next((model.recipe for model in models if model.recipe), {})
+    recipes = [model.recipe for model in models if model.recipe]
+    base = next((recipe for recipe in recipes if "task" in recipe), recipes[0] if recipes else {})
     explicit = list(overrides)
     if recipe is not None:
         evaluation_recipe = load_recipe(recipe)
@@ -88,9 +98,10 @@ def compare_checkpoints(
             if section in evaluation_recipe or "task" in evaluation_recipe
         ]
     if "task" not in base and not _overridden(overrides, "task"):
+        unsafe = next((f" ({model.unsafe} runs from its own run only)" for model in models if model.unsafe), "")
         raise UserError(
-            "none of these models belongs to a run with a config.yaml, so the task is unknown: give --recipe or "
-            "task.type=..."
+            f"none of these models belongs to a run with a config.yaml, so the task is unknown{unsafe}: give --recipe "
+            "or task.type=..."
         )
     notices: list[str] = []
     evaluations: list[Evaluation] = []
@@ -182,15 +193,31 @@ def locate_stages(name: str) -> dict[str, ModelSource]:
     }
 
 
+def recipe_of(source: ModelSource) -> dict[str, Any]:
+    """The recipe of a model's run, or what the record beside it has of that; empty where neither is there.
+
+    A template in a file is replaced by its text at the time of the checkpoint, where that is recorded.
+    """
+    record = source.record
+    if source.recipe is None:
+        return record.recipe() if record is not None and record.kind == "policy" else {}
+    recipe = load_recipe(Path(source.recipe))
+    template = (recipe.get("prompt") or {}).get("template")
+    if record is None or template is None or template != record.template_name:
+        return recipe
+    return merge(recipe, {"prompt": {"template": record.recipe_template}})
+
+
 def _model_of_run(run: RunPaths, *, path: str | None) -> ModelSource:
     return ModelSource(path=path, recipe=run.config if run.config.is_file() else None, run=run.path)
 
 
 def _verified(source: ModelSource) -> ModelSource:
-    """The same source; UserError where it is a checkpoint whose files are not as they were written."""
-    if source.path is not None:
-        verify_checkpoint(Path(source.path))
-    return source
+    """The source with its record; UserError where it is a checkpoint whose files are not as they were written."""
+    if source.path is None:
+        return source
+    verify_checkpoint(Path(source.path))
+    return replace(source, record=read_prompt_record(Path(source.path)))
 
 
 def _resolved(checkpoint: Path | None, run: RunPaths) -> Path | None:
@@ -205,14 +232,18 @@ def _resolved(checkpoint: Path | None, run: RunPaths) -> Path | None:
 
 def _compared_models(name: str, *, stages: bool, several: bool) -> list[_ComparedModel]:
     if not stages:
-        source = locate_model(name)
-        return [_ComparedModel(label=_label(name), path=source.path, recipe=_recipe(source))]
+        return [_compared_model(_label(name), locate_model(name))]
     prefix = f"{_label(name)}/" if several else ""
     return [
-        _ComparedModel(label=prefix + label, path=source.path, recipe=_recipe(source))
+        _compared_model(prefix + label, source)
         for label, source in locate_stages(name).items()
-        if source.path is not None or _names_a_model(_recipe(source))
+        if source.path is not None or _names_a_model(recipe_of(source))
     ]
+
+
+def _compared_model(label: str, source: ModelSource) -> _ComparedModel:
+    unsafe = source.record.unsafe if source.recipe is None and source.record is not None else None
+    return _ComparedModel(label=label, path=source.path, recipe=recipe_of(source), unsafe=unsafe)
 
 
 def _names_a_model(recipe: RawRecipe) -> bool:
@@ -221,30 +252,31 @@ def _names_a_model(recipe: RawRecipe) -> bool:
     return bool(model.get("path") or model.get("new"))
 
 
-def _recipe(source: ModelSource) -> RawRecipe:
-    return load_recipe(Path(source.recipe)) if source.recipe is not None else {}
-
-
 def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequence[str]) -> list[str]:
     """UserError where the model's own run used other prompts or another grader; other differences as notices."""
     if not model.recipe:
         return []
     own = parse_config(model.recipe)
-    alike = (own.task, own.prompt.template) == (config.task, config.prompt.template)
-    if model.path is None and own.model.new is not None and not alike:
+    same_template = _template(own.prompt) == _template(config.prompt)
+    if model.path is None and own.model.new is not None and not (own.task == config.task and same_template):
         raise UserError(
             f"{model.label} would be made again from the text of another task than its own: compare checkpoints by "
             "name in place of --stages, or leave its task and prompt.template as they are"
         )
     for key in _WORDING:
         own_wording, here = getattr(own.prompt, key), getattr(config.prompt, key)
-        if own_wording != here and not _overridden(explicit, f"prompt.{key}"):
+        same = same_template if key == "template" else own_wording == here
+        if not same and not _overridden(explicit, f"prompt.{key}"):
             raise UserError(
-                f"{model.label} was trained with prompt.{key}={own_wording}, but the first model's recipe asks "
-                f"with {here}: say how all are asked, with prompt.{key}=... or --recipe"
+                f"{model.label} was trained with prompt.{key}={_short(own_wording)}, but the first model's recipe asks "
+                f"with {_short(here)}: say how all are asked, with prompt.{key}=... or --recipe"
             )
     name = config.evaluation.accuracy
-    if name is not None and not _overridden(explicit, f"rewards.{name}", "evaluation.accuracy"):
+    if (
+        name is not None
+        and "rewards" in model.recipe
+        and not _overridden(explicit, f"rewards.{name}", "evaluation.accuracy")
+    ):
         rewards = (own.rewards.get(name), config.rewards.get(name))
         graders = [None if reward is None else reward.model_dump(exclude={"weight"}) for reward in rewards]
         if graders[0] != graders[1]:
@@ -253,9 +285,23 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
                 f"recipe judges by ({_format(graders[1])}): say how all are judged, with rewards.{name}.type=... or "
                 "--recipe"
             )
-    if own.task != config.task and not _overridden(explicit, "task"):
+    if "task" in model.recipe and own.task != config.task and not _overridden(explicit, "task"):
         return [f"{model.label} was trained on another task ({own.task.type}); it is asked the first one's questions"]
     return []
+
+
+def _template(prompt: PromptConfig) -> str:
+    """A template by its text where that is a file's or in the recipe itself, else by its name."""
+    if prompt.template == CHAT or prompt.template in TEXT_TEMPLATES:
+        return prompt.template
+    try:
+        return template_text(prompt.template)
+    except UserError:  # a file that is gone
+        return prompt.template
+
+
+def _short(value: object) -> str:
+    return textwrap.shorten(str(value), _LONGEST_VALUE, placeholder=" ...")
 
 
 def _evaluation_size(config: RunConfig, overrides: Sequence[str]) -> int | None:

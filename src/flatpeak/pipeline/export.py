@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.pipeline.compare import locate_model
+from flatpeak.pipeline.compare import locate_model, recipe_of
+from flatpeak.pipeline.prompt_record import PROMPT_RECORD
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import adapter_source, cast_weights, load_pretrained
 from flatpeak.rewards.sequence_classifier import RECORD as REWARD_MODEL
@@ -53,12 +54,12 @@ def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", 
     dequantized first, since 4 bits would not hold what the adapters have learned. Raises UserError where rounding would
     lose most of that, where there is no such checkpoint, and for a directory that is not empty.
     """
-    source, target = _checkpoint(str(run), checkpoint), Path(directory)
+    source, target = locate_checkpoint(str(run), checkpoint), Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not empty: give a new directory")
     adapted = (source / ADAPTER_CONFIG).is_file()
     if not adapted and dtype is None:
-        with _whole_or_absent(target) as temporary:
+        with whole_or_absent(target) as temporary:
             shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*TRAINING_FILES), dirs_exist_ok=True)
         return Export(path=target, source=source, dtype=None, lost=None)
     trained, lost = _trained_as(source), None
@@ -69,16 +70,17 @@ def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", 
         if adapted:
             model, lost = _merged(model, trained, source, kind)
         cast_weights(model, kind)
-        with _whole_or_absent(target) as temporary:
+        with whole_or_absent(target) as temporary:
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            if (source / REWARD_MODEL).is_file():
-                shutil.copy(source / REWARD_MODEL, temporary)
+            for name in (REWARD_MODEL, PROMPT_RECORD):
+                if (source / name).is_file():
+                    shutil.copy(source / name, temporary)
     return Export(path=target, source=source, dtype=dtype, lost=lost)
 
 
 @contextmanager
-def _whole_or_absent(target: Path) -> Iterator[Path]:
+def whole_or_absent(target: Path) -> Iterator[Path]:
     """A directory to write into, which becomes `target` at the end; nothing is left of it after an error."""
     temporary = target.absolute().with_name(f".export-{target.absolute().name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -92,8 +94,8 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _checkpoint(run: str, checkpoint: str) -> Path:
-    """The directory of the checkpoint; a directory that is no run stands for itself."""
+def locate_checkpoint(run: str, checkpoint: str) -> Path:
+    """The directory of a run's checkpoint, verified; a directory that is no run stands for itself."""
     paths = RunPaths(Path(run))
     if not paths.is_run() and checkpoint != "best":
         raise UserError(
@@ -116,8 +118,8 @@ def _checkpoint(run: str, checkpoint: str) -> Path:
 
 def _trained_as(source: Path) -> ModelConfig:
     """The model of a checkpoint, in the type that its run had; float32 where it belongs to none."""
-    recipe = locate_model(str(source)).recipe
-    model = parse_config(load_recipe(recipe)).model if recipe is not None else ModelConfig()
+    recipe = recipe_of(locate_model(str(source)))
+    model = parse_config(recipe).model if recipe else ModelConfig()
     return adapter_source(
         ModelConfig(path=str(source), dtype=model.dtype, trust_remote_code=model.trust_remote_code, device="cpu")
     )

@@ -17,6 +17,7 @@ from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, ex
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.pipeline.progress import as_progress
+from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, read_prompt_record
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress
 from flatpeak.report.page import write_report
@@ -146,12 +147,14 @@ class Run:
         evaluator: Evaluator,
         evaluation: EvaluationConfig,
         *,
+        record: PromptRecord,
         zero_advantages: ZeroAdvantageMonitor | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> Recorder:
         """Take the run's directory, catch signals, and open the recorder; the logs of a resumed run are cut back.
 
-        `prepare` is called once the run's name is taken, before anything in the directory changes.
+        `record` goes into every checkpoint. `prepare` is called once the run's name is taken, before anything in the
+        directory changes.
         """
         request, point = self._request, self.resume_point
         self.directory = self.resources.enter_context(
@@ -167,6 +170,8 @@ class Run:
         )
         self.stop = self.resources.enter_context(StopSignals())
         newest = point.newest
+        earlier = read_prompt_record(newest.path) if newest else None
+        self.directory.checkpoint_texts = {PROMPT_RECORD: record.with_base_of(earlier).as_text()}
         if self.directory.resumed:
             self.directory.rewind(newest.step if newest else None, stage=point.stage, evaluated=point.evaluated)
         self._notices.open(

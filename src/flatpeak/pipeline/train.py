@@ -21,6 +21,7 @@ from flatpeak.pipeline.lifecycle import (
     resolve_config,
     restore_trainer,
 )
+from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.policy.loading import restore_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
@@ -118,6 +119,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
         recorder = run.start(
             components.stoppable_evaluator(lambda: run.stop.signal is not None),
             config.evaluation,
+            record=make_prompt_record(config, task=components.task, objects=objects.names),
             zero_advantages=_zero_advantages(config, components, run.progress),
             # Rewards check themselves once the run's name is taken, since a judge is paid.
             prepare=components.prepare,

@@ -22,6 +22,7 @@ from flatpeak.pipeline.lifecycle import (
     resolve_config,
     restore_trainer,
 )
+from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.policy.loading import (
     build_tokenizer,
     cast_weights,
@@ -100,6 +101,12 @@ def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any =
         recorder = run.start(
             components.evaluator,
             EvaluationConfig(every=section.evaluate_every, size=section.evaluation_size, metric="accuracy"),
+            record=make_prompt_record(
+                resolved,
+                task=components.evaluator.task,
+                kind="reward_model",
+                objects=() if model is None else ("model",),
+            ),
         )
         with run.training():
             trainer = components.build_trainer(resolved, recorder)

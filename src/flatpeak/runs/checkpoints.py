@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent: written aside, synced, listed with checksums, then renamed into place.
 
 ```
-checkpoints/step_000050/  the model in Hugging Face format  trainer/state.safetensors  trainer/state.json  manifest.json
+checkpoints/step_000050/  the model in Hugging Face format  flatpeak.json  manifest.json
+                          trainer/state.safetensors  trainer/state.json
             best -> step_000050   last -> step_000050
 ```
 
@@ -74,10 +75,17 @@ class CheckpointState:
 
 
 def write_checkpoint(
-    parent: Path, step: int, *, save_model: SavesModel, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]
+    parent: Path,
+    step: int,
+    *,
+    save_model: SavesModel,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, JSON],
+    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `parent/step_000050`, replacing one of the same step, and return its path.
 
+    `texts` are the contents of further files beside the model's, by their names.
     Raises CheckpointError where it cannot be written (a full disk, say); nothing is left behind then.
     """
     parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +95,8 @@ def write_checkpoint(
     temporary.mkdir()
     try:
         _write_files(temporary, save_model=save_model, tensors=tensors, state=state)
+        for name, text in (texts or {}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
         write_manifest(temporary, step=step)
         _rename_into_place(temporary, final)
     except Exception as error:

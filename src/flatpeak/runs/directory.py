@@ -157,6 +157,8 @@ class RunDirectory(RunPaths):
         self._lock = lock
         self.resumed = resumed
         """Whether an earlier start of this run is being continued."""
+        self.checkpoint_texts: Mapping[str, str] = {}
+        """Contents of the files that every checkpoint has beside its model's, by name."""
 
     @classmethod
     def create(

@@ -339,9 +339,9 @@ class Recorder:
                 "learner": done.learner_state,
                 "history": asdict(history),
                 "evaluated": done.evaluated,
-                # A probe decides anew in a resumed run.
-                "native": stage.learner.native,
+                "native": stage.learner.native,  # a probe decides anew in a resumed run
             },
+            texts=self.run.checkpoint_texts,
         )
         self.history = history  # only now: a summary names steps that are on disk
         link_checkpoint(parent, LAST, path)
