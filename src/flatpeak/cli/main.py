@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from flatpeak.cli import evaluate, export, report, sweep, train
+from flatpeak.cli import evaluate, export, push, report, sweep, train
 from flatpeak.errors import RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; variables that the user has set stay.
@@ -46,6 +46,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("chat")(evaluate.chat)
 app.command("grade")(evaluate.grade)
 app.command("export")(export.export)
+app.command("push")(push.push)
 app.command("explain")(report.explain)
 app.command("report")(report.report)
 

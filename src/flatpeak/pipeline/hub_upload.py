@@ -1,0 +1,129 @@
+"""The upload of a folder to the Hugging Face Hub, repeatable after an interruption, with errors that name the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from flatpeak.errors import RunError, UserError, brief
+from flatpeak.utils.redaction import redact
+
+MODEL_FILES: Final = (
+    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "config.json", "generation_config.json"),
+    *("adapter_*", "reward_model.json"),
+)
+"""Files by which a library decides what a repository holds: those of an earlier push must not stay beside new ones."""
+_ADVICE: Final = {
+    401: "the Hub refuses the token: make one with write access at {endpoint}/settings/tokens and set HF_TOKEN",
+    403: "the token may not write to {owner}: use one with write access to it, or another --repo",
+    404: "the Hub knows no user or organization {owner}, or the token does not see it: correct --repo",
+    409: "the repository was changed at the same time: repeat the command",
+    413: "a file is too large for the Hub: push an export in bfloat16, or without rollouts",
+    429: "the Hub asks to wait: repeat the command later",
+}
+_REPEAT: Final = "repeat the command later; what is uploaded by then is not sent again"
+
+
+class UploadError(RunError):
+    """The failure of an upload; the same command goes on where it ended."""
+
+
+def check_repository_name(repo: str) -> None:
+    """UserError where `repo` is no `OWNER/NAME` that the Hub takes."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    owner, slash, name = repo.partition("/")
+    if not slash or not owner or not name or "/" in name:
+        raise UserError(f"--repo {repo}: give it with its owner, as in --repo your-name/{name or owner or 'model'}")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"--repo {repo}: {brief(error)}") from error
+
+
+def hub_token() -> str:
+    """The token of HF_TOKEN or of the Hub's own login. UserError where there is none, or the Hub is not to be asked."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("HF_HUB_OFFLINE is set: unset it to push, or write the folder alone with --dry-run DIRECTORY")
+    token = get_token()
+    if not token:
+        raise UserError(
+            f"there is no token for {constants.ENDPOINT}: set HF_TOKEN to one with write access, or run hf auth login"
+        )
+    return token
+
+
+def upload(folder: Path, *, repo: str, private: bool, token: str, message: str) -> str:
+    """Upload a folder as a model repository, made where it does not exist, and return its address.
+
+    What the Hub has already is not sent again, so that a repeated call goes on where an interrupted one ended. Weights
+    of an earlier push that the folder does not have are deleted in the same commit. UserError where the Hub refuses,
+    UploadError where it cannot be reached or fails.
+    """
+    from huggingface_hub import HfApi, constants
+
+    api = HfApi(token=token)
+    with _hub_errors(repo):
+        address = str(api.create_repo(repo, repo_type="model", private=private or None, exist_ok=True))
+        if private and not api.repo_info(repo, repo_type="model").private:
+            raise UserError(
+                f"{address} exists and is public: make it private in its settings first, or choose another --repo"
+            )
+        new = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        stale = [name for name in api.list_repo_files(repo, repo_type="model") if name not in new and _is_model(name)]
+        api.upload_folder(
+            repo_id=repo,
+            repo_type="model",
+            folder_path=folder,
+            commit_message=message,
+            delete_patterns=stale or None,
+        )
+    return address or f"{constants.ENDPOINT}/{repo}"
+
+
+def _is_model(name: str) -> bool:
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """A context in which the client's errors become one line that names the fix."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except HfHubHTTPError as error:
+        raise _refusal(error, repo) from error
+    except ValueError as error:  # of the card's metadata, a license that it does not know, say
+        raise UserError(f"{repo}: the Hub refuses the folder: {redact(brief(error))}") from error
+    except Exception as error:  # the client's HTTP library is its own choice, and so are its errors
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, HfHubHTTPError):  # of a thread that uploads
+            cause = cause.__cause__
+        if isinstance(cause, HfHubHTTPError):
+            raise _refusal(cause, repo) from error
+        reason = redact(brief(error))
+        raise UploadError(f"{constants.ENDPOINT}: the upload was interrupted ({reason}); {_REPEAT}") from error
+
+
+def _refusal(error: Any, repo: str) -> UserError:
+    from huggingface_hub import constants
+
+    status = getattr(error.response, "status_code", None)
+    owner = repo.partition("/")[0]
+    advice = _ADVICE.get(status) if isinstance(status, int) else None
+    if advice is not None:
+        text = f"{repo} ({status}): {advice.format(endpoint=constants.ENDPOINT, owner=owner)}"
+        return (UploadError if status in (409, 429) else UserError)(text)
+    if isinstance(status, int) and status >= 500:
+        return UploadError(f"{repo}: the Hub fails ({status}); {_REPEAT}")
+    return UserError(f"{repo}: the Hub refuses ({status}): {redact(brief(error))}")
