@@ -216,4 +216,7 @@ def test_the_base_is_followed_through_checkpoints_to_the_hub(copy: Path, tmp_pat
 def test_an_export_keeps_the_record(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, dtype in (("copied", None), ("half", "bfloat16")):
         path = export(finished_run, tmp_path / name, dtype=dtype).path  # type: ignore[arg-type]
+        record = read_prompt_record(path)
+        assert record is not None
+        assert record.dtype == (dtype or "float32")
         assert asked(path, monkeypatch)[0].text == "7*2+2="

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
 from flatpeak.pipeline.compare import locate_model, recipe_of
-from flatpeak.pipeline.prompt_record import PROMPT_RECORD
+from flatpeak.pipeline.prompt_record import PROMPT_RECORD, read_prompt_record
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import adapter_source, cast_weights, load_pretrained
 from flatpeak.rewards.sequence_classifier import RECORD as REWARD_MODEL
@@ -73,9 +73,12 @@ def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", 
         with whole_or_absent(target) as temporary:
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            for name in (REWARD_MODEL, PROMPT_RECORD):
-                if (source / name).is_file():
-                    shutil.copy(source / name, temporary)
+            if (source / REWARD_MODEL).is_file():
+                shutil.copy(source / REWARD_MODEL, temporary)
+            record = read_prompt_record(source)
+            if record is not None:  # a copy is loaded in the type that its record names
+                text = record.model_copy(update={"dtype": dtype}).as_text()
+                (temporary / PROMPT_RECORD).write_text(text, encoding="utf-8")
     return Export(path=target, source=source, dtype=dtype, lost=lost)
 
 
