@@ -130,7 +130,7 @@ def test_a_copy_whose_grading_runs_code_leaves_the_task_to_whoever_evaluates_it(
     target = tmp_path / "copy"
     shutil.copytree(run_with_keys / "checkpoints" / "last", target)
     with pytest.raises(
-        UserError, match=r"unknown \(rewards\.mine\.type=function runs from its own run only\): give --rec"
+        UserError, match=r"unknown \(rewards\.mine\.type=function is loaded for its own run only\): give --rec"
     ):
         compare_checkpoints([str(target)])
     assert asked(target, monkeypatch)[0].text == "2+2="
@@ -148,17 +148,29 @@ def test_a_copy_whose_grading_runs_code_leaves_the_task_to_whoever_evaluates_it(
         ({"rewards": {"x": {"type": "reward_model", "path": "evil/model"}}}, "rewards.x.type=reward_model"),
         ({"rewards": {"x": {"type": "of a later version"}}}, "rewards.x.type=of a later version"),
         ({"task": None}, "task.type=None"),
+        ({"task": {"type": ["gsm8k"]}}, "task.type=['gsm8k']"),
+        ({"rewards": {"x": {"type": {}}}}, "rewards.x.type={}"),
+        ({"task": {"type": "gsm8k", "path": "/etc"}}, "task.path=/etc"),
+        ({"task": {"type": "math", "math500_path": "x.jsonl"}}, "task.math500_path=x.jsonl"),
+        ({"task": {"type": "rows", "train": [{"hub": "me/rows"}, {"path": "a.csv"}]}}, "task.train.1.path=a.csv"),
+        ({"task": {"type": "rows", "train": [{"hub": "../data"}]}}, "task.train.0.hub=../data"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_record_can_name_neither_code_nor_a_server(copy: Path, section: dict[str, Any], unsafe: str) -> None:
+def test_a_record_can_name_no_code_server_or_file(copy: Path, section: dict[str, Any], unsafe: str) -> None:
     evaluation = json.loads((copy / PROMPT_RECORD).read_text())["evaluation"]
     change(copy, evaluation=evaluation | section)
     record = read_prompt_record(copy)
     assert record is not None
     assert str(record.unsafe).startswith(unsafe)
     assert {"task", "rewards"}.isdisjoint(record.recipe())
-    with pytest.raises(UserError, match=r"runs from its own run only\): give --recipe"):
+    with pytest.raises(UserError, match=r"is loaded for its own run only\): give --recipe"):
+        compare_checkpoints([str(copy)])
+
+
+def test_a_copy_of_a_reward_model_is_not_said_to_have_a_task(copy: Path) -> None:
+    change(copy, kind="reward_model", template=None, evaluation={})
+    with pytest.raises(UserError, match="so the task is unknown: give --recipe"):
         compare_checkpoints([str(copy)])
 
 

@@ -98,7 +98,7 @@ def compare_checkpoints(
             if section in evaluation_recipe or "task" in evaluation_recipe
         ]
     if "task" not in base and not _overridden(overrides, "task"):
-        unsafe = next((f" ({model.unsafe} runs from its own run only)" for model in models if model.unsafe), "")
+        unsafe = next((f" ({model.unsafe} is loaded for its own run only)" for model in models if model.unsafe), "")
         raise UserError(
             f"none of these models belongs to a run with a config.yaml, so the task is unknown{unsafe}: give --recipe "
             "or task.type=..."
@@ -242,8 +242,9 @@ def _compared_models(name: str, *, stages: bool, several: bool) -> list[_Compare
 
 
 def _compared_model(label: str, source: ModelSource) -> _ComparedModel:
-    unsafe = source.record.unsafe if source.recipe is None and source.record is not None else None
-    return _ComparedModel(label=label, path=source.path, recipe=recipe_of(source), unsafe=unsafe)
+    recipe, record = recipe_of(source), source.record
+    unsafe = record.unsafe if source.recipe is None and recipe and record is not None else None
+    return _ComparedModel(label=label, path=source.path, recipe=recipe, unsafe=unsafe)
 
 
 def _names_a_model(recipe: RawRecipe) -> bool:

@@ -1,7 +1,7 @@
 """The record of a checkpoint in flatpeak.json: how its model was asked, for what task, and by which recipe.
 
 It travels with the checkpoint, so that a copy of it is asked as in training wherever it lies. A copy may come from
-anywhere: what is read from it can neither run code, nor name a server, nor open a file as a template.
+anywhere: what is read from it can neither run code, nor name a server, nor open a file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import flatpeak
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig
+from flatpeak.runs.manifest import flatten
 from flatpeak.tasks.prompts import CHAT, PLACEHOLDER, TEXT_TEMPLATES, template_text
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
 from flatpeak.utils.huggingface import is_surely_local
@@ -94,12 +95,16 @@ class PromptRecord(BaseModel):
 
     @property
     def unsafe(self) -> str | None:
-        """The first recorded task or reward that only its own run may load, such as `rewards.mine.type=function`."""
+        """The first part of the recorded task and rewards that only its own run may load, such as `task.path=/data`."""
         from_python = [name for name in ("task", "reward") if name in self.objects]
         if from_python:
             return f"a {from_python[0]} from Python"
-        if _type_of(self.evaluation.get("task")) not in SAFE_TASKS:
-            return f"task.type={_type_of(self.evaluation.get('task'))}"
+        task = self.evaluation.get("task")
+        if _type_of(task) not in SAFE_TASKS:
+            return f"task.type={_type_of(task)}"
+        local = next((f"{key}={value}" for key, value in flatten(task, "task").items() if _is_local(key, value)), None)
+        if local is not None:
+            return local
         rewards = self.evaluation.get("rewards")
         types = {name: _type_of(reward) for name, reward in rewards.items()} if isinstance(rewards, Mapping) else {}
         return next((f"rewards.{name}.type={kind}" for name, kind in types.items() if kind not in SAFE_REWARDS), None)
@@ -120,8 +125,16 @@ class PromptRecord(BaseModel):
         return recipe | {name: self.evaluation[name] for name in names if name in self.evaluation}
 
 
-def _type_of(section: Any) -> Any:
-    return section.get("type") if isinstance(section, Mapping) else None
+def _type_of(section: Any) -> str:
+    return str(section.get("type")) if isinstance(section, Mapping) else "None"
+
+
+def _is_local(key: str, value: Any) -> bool:
+    """Whether a task's setting names a file or directory, which a data set's name can do too."""
+    name = key.rpartition(".")[2]
+    if name == "hub" and value:
+        return is_surely_local(str(value)) or Path(str(value)).exists()
+    return (name == "path" or name.endswith("_path")) and bool(value)
 
 
 def make_prompt_record(
