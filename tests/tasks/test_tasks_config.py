@@ -26,6 +26,7 @@ ROWS = [{"hub": "me/a"}, {"path": "x.jsonl", "hub": None}, {"hub": "me/b"}, {"hu
         ({"type": "mmlu_pro"}, ("TIGER-Lab/MMLU-Pro",)),
         ({"type": "rows", "train": ROWS[:2], "test": ROWS[2:]}, ("me/a", "me/b")),
         ({"type": "choices", "train": ROWS[1:3]}, ("me/b",)),
+        ({"type": "rows", "train": [{"hub": "/data/of-mine"}, {"hub": "src"}, {"hub": "me/a"}]}, ("me/a",)),
         ({"type": "camel_ai", "subjects": ["physics", "biology"]}, ("camel-ai/physics", "camel-ai/biology")),
         ({"type": "dr_sci"}, ("MiniByte-666/Dr.SCI",)),
         ({"type": "countdown"}, ()),

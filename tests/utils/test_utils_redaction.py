@@ -64,6 +64,10 @@ def test_fields_named_like_secrets_are_hidden_and_others_are_not():
     [
         ("/home/me/data/gsm8k", "path/to/gsm8k"),
         ("/home/me/rewards.py:score", "path/to/rewards.py:score"),
+        ("/mnt/My Drive/x y.jsonl", "path/to/x y.jsonl"),
+        ("~/My Drive/x", "path/to/x"),
+        ("/no_think and/or not", "/no_think and/or not"),
+        ("//", "//"),
         ("~/data/", "path/to/data"),
         ("python /srv/me/x.py --at=/srv/me", "python path/to/x.py --at=path/to"),
         ("see /srv/me/deeper/x and /srv/meadow", "see path/to/deeper/x and /srv/meadow"),

@@ -5,6 +5,7 @@ Each configuration lies beside its task and loads it. None of these modules impo
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, cast
 
 from pydantic import Field
@@ -19,6 +20,7 @@ from flatpeak.tasks.preferences import PreferencesConfig
 from flatpeak.tasks.reasoning_gym import ReasoningGymConfig
 from flatpeak.tasks.rows import RowsConfig
 from flatpeak.tasks.science import DR_SCI_HUB_NAME, CamelAIConfig, DrSCIConfig
+from flatpeak.utils.huggingface import is_surely_local
 
 TaskConfig = Annotated[
     ArithmeticConfig
@@ -67,7 +69,9 @@ def hub_datasets(config: TaskConfig) -> tuple[str, ...]:
             names = (COUNTDOWN_HUB_NAME,)
         case PreferencesConfig(path=None):
             names = (config.hub,)
-    return tuple(dict.fromkeys(name for name in names if name is not None))
+    # `datasets` reads a local directory by such a setting too.
+    named = [name for name in names if name and not (is_surely_local(name) or Path(name).is_dir())]
+    return tuple(dict.fromkeys(named))
 
 
 def is_generated(config: TaskConfig) -> bool:

@@ -27,8 +27,8 @@ _SECRET_VARIABLE: Final = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PA
 _SECRET_FIELD: Final = re.compile(r"(^|_)(api_?key|secret|password|passwd|(access|auth|hf|bearer)_?token)$")
 HIDDEN_DIRECTORY: Final = "path/to"
 """The replacement for the directories of a local path."""
-_ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+){2,}/?|~[^/\s]*(?:/[^/\s]+)+/?")
-"""An absolute path of two levels or more, or one that begins with a home directory."""
+_ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+|~[^/\s]*)(?:/[^/]+)+/?")
+"""An absolute path of two levels or more, or one that begins with a home directory; its first level has no space."""
 _LONGEST_PATH: Final = 4096
 """Characters of the longest text that may be a path."""
 _SHORTEST_VARIABLE: Final = 8
