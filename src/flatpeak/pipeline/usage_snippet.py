@@ -57,7 +57,7 @@ def describe_asking(record: PromptRecord, config: RunConfig) -> list[str]:
     if sampling is not None:
         greedy = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
         lines.append(f"Evaluated answers were {greedy}, of at most {sampling.max_new_tokens} tokens.")
-    shots = getattr(config.task, "shots", 0)
+    shots = 0 if "task" in record.objects else getattr(config.task, "shots", 0)
     if shots:
         lines.append(f"In training and evaluation {shots} worked examples stood before each question.")
     return lines
@@ -65,23 +65,7 @@ def describe_asking(record: PromptRecord, config: RunConfig) -> list[str]:
 
 def policy_snippet(repo: str, record: PromptRecord, config: RunConfig, directory: Path, *, adapter: bool) -> str:
     """Python that asks a policy a question as in training; `directory` holds the files that `repo` will have."""
-    tokenizer = "PreTrainedTokenizerFast" if is_self_contained(str(directory)) else "AutoTokenizer"
-    quantized = config.model.quantization == "nf4" and adapter
-    imports = ["import torch"] if quantized else []
-    if adapter:
-        imports.append("from peft import AutoPeftModelForCausalLM")
-        names = sorted([tokenizer, *(["BitsAndBytesConfig"] if quantized else [])])
-        imports.append(f"from transformers import {', '.join(names)}")
-    else:
-        imports.append(f"from transformers import AutoModelForCausalLM, {tokenizer}")
-    loader, arguments = ("AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"), "name"
-    lines = [*imports, "", f"name = {repo!r}", f"tokenizer = {tokenizer}.from_pretrained(name)"]
-    if quantized:
-        lines += _quantization(config.model.dtype)
-        arguments += ", quantization_config=quantization"
-    elif adapter:
-        arguments += f", dtype={config.model.dtype!r}"
-    lines += [f"model = {loader}.from_pretrained({arguments})", "", f"question = {_question(config)!r}"]
+    lines = [*_loading_lines(repo, config, directory, adapter=adapter), "", f"question = {_question(record, config)!r}"]
     lines += _prompt_lines(record)
     sampling = record.sampling
     limit = sampling.max_new_tokens if sampling is not None else config.rollout.max_new_tokens
@@ -136,6 +120,30 @@ def reward_model_snippet(repo: str, record: Record, directory: Path) -> str:
     return "\n".join(lines)
 
 
+def _loading_lines(repo: str, config: RunConfig, directory: Path, *, adapter: bool) -> list[str]:
+    """The lines that make `tokenizer` and `model`, which samples as `generate` is told and in no way of its own."""
+    tokenizer = "PreTrainedTokenizerFast" if is_self_contained(str(directory)) else "AutoTokenizer"
+    quantized = config.model.quantization == "nf4" and adapter
+    loader = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    names = [tokenizer, "GenerationConfig", *([] if adapter else [loader]), *(["BitsAndBytesConfig"] * quantized)]
+    imports = [*(["import torch"] * quantized), *([f"from peft import {loader}"] * adapter)]
+    imports.append(f"from transformers import {', '.join(sorted(names))}")
+    trusted = ", trust_remote_code=True" if config.model.trust_remote_code else ""
+    arguments = f"name{trusted}"
+    lines = [*imports, "", f"name = {repo!r}", f"tokenizer = {tokenizer}.from_pretrained(name{trusted})"]
+    if quantized:
+        lines += _quantization(config.model.dtype)
+        arguments += ", quantization_config=quantization"
+    elif adapter:
+        arguments += f", dtype={config.model.dtype!r}"
+    return [
+        *lines,
+        f"model = {loader}.from_pretrained({arguments})",
+        "own = model.generation_config  # its sampling and penalties were not those of training",
+        "model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)",
+    ]
+
+
 def _quantization(dtype: str) -> list[str]:
     return [
         "quantization = BitsAndBytesConfig(",
@@ -155,7 +163,7 @@ def _prompt_lines(record: PromptRecord) -> list[str]:
     system = (
         [] if record.system is None else [f'messages.insert(0, {{"role": "system", "content": {record.system!r}}})']
     )
-    arguments = "".join(f", {name}={value!r}" for name, value in record.chat_template_kwargs.items())
+    arguments = f", **{record.chat_template_kwargs!r}" if record.chat_template_kwargs else ""
     return [
         'messages = [{"role": "user", "content": question}]',
         *system,
@@ -174,8 +182,8 @@ def _text_lines(name: str, text: str) -> list[str]:
     return [f"{name} = (", *(f"    {piece!r}" for piece in pieces), ")"]
 
 
-def _question(config: RunConfig) -> str:
+def _question(record: PromptRecord, config: RunConfig) -> str:
     """A held-out question of a generated task, else one that any model takes."""
-    if isinstance(config.task, ArithmeticConfig):
+    if isinstance(config.task, ArithmeticConfig) and "task" not in record.objects:
         return config.task.load().test[0].question
     return QUESTION
