@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
-from flatpeak.pipeline.algorithm_words import algorithm_name, describe_rl
+from flatpeak.pipeline.algorithm_words import algorithm_name, algorithm_tag, describe_rl
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.push import push
 from flatpeak.pipeline.usage_snippet import code_span, fenced, policy_snippet
@@ -149,6 +149,28 @@ def test_every_shipped_recipe_has_words_without_gaps(recipe: str) -> None:
     assert hub_datasets(config.task) or is_generated(config.task) or config.task.type
 
 
+def test_a_task_of_any_name_leaves_the_table_and_the_metadata_whole(finished_run: Path, tmp_path: Path) -> None:
+    name = "sums | `of`\n---\n<b>two</b>: 'it'"
+
+    def rename(run: Path) -> None:
+        summary = json.loads((run / "summary.json").read_text())
+        for row in summary["evaluations"]:
+            row["task"] = name
+        (run / "summary.json").write_text(json.dumps(summary))
+
+    push(copied(finished_run, tmp_path / "run", rename), repo="me/tiny", checkpoint="last", dry_run=tmp_path / "dry")
+    card = (tmp_path / "dry" / "README.md").read_text()
+    assert ModelCard(card).data.eval_results[0].dataset_type == name
+    table = prose(card).partition("## Results")[2].partition("In brackets")[0].strip().splitlines()
+    assert [line for line in table if not line.startswith("| ")] == []
+    assert table[2].count("``sums \\| `of` --- <b>two</b>: 'it'``") == table[0].count(" | ")
+
+
+def test_tags_name_the_algorithm() -> None:
+    names = ("GRPO", "GRPO with DAPO's normalization", "Dr. GRPO", "policy gradient")
+    assert [algorithm_tag(name) for name in names] == ["grpo", "grpo", "dr-grpo", "policy-gradient"]
+
+
 def test_code_in_a_card_survives_any_text() -> None:
     assert code_span("a`b") == "``a`b``"
     assert code_span("`a") == "`` `a ``"
@@ -157,9 +179,9 @@ def test_code_in_a_card_survives_any_text() -> None:
 
 
 def test_the_snippet_holds_template_system_and_stop_as_python(tmp_path: Path) -> None:
-    def snippet(**sections: Any) -> str:
+    def snippet(objects: tuple[str, ...] = (), **sections: Any) -> str:
         config = parse_config(read_recipe({"model": {"path": "me/base"}, "task": {"type": "gsm8k"}, **sections}))
-        record = make_prompt_record(config, task="gsm8k")
+        record = make_prompt_record(config, task="gsm8k", objects=objects)
         code = policy_snippet(
             "me/tiny", record, config, tmp_path, adapter="lora" in config.model.model_dump(exclude_none=True)
         )
@@ -168,12 +190,17 @@ def test_the_snippet_holds_template_system_and_stop_as_python(tmp_path: Path) ->
 
     code = snippet(prompt={"template": "r1_zero"}, rollout={"stop": ["</answer>", "it's"]})
     assert """for stop in ['</answer>', "it's"]:\n""" in code
-    assert "from transformers import AutoModelForCausalLM, AutoTokenizer" in code
+    assert "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig" in code
     code = snippet(
-        prompt={"template": "chat", "system": 'Say "yes"', "chat_template_kwargs": {"enable_thinking": False}}
+        prompt={"template": "chat", "system": 'Say "yes"', "chat_template_kwargs": {"class": False, "a-b": "c"}}
     )
     assert """messages.insert(0, {"role": "system", "content": 'Say "yes"'})""" in code
-    assert "add_generation_prompt=True, enable_thinking=False)" in code
+    assert "add_generation_prompt=True, **{'class': False, 'a-b': 'c'})" in code
+    code = snippet(model={"path": "me/base", "trust_remote_code": True})
+    assert code.count("from_pretrained(name, trust_remote_code=True)") == 2
+    task = {"type": "arithmetic", "max_value": 99}
+    assert "question = 'What is 12 + 30?'" in snippet(("task",), task=task)
+    assert "question = 'What is 12 + 30?'" not in snippet(task=task)
     model = {"path": "me/base", "lora": {}, "quantization": "nf4", "dtype": "bfloat16"}
     code = snippet(model=model)
     assert "AutoPeftModelForCausalLM.from_pretrained(name, quantization_config=quantization)" in code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from flatpeak.config.run_config import RunConfig
@@ -50,6 +51,11 @@ def algorithm_name(config: RunConfig) -> str:
         whole = objective.truncated == "soft_penalty" and config.training.dynamic_sampling.max_resamples
         return "DAPO" if whole else "GRPO with DAPO's normalization"
     return PRESETS.get(key, "policy gradient")
+
+
+def algorithm_tag(name: str) -> str:
+    """The tag of an algorithm: `dr-grpo`, and `grpo` for one that is a variant of GRPO."""
+    return "-".join(re.findall(r"[a-z]+", name.partition(" with ")[0].lower()))
 
 
 def describe_rl(config: RunConfig) -> list[str]:

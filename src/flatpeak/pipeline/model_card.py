@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from flatpeak.config.run_config import RunConfig
-from flatpeak.pipeline.algorithm_words import algorithm_name, describe_reward_model, describe_rl, describe_sft
-from flatpeak.pipeline.prompt_record import PromptRecord
+from flatpeak.pipeline.algorithm_words import (
+    algorithm_name,
+    algorithm_tag,
+    describe_reward_model,
+    describe_rl,
+    describe_sft,
+)
+from flatpeak.pipeline.card_source import CardSource
 from flatpeak.pipeline.usage_snippet import (
     code_span,
     describe_asking,
@@ -18,17 +22,13 @@ from flatpeak.pipeline.usage_snippet import (
     policy_snippet,
     reward_model_snippet,
 )
-from flatpeak.report.evaluations import MEANINGS, cell
+from flatpeak.report.evaluations import cell, meaning
 from flatpeak.rewards.sequence_classifier import read_record
 from flatpeak.runs.checkpoints import checkpoint_name
-from flatpeak.runs.summary import RunSummary, StageEvaluation
-from flatpeak.tasks.config import TaskConfig, hub_datasets, is_generated
+from flatpeak.tasks.config import hub_datasets, is_generated
 
-UNKNOWN_LICENSE: Final = "unknown"
-"""The value of the Hub's field `license` where no one has said which it is."""
 RECIPE: Final = "recipe.yaml"
 """The file of the resolved recipe beside the card."""
-THIS: Final = "this checkpoint"
 _FIRST: Final = ("accuracy", "sampled/accuracy", "extraction_failed", "sampled/extraction_failed", "reward")
 _STATUS: Final = {
     "running": "is still being written, or was killed",
@@ -41,84 +41,6 @@ _FALLIBLE: Final = {
     "function": "a function of the user's own",
 }
 """Rewards whose scores are a verdict, which may be wrong, and not a rule."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CardSource:
-    """All that a card is made of."""
-
-    repo: str
-    run_name: str
-    config: RunConfig
-    record: PromptRecord
-    summary: RunSummary | None
-    manifest: Mapping[str, Any]
-    folder: Path
-    """The files that will stand beside the card."""
-    stage: Literal["sft", "train"]
-    step: int
-    adapter: bool
-    license: str = UNKNOWN_LICENSE
-    recorded: bool = True
-    """Whether the checkpoint has a record of its own, which names what a Python caller gave."""
-    needed: tuple[str, ...] = ()
-    """Keys of the recipe whose values were left out as secrets or as local paths."""
-
-    @property
-    def is_reward_model(self) -> bool:
-        """Whether the checkpoint scores answers instead of writing them."""
-        return self.record.kind == "reward_model"
-
-    @property
-    def is_before_rl(self) -> bool:
-        """Whether no step of RL is in the checkpoint of a run that has taken some."""
-        return self.stage == "train" and self.step == 0 and not self.is_reward_model
-
-    @property
-    def tasks(self) -> list[TaskConfig]:
-        """The tasks that the recipe names, a curriculum's first one too; none where the caller brought the task."""
-        if "task" in self.record.objects:
-            return []
-        return [self.config.task, *([self.config.curriculum.task] if self.config.curriculum else [])]
-
-    @property
-    def datasets(self) -> list[str]:
-        """The Hub names of the data that the run has read."""
-        return list(dict.fromkeys(name for task in self.tasks for name in hub_datasets(task)))
-
-    @property
-    def evaluation(self) -> StageEvaluation | None:
-        """The last evaluation of this very checkpoint, or None."""
-        return self._evaluation_at(self.stage, self.step)
-
-    def _evaluation_at(self, stage: str, step: int) -> StageEvaluation | None:
-        rows = self.summary.evaluations if self.summary else ()
-        own = [row for row in rows if row.stage == stage and row.step == step]
-        if not own and stage == "train" and step == 0:  # the model that RL began with
-            own = [row for row in rows if row.stage != "train"]
-        return own[-1] if own else None
-
-    def columns(self) -> list[tuple[str, StageEvaluation]]:
-        """The evaluations of the stages side by side, each once: before training, after SFT, best, last, its own."""
-        if self.summary is None:
-            return []
-        trained = "training" if self.is_reward_model else "RL"
-        rows: list[tuple[str, StageEvaluation | None]] = [
-            ("before training", self.summary.evaluation("start")),
-            ("after SFT", self.summary.evaluation("sft")),
-        ]
-        best, last = self.summary.best_step, self.summary.evaluation("train")
-        if best is not None:
-            rows.append((f"best of {trained}, step {best}", self._evaluation_at("train", best)))
-        rows.append((f"last of {trained}, step {last.step}" if last else "", last))
-        rows.append((THIS, self.evaluation))
-        labels: dict[int, list[str]] = {}
-        by_id: dict[int, StageEvaluation] = {}
-        for label, row in rows:
-            if row is not None:
-                labels.setdefault(id(row), []).append(label)
-                by_id[id(row)] = row
-        return [(" = ".join(names), by_id[key]) for key, names in labels.items()]
 
 
 def write_card(source: CardSource) -> str:
@@ -171,7 +93,7 @@ def metadata(source: CardSource) -> Any:
     if source.stage == "sft" or (source.is_before_rl and config.sft.steps):
         tags.append("sft")
     elif not source.is_before_rl and not source.is_reward_model:
-        tags += ["reinforcement-learning", algorithm_name(config).split()[0].lower().rstrip(".")]
+        tags += ["reinforcement-learning", algorithm_tag(algorithm_name(config))]
         tags += ["gradient-regularization"] if config.gradient_regularization.enabled else []
     if source.adapter:
         tags.append("lora" if config.model.quantization is None else "qlora")
@@ -268,11 +190,10 @@ def _results(source: CardSource) -> str:
     names.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     unit = "pairs" if source.is_reward_model else "questions"
     header = ["Metric", *(label for label, _ in columns)]
-    rows = [["task", *(evaluation.task for _, evaluation in columns)]]
+    rows = [["task", *(code_span(evaluation.task) for _, evaluation in columns)]]
     rows.append([f"held-out {unit}", *(str(evaluation.size) for _, evaluation in columns)])
     for name in names:
-        meaning = MEANINGS.get(name.removeprefix("sampled/"), "")
-        label = f"{code_span(name)}, {meaning}" if meaning else code_span(name)
+        label = ", ".join(filter(None, (code_span(name), meaning(name))))
         rows.append([label, *(cell(evaluation, name) or "not measured" for _, evaluation in columns)])
     table = "\n".join(_table_row(row) for row in (header, ["---"] * len(header), *rows))
     notes = [
@@ -380,7 +301,15 @@ def _reproduction(source: CardSource) -> str:
         f"`{source.record.recipe_sha256}`).",
         fenced(shell, "sh"),
     ]
-    if source.stage == "train" and not source.is_reward_model:
+    forked = source.manifest.get("forked")
+    if forked:
+        keys = [key for key in forked.get("changed", {}) if key not in ("run.name", "run.directory")]
+        changed = f", of whose recipe it has changed {', '.join(map(code_span, keys))}" if keys else ""
+        lines.append(
+            f"It does not repeat this run, which is a fork: steps up to {forked['step']} are those of another run"
+            f"{changed}."
+        )
+    elif source.stage == "train" and not source.is_reward_model:
         lines.append(f"This is the checkpoint `{checkpoint_name(source.step)}` of such a run.")
     if source.record.objects:
         lines.append(

@@ -17,10 +17,11 @@ import yaml
 
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError, did_you_mean
+from flatpeak.pipeline.card_source import UNKNOWN_LICENSE, CardSource
 from flatpeak.pipeline.compare import ModelSource, locate_model, recipe_of
 from flatpeak.pipeline.export import locate_checkpoint, whole_or_absent
 from flatpeak.pipeline.hub_upload import check_repository_name, hub_token, upload
-from flatpeak.pipeline.model_card import RECIPE, UNKNOWN_LICENSE, CardSource, write_card
+from flatpeak.pipeline.model_card import RECIPE, write_card
 from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, make_prompt_record
 from flatpeak.report.page import write_report
 from flatpeak.rewards.sequence_classifier import RECORD as REWARD_MODEL
@@ -113,7 +114,13 @@ def push(
         return Push(repo=repo, source=origin.path, files=files, address=None, directory=target)
     assert token is not None
     with _staging(origin.run.path) as folder:
-        files = writer.write(folder, extras, link=True)
+        try:
+            files = writer.write(folder, extras, link=True)
+        except OSError as error:  # shutil.Error is one
+            raise UserError(
+                f"{origin.path} cannot be copied ({error}): repeat the command, since a run that is going on may have "
+                "deleted it, or free space"
+            ) from error
         announce(files)
         message = f"Upload step {origin.step} of a flatpeak run"
         address = upload(folder, repo=repo, private=private, token=token, message=message)
@@ -207,15 +214,14 @@ class _FolderWriter:
         """The checkpoint's record with its base on the Hub; one of an earlier version gets a record of the recipe."""
         record = self.origin.source.record
         if record is None:
-            kind = "reward_model" if (self.origin.path / REWARD_MODEL).is_file() else "policy"
             task = self.summary.evaluations[0].task if self.summary and self.summary.evaluations else None
             record = make_prompt_record(
                 parse_config(recipe_of(self.origin.source)),
                 task=task or self.config.task.type,
-                kind="reward_model" if kind == "reward_model" else "policy",
+                kind="reward_model" if (self.origin.path / REWARD_MODEL).is_file() else "policy",
             )
         if base_model is not None:
-            check_repository_name(base_model)
+            check_repository_name(base_model, option="--base-model")
             record = record.model_copy(update={"base_model": base_model, "base_revision": None})
         elif self.adapter and record.base_model is None:  # of a caller's model, which itself says where it is from
             base, revision = named_base(self.origin.path, where="RUN")
@@ -245,7 +251,7 @@ class _FolderWriter:
         if cleaned == json.loads(text):
             _link_or_copy(path, target, link=link)
         else:
-            target.write_text(json.dumps(cleaned, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            target.write_text(json.dumps(cleaned, indent=2) + "\n", encoding="utf-8")
 
     def _check(self, path: Path, text: str) -> None:
         if redact(text, secrets=self.secrets) != text:
