@@ -58,6 +58,24 @@ def test_an_interrupted_upload_is_continued_by_the_same_command(hub: Hub, finish
     assert set(hub.repositories["me/tiny"].files) == {path.name for path in (tmp_path / "dry").iterdir()}
 
 
+def test_a_checkpoint_that_is_deleted_meanwhile_is_one_line_and_leaves_nothing_behind(
+    hub: Hub, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flatpeak.pipeline import push as module
+
+    def link_a_deleted_file(path: Path, target: Path, *, link: bool) -> None:
+        path.unlink()
+        original(path, target, link=link)
+
+    run = copied(finished_run, tmp_path / "runs" / "one")
+    original = module._link_or_copy
+    monkeypatch.setattr(module, "_link_or_copy", link_a_deleted_file)
+    with pytest.raises(UserError, match=r"cannot be copied \(.*No such file.*\): repeat the command"):
+        push(run, repo="me/tiny")
+    assert hub.requests == []
+    assert list(run.parent.iterdir()) == [run]
+
+
 def test_a_failure_of_a_moment_is_tried_again_by_itself(hub: Hub, finished_run: Path) -> None:
     hub.failures["PUT /lfs/"] = [503]
     push(finished_run, repo="me/tiny")

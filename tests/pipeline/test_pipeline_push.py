@@ -278,7 +278,7 @@ def other_run(tmp_path: Path) -> Path:
         ({"checkpoint": "7"}, r"--checkpoint 7: .* has .*step_000003.*; give best, last, sft or the number of a step"),
         ({"checkpoint": "bset"}, r"--checkpoint bset: .*give best, last, sft"),
         ({"extras": ("report", "rolouts")}, r"--with rolouts: choose among rollouts, report, did you mean 'rollouts'"),
-        ({"base_model": "base"}, r"--repo base: give it with its owner"),
+        ({"base_model": "base"}, r"--base-model base: give it with its owner, as in --base-model your-name/base"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -314,14 +314,56 @@ def test_a_moved_run_and_one_of_its_checkpoints_by_path_are_the_same_folder(
     assert contents(Path("one")) == contents(Path("two")) == contents(Path("three"))
 
 
+def test_a_path_with_spaces_is_hidden_and_named(finished_run: Path, tmp_path: Path) -> None:
+    def train_on_rows(run: Path) -> None:
+        recipe = yaml.safe_load((run / "config.yaml").read_text())
+        recipe["task"] = {"type": "rows", "train": [{"path": "/mnt/My Drive/of me/rows.jsonl"}]}
+        (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+
+    push(copied(finished_run, tmp_path / "run", train_on_rows), repo="me/tiny", dry_run=tmp_path / "dry")
+    assert "My Drive" not in contents(tmp_path / "dry")
+    recipe = yaml.safe_load((tmp_path / "dry" / "recipe.yaml").read_text())
+    assert recipe["task"]["train"][0]["path"] == "path/to/rows.jsonl"
+    assert "to be given again: `task.train.0.path`" in (tmp_path / "dry" / "README.md").read_text()
+
+
+def test_the_snippet_samples_as_in_training_whatever_the_models_own_settings_are(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    row = json.loads((finished_run / "evaluations" / "train_000003.jsonl").open().readline())
+
+    def suppress_the_answer(run: Path) -> None:
+        from flatpeak.runs.checkpoints import MANIFEST, write_manifest
+
+        path = run / "checkpoints" / "step_000003"
+        (answer, *_) = PreTrainedTokenizerFast.from_pretrained(path).encode(row["text"])
+        settings = json.loads((path / "generation_config.json").read_text()) | {"suppress_tokens": [answer]}
+        (path / "generation_config.json").write_text(json.dumps(settings))
+        (path / MANIFEST).unlink()
+        write_manifest(path, step=3)
+
+    run = copied(finished_run, tmp_path / "run", suppress_the_answer)
+    push(run, repo="me/tiny", checkpoint="last", dry_run=tmp_path / "dry")
+    assert ran(tmp_path / "dry") == row["text"]
+
+
 def test_a_forked_run_says_where_it_comes_from(finished_run: Path, tmp_path: Path) -> None:
     def fork(run: Path) -> None:
         manifest = json.loads((run / "manifest.json").read_text())
-        manifest |= {"forked": {"run": "/home/me/runs/first", "step": 2, "changed": {}}, "resumed": [{}, {}]}
+        manifest |= {
+            "forked": {
+                "run": "/home/me/runs/first",
+                "step": 2,
+                "changed": {"run.name": "", "kl.coefficient": "0 -> 1"},
+            },
+            "resumed": [{}, {}],
+        }
         (run / "manifest.json").write_text(json.dumps(manifest))
 
     push(copied(finished_run, tmp_path / "run", fork), repo="me/tiny", dry_run=tmp_path / "dry")
     card = (tmp_path / "dry" / "README.md").read_text()
     assert "Forked from the run `first` after step 2." in card
     assert "Resumed 2 time(s)" in card
+    assert "steps up to 2 are those of another run, of whose recipe it has changed `kl.coefficient`." in card
+    assert "of such a run" not in card
     assert "/home/me" not in card

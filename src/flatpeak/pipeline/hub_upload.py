@@ -31,18 +31,18 @@ class UploadError(RunError):
     """The failure of an upload; the same command goes on where it ended."""
 
 
-def check_repository_name(repo: str) -> None:
-    """UserError where `repo` is no `OWNER/NAME` that the Hub takes."""
+def check_repository_name(repo: str, *, option: str = "--repo") -> None:
+    """UserError where `repo`, the value of `option`, is no `OWNER/NAME` that the Hub takes."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     owner, slash, name = repo.partition("/")
     if not slash or not owner or not name or "/" in name:
-        raise UserError(f"--repo {repo}: give it with its owner, as in --repo your-name/{name or owner or 'model'}")
+        raise UserError(f"{option} {repo}: give it with its owner, as in {option} your-name/{name or owner or 'model'}")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise UserError(f"--repo {repo}: {brief(error)}") from error
+        raise UserError(f"{option} {repo}: {brief(error)}") from error
 
 
 def hub_token() -> str:
