@@ -121,7 +121,7 @@ def reward_model_snippet(repo: str, record: Record, directory: Path) -> str:
 
 
 def _loading_lines(repo: str, config: RunConfig, directory: Path, *, adapter: bool) -> list[str]:
-    """The lines that make `tokenizer` and `model`, which samples as `generate` is told and in no way of its own."""
+    """The lines that make `tokenizer` and `model`, without the sampling settings that were saved with the model."""
     tokenizer = "PreTrainedTokenizerFast" if is_self_contained(str(directory)) else "AutoTokenizer"
     quantized = config.model.quantization == "nf4" and adapter
     loader = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
