@@ -1,7 +1,7 @@
 """The linear layers of a model: those multiplied by the faster library, and the output layer with its logits.
 
 Where oneDNN is the faster one (kernels.matmul), the classes of linear layers are exchanged and nothing else: weights,
-names, hooks and what is saved stay as they are.
+names, hooks and what is saved stay as they are. Layers with adapters are exchanged likewise (policy.adapted_layers).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
+from flatpeak.kernels.low_rank import Adapter, add_product
 from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack, served
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -24,15 +26,20 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Packed:
-    """A copy of the weights of layers that read the same input, side by side in the layout of oneDNN's kernels."""
+    """A copy of the weights of layers that read the same input, side by side in the layout of oneDNN's kernels.
 
-    def __init__(self, layers: Sequence[FastLinear | FastConv1D]) -> None:
+    Of layers with adapters the A matrices follow, so that one product gives x W^T and x A^T of all layers.
+    """
+
+    def __init__(self, layers: Sequence[FastLayer]) -> None:
         matrices = [layer.matrix().detach() for layer in layers]
-        biases = [layer.bias for layer in layers]
-        self._weight = pack(torch.cat(matrices))
-        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
-        ends = list(accumulate(len(matrix) for matrix in matrices))
-        self._slices = [(end - len(matrix), len(matrix)) for end, matrix in zip(ends, matrices, strict=True)]
+        self._adapters = [layer.adapter() for layer in layers]
+        down = [adapter.down_RK.detach() for adapter in self._adapters if adapter is not None]
+        self._weight = pack(torch.cat([*matrices, *down]))
+        self._bias = _joined_bias(layers, padding=sum(map(len, down)))
+        slices = _slices([*matrices, *down])
+        self._slices, of_adapters = slices[: len(layers)], iter(slices[len(layers) :])
+        self._low = [None if adapter is None else next(of_adapters) for adapter in self._adapters]
         self._input: Tensor | None = None
         self._product: Tensor | None = None
         self._pending: set[int] = set()
@@ -43,41 +50,82 @@ class Packed:
         Each layer's share of it is used once: a tensor may change between two calls of a layer.
         """
         if len(self._slices) == 1:
-            return multiply(input, self._weight, self._bias)
+            return self._share(multiply(input, self._weight, self._bias), index)
         if input is not self._input or index not in self._pending or self._product is None:
             self._product = multiply(input, self._weight, self._bias)
             self._input, self._pending = input, set(range(len(self._slices)))
-        output = self._product.narrow(-1, *self._slices[index])
+        output = self._share(self._product, index)
         self._pending.remove(index)
         if not self._pending:
             self._input, self._product = None, None
         return output
 
+    def _share(self, product: Tensor, index: int) -> Tensor:
+        """A layer's part of the product, with that of its adapter added in place."""
+        low, adapter = self._low[index], self._adapters[index]
+        if low is None or adapter is None:
+            return product.narrow(-1, *self._slices[index]) if len(self._slices) > 1 else product
+        rows = product.view(-1, product.shape[-1])
+        own = rows.narrow(-1, *self._slices[index])
+        output = add_product(own, rows.narrow(-1, *low), adapter.up_NR, adapter.scaling)
+        return output.view(*product.shape[:-1], output.shape[-1])
 
-class FastLinear(nn.Linear):
-    """nn.Linear through kernels.matmul; reads a packed copy of its weight while there is one."""
 
+def _joined_bias(layers: Sequence[FastLayer], *, padding: int) -> Tensor | None:
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    if not biases:
+        return None
+    return torch.cat([*biases, biases[0].new_zeros(padding)]) if padding else torch.cat(biases)
+
+
+def _slices(matrices: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """(first, count) of each matrix's rows where all stand one below the other."""
+    ends = accumulate(len(matrix) for matrix in matrices)
+    return [(end - len(matrix), len(matrix)) for end, matrix in zip(ends, matrices, strict=True)]
+
+
+class FastLayer(nn.Module):
+    """A layer in the stead of one of class `plain`; reads a packed copy of its weight while there is one."""
+
+    plain: type[nn.Module]
     packed: tuple[Packed, int] | None = None
+    weight: Any
+    bias: Any
+
+    def matrix(self) -> Tensor:
+        """The weight as [out, in]."""
+        raise NotImplementedError
+
+    def adapter(self) -> Adapter | None:
+        """The adapter that belongs to the product."""
+        return None
+
+
+class FastLinear(FastLayer, nn.Linear):
+    """The linear layer of torch through kernels.matmul."""
+
+    plain = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input W^T + b."""
-        if self.packed is not None and _reads_packed(input):
+        if self.packed is not None and reads_packed(input):
             return self.packed[0].output(self.packed[1], input)
         return linear(input, self.weight, self.bias)
 
     def matrix(self) -> Tensor:
         """The weight as [out, in]."""
-        return self.weight
+        weight: Tensor = self.weight
+        return weight
 
 
-class FastConv1D(Conv1D):
+class FastConv1D(FastLayer, Conv1D):
     """GPT-2's linear layer, whose weight is transposed, through kernels.matmul likewise."""
 
-    packed: tuple[Packed, int] | None = None
+    plain = Conv1D
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b."""
-        if self.packed is not None and _reads_packed(x):
+        if self.packed is not None and reads_packed(x):
             return self.packed[0].output(self.packed[1], x)
         return linear(x, self.weight.t(), self.bias)
 
@@ -87,12 +135,12 @@ class FastConv1D(Conv1D):
         return matrix
 
 
-def _reads_packed(input: Tensor) -> bool:
+def reads_packed(input: Tensor) -> bool:
+    """Whether a layer with a packed copy of its weight multiplies this input by that."""
     return not torch.is_grad_enabled() and input.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
-_FAST: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
-_PLAIN = {fast: plain for plain, fast in _FAST.items()}
+_FAST: dict[type[nn.Module], type[FastLayer]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
 
 
 def make_fast(model: nn.Module) -> None:
@@ -100,16 +148,17 @@ def make_fast(model: nn.Module) -> None:
     if not onednn_is_faster():
         return
     for module in model.modules():
-        fast = _FAST.get(type(module))
+        fast: type[nn.Module] | None = _FAST.get(type(module))
         if fast is not None and isinstance(module.weight, Tensor) and served(module.weight):
             module.__class__ = fast
 
 
 def make_plain(model: nn.Module) -> None:
-    """Restore the class of every layer that `make_fast` exchanged."""
+    """Restore the class of every layer that was exchanged, those with adapters included."""
     for module in model.modules():
-        if type(module) in _PLAIN:
-            module.__class__ = _PLAIN[type(module)]
+        plain = module.plain if isinstance(module, FastLayer) else None
+        if plain is not None:
+            module.__class__ = plain
 
 
 @contextmanager
@@ -118,8 +167,7 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
 
     The weights must not change before the copies are gone.
     """
-    fast = (module for module in model.modules() if isinstance(module, FastLinear | FastConv1D))
-    layers = [module for module in fast if served(module.weight)]
+    layers = _packable(model)
     try:
         for group in _groups(model, layers):
             packed = Packed(group)
@@ -131,13 +179,26 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
             layer.packed = None
 
 
-def _groups(model: nn.Module, layers: Sequence[FastLinear | FastConv1D]) -> Iterator[Sequence[FastLinear | FastConv1D]]:
+def _packable(model: nn.Module) -> list[FastLayer]:
+    """The layers whose products go through oneDNN; of one with an adapter not the base, which is a part of it."""
+    fast = [module for module in model.modules() if isinstance(module, FastLayer) and served(module.weight)]
+    plain = (FastLinear, FastConv1D)
+    adapted = [layer for layer in fast if not isinstance(layer, plain) and _served_with(layer.adapter())]
+    bases = {id(layer.base_layer) for layer in adapted}
+    return [layer for layer in fast if (isinstance(layer, plain) and id(layer) not in bases) or layer in adapted]
+
+
+def _served_with(adapter: Adapter | None) -> bool:
+    return adapter is not None and adapter.down_RK.dtype == adapter.up_NR.dtype == torch.float32
+
+
+def _groups(model: nn.Module, layers: Sequence[FastLayer]) -> Iterator[Sequence[FastLayer]]:
     """The layers that are multiplied together, then all others by themselves."""
     grouped: set[nn.Module] = set()
     for module in model.modules():
         for names in TOGETHER:
             candidates = [getattr(module, name, None) for name in names]
-            together = [layer for layer in candidates if isinstance(layer, FastLinear) and layer in layers]
+            together = [layer for layer in candidates if isinstance(layer, FastLayer) and layer in layers]
             if len(together) == len(names) and len({layer.bias is None for layer in together}) == 1:
                 grouped.update(together)
                 yield together

@@ -309,6 +309,10 @@ class Policy:
     def _hold(self) -> None:
         self.causal.set_attn_implementation(ATTENTION_NAME)
         make_fast(self.causal)
+        if any(hasattr(module, "lora_A") for module in self.causal.modules()):
+            from flatpeak.policy.adapted_layers import make_adapters_fast  # here, because it loads peft
+
+            make_adapters_fast(self.causal)
 
     def _evaluate(self) -> None:
         if self.model.training:
