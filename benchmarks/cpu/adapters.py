@@ -5,7 +5,7 @@
 As in `step`: from the same weights, on the same prompts, in turn, by the public entry points. Adapters have rank 16
 on all linear layers but the output, in float32 over a base in float32, in both libraries. The ratio is that of LoRA to
 the contender in response tokens per CPU-second; the peak of resident memory is above what is resident right before the
-first step. 8-bit moments and activation checkpointing are those of full training.
+first step, with peft imported in both libraries. 8-bit moments and activation checkpointing are those of full training.
 """
 
 from __future__ import annotations

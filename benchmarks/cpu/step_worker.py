@@ -85,6 +85,8 @@ def train_flatpeak(
     if "model" in settings:
         settings = merge(settings, {"model": {"path": arguments["model"], "device": "cpu"}})
         given = {}
+        if "lora" in settings["model"]:
+            import peft.tuners.lora  # noqa: F401  # with bitsandbytes; TRL's trainer has loaded it too by then
     reward.meter.loaded()
     reward.meter.start()
     recipe = merge(
