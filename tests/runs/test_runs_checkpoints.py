@@ -60,6 +60,18 @@ def test_tensors_come_back_bit_for_bit(tmp_path):
         )
 
 
+def test_tensors_that_share_memory_are_saved_each_by_itself(tmp_path):
+    table = torch.arange(4.0)  # as bitsandbytes' states of all weights share one table of codes
+    tensors = {"0.table": table, "1.table": table, "1.half": table[:2]}
+    path = write_checkpoint(tmp_path, 7, save_model=no_model, tensors=tensors, state={})
+    loaded = read_checkpoint(path).tensors
+    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
+        "0.table": [0, 1, 2, 3],
+        "1.table": [0, 1, 2, 3],
+        "1.half": [0, 1],
+    }
+
+
 def test_state_step_and_model_come_back(tmp_path, write):
     path = write(tmp_path / "checkpoints", 50)
     assert path == tmp_path / "checkpoints" / "step_000050"

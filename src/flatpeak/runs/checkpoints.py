@@ -118,8 +118,20 @@ def _write_files(
 
     save_model(directory)
     (directory / TRAINER).mkdir()
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / _TENSORS)
+    save_file(_separate(tensors), directory / _TENSORS)
     (directory / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, each in memory of its own: safetensors refuses tables that bitsandbytes' states share."""
+    separate: dict[str, Tensor] = {}
+    seen = set()
+    for name, tensor in tensors.items():
+        held = tensor.detach().cpu().contiguous()
+        place = held.untyped_storage().data_ptr()
+        separate[name] = held.clone() if place in seen else held
+        seen.add(place)
+    return separate
 
 
 def _rename_into_place(temporary: Path, final: Path) -> None:
