@@ -21,6 +21,10 @@ class UserError(ValueError):
     """Bad input: a recipe, a file, a model or an argument. The message says what to change."""
 
 
+class UnreachableDataError(UserError):
+    """Data of the Hub that neither it nor its local cache gives."""
+
+
 class RunError(UserError):
     """The failure of a run that had begun well; its last checkpoint is whole."""
 

@@ -49,11 +49,16 @@ def token_logprobs(
     if temperature <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"temperature={temperature}, softcap={softcap}: both have to be above 0 (softcap None is off)")
     if chunk_size is None:
-        budget = _LOGITS_PER_CHUNK_CPU if hidden_TD.device.type == "cpu" else _LOGITS_PER_CHUNK
-        chunk_size = max(1, budget // (len(output_weight_VD) * _ROW_MULTIPLE)) * _ROW_MULTIPLE
+        chunk_size = chunk_tokens(len(output_weight_VD), on_cpu=hidden_TD.device.type == "cpu")
     head = _Head(softcap=softcap, logit_scale=logit_scale, temperature=temperature, chunk_size=chunk_size)
     logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, output_weight_VD, targets_T, bias_V, head)
     return logprobs_T, entropy_T
+
+
+def chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
+    """The tokens of a chunk where `token_logprobs` chooses."""
+    budget = _LOGITS_PER_CHUNK_CPU if on_cpu else _LOGITS_PER_CHUNK
+    return max(1, budget // (vocabulary * _ROW_MULTIPLE)) * _ROW_MULTIPLE
 
 
 def _autocast(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -296,7 +296,7 @@ def _policy(
 def _prompts(
     examples: Iterable[Example], policy: Policy, config: RunConfig, progress: Progress, *, split: str
 ) -> tuple[Prompt, ...]:
-    limit = _longest_prompt(config, policy)
+    limit = longest_prompt(config, policy.context_length)
     built = build_prompts(tuple(examples), policy.tokenizer, config.prompt, max_tokens=limit)
     if built.dropped or built.truncated:
         progress.notice(f"{split}: {built.dropped} overlong prompts dropped, {built.truncated} shortened")
@@ -349,7 +349,7 @@ def _evaluator(
         stop=config.rollout.stop,
         tokenizer=policy.tokenizer,
         prompt=config.prompt,
-        longest_prompt=_longest_prompt(config, policy),
+        longest_prompt=longest_prompt(config, policy.context_length),
         ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
         sharpness=_sharpness_probe(config, policy, reward, foreign_sampler=isinstance(sampler, CheckedSampler)),
     )
@@ -385,9 +385,9 @@ def _sharpness_probe(
     )
 
 
-def _longest_prompt(config: RunConfig, policy: Policy) -> int:
-    """The most tokens that a prompt may have beside a completion; UserError where the context leaves none."""
-    context, limit = policy.context_length or UNBOUNDED_CONTEXT, config.rollout.max_new_tokens
+def longest_prompt(config: RunConfig, context: int | None) -> int:
+    """The most tokens that a prompt may have beside a completion; UserError where the model's context leaves none."""
+    context, limit = context or UNBOUNDED_CONTEXT, config.rollout.max_new_tokens
     if limit >= context:
         raise UserError(
             f"rollout.max_new_tokens={limit} leaves no room for a prompt in the model's context of {context} tokens: "

@@ -53,8 +53,11 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
     return Policy(model, tokenizer, dropout=config.dropout, adapter_dropout=adapter_dropout)
 
 
-def check_source(config: ModelConfig) -> None:
-    """Raise a UserError where a recipe names no model, or a directory that is not there, without asking the Hub."""
+def check_source(config: ModelConfig, *, tokenizer: bool = True) -> None:
+    """Raise a UserError where a recipe names no model, or a directory that is not there, without asking the Hub.
+
+    A directory needs config.json, or an adapter's settings, and, unless `tokenizer` is false, a tokenizer.
+    """
     if config.new is not None:
         return
     if config.path is None:
@@ -63,7 +66,7 @@ def check_source(config: ModelConfig) -> None:
     if is_surely_local(config.path) and not directory.is_dir():
         raise UserError(f"model.path={config.path}: no such directory")
     if directory.is_dir():
-        _check_files(config.path, directory)
+        _check_files(config.path, directory, tokenizer=tokenizer)
 
 
 def adapter_source(config: ModelConfig) -> ModelConfig:
@@ -105,7 +108,7 @@ def resumed_source(config: ModelConfig, checkpoint: Path) -> ModelConfig:
     return config.model_copy(update={"lora": adapter})
 
 
-def _check_files(path: str, directory: Path) -> None:
+def _check_files(path: str, directory: Path, *, tokenizer: bool) -> None:
     """Raise a UserError where a directory has no model, or no tokenizer, which transformers would invent."""
     if (directory / ADAPTER_CONFIG).is_file():
         return  # it names the base model, which has the rest
@@ -116,7 +119,7 @@ def _check_files(path: str, directory: Path) -> None:
             f"model.path={path}: the directory has no config.json, so it holds no model; give one that save_pretrained "
             f"has written, or a Hub name{hint}"
         )
-    if not has_tokenizer(directory):
+    if tokenizer and not has_tokenizer(directory):
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
@@ -134,12 +137,7 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
             tokenizer = load_tokenizer(str(adapter), trust_remote_code=config.trust_remote_code)
         else:
             tokenizer = load_tokenizer(path, **source)
-        quantized = hasattr(AutoConfig.from_pretrained(path, **source), "quantization_config")
-        if quantized and config.lora is not None and config.quantization is None:
-            raise UserError(
-                f"model.path={config.path} holds quantized weights: if they are bitsandbytes' in NF4, set "
-                "model.quantization=nf4; else name the model as it was before"
-            )
+        quantized = is_quantized(AutoConfig.from_pretrained(path, **source), config)
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             **source,
@@ -170,6 +168,17 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
     return model, tokenizer
 
 
+def is_quantized(shape: Any, config: ModelConfig) -> bool:
+    """Whether config.json says that a model is quantized; UserError where a recipe with adapters says otherwise."""
+    quantized = hasattr(shape, "quantization_config")
+    if quantized and config.lora is not None and config.quantization is None:
+        raise UserError(
+            f"model.path={config.path} holds quantized weights: if they are bitsandbytes' in NF4, set "
+            "model.quantization=nf4; else name the model as it was before"
+        )
+    return quantized
+
+
 def move_to_own_memory(model: torch.nn.Module) -> None:
     """Copy every weight and buffer to memory that torch has allocated, which is aligned.
 
@@ -182,12 +191,9 @@ def move_to_own_memory(model: torch.nn.Module) -> None:
 
 def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tuple[Any, Any]:
     """Make a tokenizer from `texts` and a model with random weights around it. The caller's RNG stays as it is."""
-    tokenizer, model_config = build_tokenizer(config.tokenizer, texts), None
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    tokenizer = build_tokenizer(config.tokenizer, texts)
+    model_config = new_shape(config, tokenizer)
     try:
-        model_config = AutoConfig.for_model(
-            config.architecture, **{"vocab_size": len(tokenizer), **special, **config.config}
-        )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
@@ -196,11 +202,20 @@ def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tu
             model(input_ids=token, attention_mask=torch.ones_like(token))
     except (ValueError, TypeError, KeyError, RuntimeError, StrictDataclassError) as error:
         # Sizes that do not fit each other are found only when the model runs.
-        raise UserError(f"model.new cannot be built: {_misfit(model_config, config.config) or brief(error)}") from error
+        raise UserError(f"model.new cannot be built: {misfit(model_config, config.config) or brief(error)}") from error
     return model, tokenizer
 
 
-def _misfit(config: Any, written: Mapping[str, Any]) -> str | None:
+def new_shape(config: NewModelConfig, tokenizer: Any) -> Any:
+    """The transformers configuration of a new model around its tokenizer."""
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    try:
+        return AutoConfig.for_model(config.architecture, **{"vocab_size": len(tokenizer), **special, **config.config})
+    except (ValueError, TypeError, KeyError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"model.new cannot be built: {brief(error)}") from error
+
+
+def misfit(config: Any, written: Mapping[str, Any]) -> str | None:
     """The sizes of a transformers config that do not fit each other, where they are the usual ones."""
     hidden, heads, shared = (
         getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")

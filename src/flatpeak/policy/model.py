@@ -216,7 +216,7 @@ class Policy:
     def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
         """Memory for a request; see protocols.Decoder. On a GPU it is kept and only grows: graphs refer to it."""
         if self.device.type == "cpu":
-            multiple = _key_multiple(self.causal.config) if self.batch_invariant else 1
+            multiple = key_multiple(self.causal.config) if self.batch_invariant else 1
             buckets = fitting_buckets(prompt_lengths, entries, multiple=multiple)
             return KeyValueCache(
                 slots=slots,
@@ -329,7 +329,7 @@ def _master(parameter: nn.Parameter) -> Tensor:
     return parameter if parameter.dtype == precise else parameter.detach().to(precise)
 
 
-def _key_multiple(config: Any) -> int:
+def key_multiple(config: Any) -> int:
     """A multiple of keys so large that all products of a head take the same path in torch."""
     heads: int = config.num_attention_heads
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -259,6 +259,11 @@ def _load(path: str, *, where: str, trained: bool, **settings: Any) -> tuple[Any
     return model, tokenizer
 
 
+def default_batch_tokens(*, on_cpu: bool) -> int:
+    """Tokens of a forward pass, padding included, where a recipe leaves them open."""
+    return 4096 if on_cpu else 32768
+
+
 class Classifier:
     """A model with its tokenizer and the template it reads by. Always in eval mode: dropout is off in training too."""
 
@@ -322,7 +327,7 @@ class Classifier:
     @torch.inference_mode()
     def score_all(self, texts: Sequence[Sequence[int]], *, batch_tokens: int | None = None) -> list[float]:
         """Scores of any number of texts, in their order, without gradients."""
-        budget = batch_tokens or (4096 if self.device.type == "cpu" else 32768)
+        budget = batch_tokens or default_batch_tokens(on_cpu=self.device.type == "cpu")
         scores = [0.0] * len(texts)
         for batch in length_batches([len(text) for text in texts], budget=budget):
             for index, score in zip(batch, self.scores([texts[i] for i in batch]).tolist(), strict=True):

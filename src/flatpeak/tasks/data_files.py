@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatpeak.errors import UserError, did_you_mean
+from flatpeak.errors import UnreachableDataError, UserError, did_you_mean
 from flatpeak.types import Example
 from flatpeak.utils.huggingface import hub_or_cache
 from flatpeak.utils.schema import StrictConfig
@@ -234,7 +234,7 @@ def read_hub(name: str, *, config: str | None, split: str, path_option: str) -> 
         except (OSError, ValueError, RuntimeError) as error:
             reason = problem or (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             check = "the network" if problem else "the name and the network"
-            raise UserError(
+            raise UnreachableDataError(
                 f"{name} (config {config}, split {split}) cannot be loaded from the Hub: {reason}; check {check}, or "
                 f"give a local copy as {path_option}"
             ) from error
@@ -252,7 +252,7 @@ def fetch_file(repository: str, file: str, *, path_option: str) -> Path:
             return Path(hf_hub_download(repository, file, repo_type="dataset"))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             reason = problem or (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            raise UserError(
+            raise UnreachableDataError(
                 f"{file} of {repository} cannot be fetched from the Hub: {reason}; check the network, or give a local "
                 f"copy as {path_option}"
             ) from error

@@ -125,7 +125,8 @@ def step_in_buckets(
     """
     (group,) = optimizer.param_groups
     try:
-        for bucket in _buckets(masters.weights, size=size):
+        counts = {index: weight.numel() for index, weight in enumerate(masters.weights) if weight.grad is not None}
+        for bucket in buckets(counts, size=size):
             group["params"] = [masters.stepped[index] for index in bucket]
             with masters.on_device(bucket), _states_on_device(optimizer, group["params"], host):
                 masters.take_gradients(bucket)
@@ -136,18 +137,16 @@ def step_in_buckets(
     host.wait()
 
 
-def _buckets(weights: Sequence[Tensor], *, size: int) -> Iterator[list[int]]:
-    """The positions of weights with a gradient, in order, in runs of at most `size` elements or of a single weight."""
+def buckets(counts: Mapping[int, int], *, size: int = BUCKET_SIZE) -> Iterator[list[int]]:
+    """Cut weights, elements by position, in their order into runs of at most `size` elements or of a single weight."""
     bucket: list[int] = []
     held = 0
-    for index, weight in enumerate(weights):
-        if weight.grad is None:
-            continue
-        if bucket and held + weight.numel() > size:
+    for index, count in counts.items():
+        if bucket and held + count > size:
             yield bucket
             bucket, held = [], 0
         bucket.append(index)
-        held += weight.numel()
+        held += count
     if bucket:
         yield bucket
 

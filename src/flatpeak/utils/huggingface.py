@@ -145,6 +145,19 @@ def hub_or_cache() -> Iterator[str | None]:
         constants.HF_HUB_OFFLINE = before
 
 
+@contextmanager
+def cache_alone() -> Iterator[None]:
+    """A context in which nothing is fetched: of the Hub, only what its local cache has is there."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def _problem() -> str | None:
     from huggingface_hub import constants, get_session
 
