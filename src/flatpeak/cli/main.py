@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from flatpeak.cli import evaluate, export, push, report, sweep, train
+from flatpeak.cli import evaluate, export, plan, push, report, sweep, train
 from flatpeak.errors import RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; variables that the user has set stay.
@@ -37,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(train.demo)
+app.command("plan")(plan.plan)
 app.command("sft")(train.sft)
 app.command("train")(train.train)
 app.command("fork")(train.fork)

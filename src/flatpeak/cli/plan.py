@@ -1,0 +1,231 @@
+"""The command `plan`: what a recipe will run and what it takes, before anything is spent."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flatpeak.cli.common import Overrides, RecipeArgument, read_config
+from flatpeak.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flatpeak.pipeline.planning.advice import Advice, AdviceReport
+    from flatpeak.pipeline.planning.measurement import Measurement
+    from flatpeak.pipeline.planning.run_plan import RunPlan
+
+DOES_NOT_FIT = 3
+"""The exit code of a recipe that needs more memory than there is."""
+WIDTH = 100
+"""Columns of tables where standard output is no terminal."""
+
+
+def plan(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    device_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB",
+            help="Plan for a GPU sold with so many GB (with model.device=cpu, for a computer). Default: this machine.",
+        ),
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run two real steps, and estimate time by them.")] = False,
+    price: Annotated[float | None, typer.Option(metavar="PER_HOUR", help="Price of an hour; with --measure.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Show what a recipe will run, its memory and disk, and whether it fits.
+
+    Nothing is trained and no weights are loaded. Exit codes: 0 where it fits, 3 where it does not, and 2 for a bad
+    recipe.
+    """
+    if price is not None and not measure:
+        raise UserError("--price needs a time to multiply: add --measure, which runs two steps")
+    if price is not None and not (math.isfinite(price) and price >= 0):
+        raise UserError(f"--price {price:g}: give the price of an hour, such as 2.50")
+    config = read_config(recipe, overrides)
+    from flatpeak.pipeline.planning.advice import AdviceReport, advise
+    from flatpeak.pipeline.planning.measurement import measure_run
+    from flatpeak.pipeline.planning.run_plan import plan_run
+
+    with redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
+        planned = plan_run(config, device_memory=device_memory)
+        advice = AdviceReport() if planned.fits else advise(planned)
+        # Steps run on this machine, whatever device is planned for; what does not fit it would end for want of memory.
+        measurable = planned.fits or device_memory is not None
+        measured = measure_run(config, price=price) if measure and measurable else None
+    if measure and not measurable:
+        typer.echo("not measured: its steps would not fit this machine", err=as_json)
+    if as_json:
+        typer.echo(json.dumps({"recipe": recipe, **planned.as_json(), **_as_json(advice, measured)}))
+    else:
+        _show(recipe, planned, advice, measured)
+    if not planned.fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _as_json(advice: AdviceReport, measured: Measurement | None) -> dict[str, Any]:
+    from flatpeak.pipeline.planning.run_plan import in_gib
+
+    options = [*advice.fitting, *([advice.least] if advice.least else [])]
+    return {
+        "advice": [
+            {
+                "settings": dict(one.settings),
+                "needed_gib": in_gib(one.needed),
+                "saves_gib": {key: in_gib(size) for key, size in one.saves.items()},
+                "fits": one is not advice.least,
+            }
+            for one in options
+        ],
+        "measured": None if measured is None else measured.as_json(),
+    }
+
+
+def _show(recipe: str, planned: RunPlan, advice: AdviceReport, measured: Measurement | None) -> None:
+    from rich.console import Console
+
+    console = Console()
+    width = console.width if console.is_terminal else WIDTH
+    console = Console(width=width, highlight=False, markup=False)
+    console.print(f"plan of {recipe}")
+    for line in (*_work_lines(planned), *(f"note: {note}" for note in planned.notes), ""):
+        console.print(line, soft_wrap=True)
+    console.print(_memory_table(planned))
+    for line in (*_verdict(planned), *_advice_lines(planned, advice), _disk_line(planned), *_measured_lines(measured)):
+        console.print(line, soft_wrap=True)
+
+
+def _work_lines(planned: RunPlan) -> Iterator[str]:
+    work, inventory, source = planned.work, planned.memory.inventory, planned.model.config
+    name = source.path or f"a new {planned.model.shape.model_type}"
+    bits = f" over a base in {source.quantization}" if source.quantization else ""
+    yield (
+        f"model: {name} ({planned.model.shape.model_type}), {inventory.parameters:,} parameters in {source.dtype}, "
+        f"{inventory.trained_parameters:,} trained{bits}"
+    )
+    rows = [
+        f"{n:,} {kind}" for n, kind in ((work.train_rows, "training"), (work.test_rows, "held-out")) if n is not None
+    ]
+    yield f"data: {work.task}, {' and '.join(rows) + ' rows' if rows else 'not at hand'}"
+    if work.sft_steps:
+        yield f"sft: {work.sft_steps:,} steps of {planned.config.sft.batch_size} demonstrations"
+    if not work.steps:
+        return
+    again = f", up to {work.draws} times" if work.draws > 1 else ""
+    yield (
+        f"step: {len(work.prompt_lengths):,} prompts x {work.group_size} completions = {work.completions:,}{again}, at "
+        f"most {work.step_tokens:,} new tokens; micro-batches of at most {planned.memory.micro_batch_tokens:,} tokens"
+    )
+    yield (f"run: {work.steps:,} steps, {work.updates:,} updates, at most {work.steps * work.step_tokens:,} new tokens")
+
+
+def _memory_table(planned: RunPlan) -> Table:
+    from rich.table import Table
+
+    phases = planned.memory.phases
+    table = Table(title="memory, GiB", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for phase in phases:
+        table.add_column(phase.name, justify="right")
+    for item in dict.fromkeys(item for phase in phases for item in phase.items):
+        table.add_row(item, *(_cell(phase.items, item) for phase in phases))
+    table.add_row("in all", *(_size(phase.total) for phase in phases))
+    return table
+
+
+def _cell(items: Mapping[str, int], item: str) -> str:
+    return _size(items[item]) if item in items else ""
+
+
+def _size(size: int) -> str:
+    from flatpeak.pipeline.planning.run_plan import in_gib
+
+    gib = in_gib(size)
+    return f"{gib:.2f}" if gib >= 0.01 else "<0.01"
+
+
+def _verdict(planned: RunPlan) -> Iterator[str]:
+    device, memory = planned.device, planned.memory
+    sums = f"{_size(memory.peak)} GiB in {memory.largest.name} and {_size(device.libraries)} GiB of libraries"
+    if planned.fits:
+        yield f"fits {device.name}: {sums}, of {_size(device.memory)} GiB"
+    else:
+        yield f"does not fit {device.name}: {sums}, more than {_size(device.memory)} GiB"
+    if planned.is_tight:
+        yield "this is tight: gaps between blocks of memory are not counted, and may take as much as is left"
+    if memory.host:
+        yield f"host: at most {_size(memory.host)} GiB of memory beside the device for what is offloaded"
+
+
+def _advice_lines(planned: RunPlan, advice: AdviceReport) -> Iterator[str]:
+    if planned.fits:
+        return
+    if advice.fitting:
+        yield "it fits with one of these, those that cost least time first:"
+        for one in advice.fitting:
+            yield from _option_lines(planned, one)
+    elif advice.least is not None:
+        yield "no settings make it fit; it needs least with"
+        yield from _option_lines(planned, advice.least)
+    else:
+        yield "no settings make it fit"
+
+
+def _option_lines(planned: RunPlan, option: Advice) -> Iterator[str]:
+    """The settings of an option, what it needs and saves, and below that what each of several saves."""
+    total = _size(planned.needed - option.needed)
+    yield f"  {_settings(option.settings)}  (needs {_size(option.needed)} GiB, saves {total}){_effect(option)}"
+    if len(option.saves) > 1:
+        yield "    of which " + ", ".join(f"{key} {_size(size)}" for key, size in option.saves.items())
+
+
+def _effect(option: Advice) -> str:
+    """A remark on settings that change more than memory and time."""
+    if any(key.startswith(("model.lora", "model.quantization")) for key in option.settings):
+        return "; trains adapters"
+    changed = any(key == "model.dtype" or key.endswith("optimizer.name") for key in option.settings)
+    return "; rounds otherwise" if changed else ""
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={_value(value)}" for key, value in settings.items())
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "{}" if value == {} else str(value)
+
+
+def _disk_line(planned: RunPlan) -> str:
+    disk = planned.disk
+    logs = f" and {_size(disk.logged_steps * disk.rollout_log)} GiB of rollouts" if disk.logged_steps else ""
+    return f"disk: at most {disk.checkpoints} checkpoints of {_size(disk.checkpoint)} GiB{logs}"
+
+
+def _measured_lines(measured: Measurement | None) -> Iterator[str]:
+    if measured is None:
+        return
+    rollout = "" if measured.rollout_seconds is None else f" ({measured.rollout_seconds:.2f} s of it rollouts)"
+    first = measured.first_step_seconds
+    yield f"measured: a step takes {measured.step_seconds:.2f} s{rollout}, the first {first:.2f} s"
+    if measured.informative_fraction is not None:
+        share = f"{measured.informative_fraction:.0%}"
+        yield f"measured: {share} of its groups had a gradient; updates take longest where all have one"
+    if measured.peak_gib is not None:
+        yield f"measured: at most {measured.peak_gib:.2f} GiB of memory"
+    cost = "" if measured.cost is None else f", {measured.cost:.2f} in money"
+    yield f"the run: {_duration(measured.run_seconds)} without evaluations and checkpoints{cost}"
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
