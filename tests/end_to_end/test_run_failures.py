@@ -169,7 +169,9 @@ def test_memory_that_runs_out_in_a_step_leaves_the_step_before_if_no_weight_had_
     assert steps_at_hand(path) == saved
     assert read_summary(path / "summary.json").status == "failed"
     (note,) = caught.value.__notes__
+    assert f"flatpeak plan {path / 'config.yaml'} says what would make it fit" in note
     assert "lower training.micro_batch_tokens" in note
+    assert "optimizer.offload=true" in note
     assert f"step {saved[-1]} is saved" in note
     assert "OutOfMemoryError: CUDA out of memory" in (path / "errors.log").read_text()
 

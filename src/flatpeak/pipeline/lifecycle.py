@@ -307,13 +307,15 @@ def _log_error(recorder: Recorder, error: Exception, *, summary: RunSummary, uns
     reason = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     saved = f"step {summary.last_step} is saved" if unsaved is None else f"its last step could not be saved ({unsaved})"
     where = f"; traceback: {recorder.run.errors}" if logged else ""
-    explain(error, f"the run failed: {reason}{_advice(error)}; {saved}: go on with --resume{where}")
+    explain(error, f"the run failed: {reason}{_advice(error, recorder.run)}; {saved}: go on with --resume{where}")
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: Exception, run: RunPaths) -> str:
+    """The remedy for an error for want of memory; empty for others."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in str(error):
         return (
-            " (out of memory: lower training.micro_batch_tokens or rollout.max_rows, or set "
-            "training.activation_checkpointing=true)"
+            f" (out of memory: flatpeak plan {run.config} says what would make it fit; try a lower "
+            "training.micro_batch_tokens or rollout.max_rows, training.activation_checkpointing=true, "
+            "optimizer.name=adamw_8bit, and on a GPU optimizer.offload=true and reference.offload=true)"
         )
     return ""
