@@ -161,14 +161,16 @@ def test_recipes_shown_parse_to_what_they_say(block: str, tmp_path: Path) -> Non
 
 
 def training_commands() -> list[Any]:
-    """(recipe, overrides) of every `flatpeak train` and `flatpeak sft` that the documents show."""
+    """(recipe, overrides) of every `flatpeak train`, `sft` and `plan` that the documents show."""
     result = []
     for path in DOCUMENTS:
         for block in blocks(path, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
-                if words[:2] in (["flatpeak", "train"], ["flatpeak", "sft"]):
-                    recipe, *overrides = [word for word in words[2:] if not word.startswith("--")]
+                if words[:2] in (["flatpeak", "train"], ["flatpeak", "sft"], ["flatpeak", "plan"]):
+                    # The number is the value of an option of `plan`.
+                    arguments = [w for w in words[2:] if not w.startswith("--") and not re.fullmatch(r"[\d.]+", w)]
+                    recipe, *overrides = arguments
                     result.append(pytest.param(recipe, overrides, id=f"{path.stem}-{len(result)}"))
     return result
 
