@@ -144,6 +144,15 @@ def test_copies_too_small_for_activations_stay_with_the_c_library(
     assert small["kept by the C library"] == (small["activations"] + small["logits"]) // GAPS
 
 
+def test_quantizing_on_a_cpu_leaves_blocks_with_the_c_library(tmp_path: Path) -> None:
+    base = saved_model(tmp_path, hidden_size=64, intermediate_size=160)
+    model = {"lora": {}, "quantization": "nf4"}
+    items = phase(estimated(base, model=model), "rollout").items
+    copies = 9 * 4 * 64 * 160
+    assert items["kept by the C library"] == items["decoding"] // GAPS + copies
+    assert "kept by the C library" not in phase(estimated(base, GPU, model=model), "rollout").items
+
+
 def test_a_gpu_keeps_the_memory_of_rollouts_and_reads_files_elsewhere(tmp_path: Path) -> None:
     estimate = estimated(saved_model(tmp_path), GPU)
     assert [one.name for one in estimate.phases] == ["rollout", "update"]

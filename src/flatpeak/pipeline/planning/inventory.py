@@ -149,7 +149,7 @@ def take_inventory(model: PlannedModel) -> Inventory:
     )
 
 
-def quantized_layers(model: PlannedModel, modules: Any = None) -> Iterator[nn.Module]:
+def quantized_layers(model: PlannedModel, modules: Any = None) -> Iterator[Any]:
     """The linear layers that transformers quantizes: all but the output layer."""
     if model.config.quantization is None:
         return

@@ -28,7 +28,7 @@ from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.pipeline.planning.device import GIB, PlannedDevice
 from flatpeak.pipeline.planning.dry_run import NoDryRunError, logits_peak, scoring_peak, update_peak
 from flatpeak.pipeline.planning.fake_policy import PassSettings
-from flatpeak.pipeline.planning.inventory import FLOAT32, Inventory, take_inventory
+from flatpeak.pipeline.planning.inventory import FLOAT32, Inventory, quantized_layers, take_inventory
 from flatpeak.pipeline.planning.minibatch import Minibatch, plan_minibatch, plan_sft_minibatch
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of, read_model
 from flatpeak.pipeline.planning.reward_model_memory import reward_model_memory
@@ -44,6 +44,9 @@ GAPS: Final = 7
 runs of benchmarks/cpu/plan_accuracy.py."""
 LARGEST_HEAP_BLOCK: Final = 32 * 2**20
 """Bytes above which the C library gives a freed block back to the system; smaller ones it keeps (mallopt(3))."""
+QUANTIZING: Final = 9
+"""float32 copies of the largest layer that bitsandbytes leaves with the C library once a model is quantized on a CPU,
+up to 7 times LARGEST_HEAP_BLOCK: 8.4 to 9.8, whatever the number of layers, by what malloc_trim gives back."""
 KERNELS: Final = 3 * GIB // 16
 """Bytes that libraries take on a CPU once they work: code that they load and compile, and buffers; by the same runs."""
 
@@ -101,6 +104,8 @@ class _Estimator:
         )
         self.reference = self._reference()
         self.packed = packed_copies(model, on_cpu=self.on_cpu)
+        largest = max((layer.weight.numel() for layer in quantized_layers(model)), default=0)
+        self.quantizing = min(QUANTIZING * FLOAT32 * largest, 7 * LARGEST_HEAP_BLOCK)
         budget = token_budget(config.training.micro_batch_tokens, torch.device("cpu" if self.on_cpu else "cuda"))
         padded = model.fallback is not None
         self.minibatch = plan_minibatch(config, work, token_budget=budget, padded=padded)
@@ -168,7 +173,8 @@ class _Estimator:
 
     def _phase(self, name: str, items: dict[str, int], *, transient: int = 0, kept: int = 0) -> Phase:
         """A phase of these items, the weights, and what a CPU's libraries take; `kept` of it by the C library."""
-        own = {"kernels": KERNELS, "kept by the C library": transient // GAPS + kept} if self.on_cpu else {}
+        kept += transient // GAPS + self.quantizing
+        own = {"kernels": KERNELS, "kept by the C library": kept} if self.on_cpu else {}
         held = self._weights() | items | own
         return Phase(name=name, items={item: size for item, size in held.items() if size})
 
