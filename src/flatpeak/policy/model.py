@@ -309,14 +309,19 @@ class Policy:
     def _hold(self) -> None:
         self.causal.set_attn_implementation(ATTENTION_NAME)
         make_fast(self.causal)
-        if any(hasattr(module, "lora_A") for module in self.causal.modules()):
-            from flatpeak.policy.adapted_layers import make_adapters_fast  # here, because it loads peft
-
-            make_adapters_fast(self.causal)
+        make_adapted_layers_fast(self.causal)
 
     def _evaluate(self) -> None:
         if self.model.training:
             self.model.eval()
+
+
+def make_adapted_layers_fast(causal: nn.Module) -> None:
+    """Compute each linear layer with a LoRA adapter as one product, where the model has any."""
+    if any(hasattr(module, "lora_A") for module in causal.modules()):
+        from flatpeak.policy.adapted_layers import make_adapters_fast  # here, because it loads peft
+
+        make_adapters_fast(causal)
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

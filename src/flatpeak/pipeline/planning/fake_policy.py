@@ -26,6 +26,7 @@ from flatpeak.pipeline.planning.inventory import quantized_layers
 from flatpeak.pipeline.planning.memory_tracker import MemoryTracker
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of
 from flatpeak.policy.linears import Head, make_fast, read_head
+from flatpeak.policy.model import make_adapted_layers_fast
 from flatpeak.policy.model_settings import silence_dropout, training_layers
 from flatpeak.policy.packing import PackedRow, pack_batch
 from flatpeak.policy.training_attention import (
@@ -128,6 +129,8 @@ def fake_policy(settings: PassSettings, layers: int) -> Iterator[FakePolicy]:
         exchange_tensors(modules)
         if settings.on_cpu and not padded:
             make_fast(causal)
+        if not padded:
+            make_adapted_layers_fast(causal)
     modules.train()
     with training_layers(causal, recompute=settings.recompute, compiled=False), mode:
         yield FakePolicy(modules=modules, head=head, on_cpu=settings.on_cpu, padded=padded)
