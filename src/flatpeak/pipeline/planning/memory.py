@@ -39,7 +39,7 @@ from flatpeak.policy.config import ModelConfig
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import token_budget
 
-GAPS: Final = 7
+GAPS: Final = 9
 """One part in so many of what a phase allocates and frees is lost to a CPU's process in gaps between blocks in use, by
 runs of benchmarks/cpu/plan_accuracy.py."""
 LARGEST_HEAP_BLOCK: Final = 32 * 2**20
