@@ -94,7 +94,8 @@ class FastLayer(nn.Module):
 
     def matrix(self) -> Tensor:
         """The weight as [out, in]."""
-        raise NotImplementedError
+        weight: Tensor = self.weight
+        return weight
 
     def adapter(self) -> Adapter | None:
         """The adapter that belongs to the product."""
@@ -111,11 +112,6 @@ class FastLinear(FastLayer, nn.Linear):
         if self.packed is not None and reads_packed(input):
             return self.packed[0].output(self.packed[1], input)
         return linear(input, self.weight, self.bias)
-
-    def matrix(self) -> Tensor:
-        """The weight as [out, in]."""
-        weight: Tensor = self.weight
-        return weight
 
 
 class FastConv1D(FastLayer, Conv1D):
