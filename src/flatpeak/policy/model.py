@@ -297,14 +297,7 @@ class Policy:
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, [S, D]."""
-        hidden: Tensor = self.trunk(
-            input_ids=row.token_ids_S[None],
-            attention_mask=NO_MASK,
-            position_ids=row.positions_S[None],
-            use_cache=False,
-            attention_context=context,
-        ).last_hidden_state[0]
-        return hidden
+        return packed_hidden(self.trunk, row, context)
 
     def _hold(self) -> None:
         self.causal.set_attn_implementation(ATTENTION_NAME)
@@ -314,6 +307,18 @@ class Policy:
     def _evaluate(self) -> None:
         if self.model.training:
             self.model.eval()
+
+
+def packed_hidden(trunk: nn.Module, row: PackedRow, context: PackedContext) -> Tensor:
+    """The last hidden states [S, D] of a packed row, by a model without its output layer."""
+    hidden: Tensor = trunk(
+        input_ids=row.token_ids_S[None],
+        attention_mask=NO_MASK,
+        position_ids=row.positions_S[None],
+        use_cache=False,
+        attention_context=context,
+    ).last_hidden_state[0]
+    return hidden
 
 
 def make_adapted_layers_fast(causal: nn.Module) -> None:

@@ -26,12 +26,11 @@ from flatpeak.pipeline.planning.inventory import quantized_layers
 from flatpeak.pipeline.planning.memory_tracker import MemoryTracker
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of
 from flatpeak.policy.linears import Head, make_fast, read_head
-from flatpeak.policy.model import make_adapted_layers_fast
+from flatpeak.policy.model import make_adapted_layers_fast, packed_hidden
 from flatpeak.policy.model_settings import silence_dropout, training_layers
 from flatpeak.policy.packing import PackedRow, pack_batch
 from flatpeak.policy.training_attention import (
     ATTENTION_NAME,
-    NO_MASK,
     AttentionRule,
     Block,
     PackedContext,
@@ -99,15 +98,7 @@ class FakePolicy:
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, as Policy.hidden."""
         causal = causal_of(self.modules)
-        trunk = getattr(causal, causal.base_model_prefix)
-        hidden: Tensor = trunk(
-            input_ids=row.token_ids_S[None],
-            attention_mask=NO_MASK,
-            position_ids=row.positions_S[None],
-            use_cache=False,
-            attention_context=context,
-        ).last_hidden_state[0]
-        return hidden
+        return packed_hidden(getattr(causal, causal.base_model_prefix), row, context)
 
 
 @contextmanager
