@@ -20,7 +20,7 @@ from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.runs.metrics import read_metrics
-from support.models import run_model
+from support.models import run_model, save_run_model
 from support.preferences import reward_model_recipe, write_pairs
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,15 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A saved model with its tokenizer."""
-    model, tokenizer = run_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4)
-    directory = tmp_path / "base"
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return save_run_model(tmp_path / "base")
 
 
 def varied(completions: list[str], **_: Any) -> list[float]:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import flatpeak.training.optimizer
 from flatpeak.config.load import merge
 from support.host_memory import SimulatedHost, simulate_host
-from support.models import run_model
+from support.models import save_run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.resumes import Run, assert_same, outcome
 from support.runs import speed_up_runs
@@ -76,14 +75,7 @@ def timeless(run: Run) -> dict[str, Any]:
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A saved model with its tokenizer."""
-    model, tokenizer = run_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4)
-    for component in (model, tokenizer):
-        component.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return save_run_model(tmp_path / "base")
 
 
 def varied(completions: list[str], **_: Any) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,15 +29,7 @@ WIDE = {**COMMON, "hidden_size": 128, "intermediate_size": 160, "num_hidden_laye
 TARGETS = {"llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}
 
 
-@pytest.fixture(autouse=True)
-def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products by oneDNN, on any CPU; no test sees the choice made for another."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("torch was built without oneDNN")
-    monkeypatch.setenv(products.SETTING, "onednn")
-    onednn_is_faster.cache_clear()
-    yield
-    onednn_is_faster.cache_clear()
+pytestmark = pytest.mark.usefixtures("onednn")
 
 
 def adapted(kind: str = "llama", **settings: Any) -> Any:

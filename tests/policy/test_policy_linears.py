@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,7 @@ WIDE = {
 PLAIN = {FastLinear: nn.Linear, FastConv1D: Conv1D}
 
 
-@pytest.fixture(autouse=True)
-def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products by oneDNN, on any CPU; no test sees the choice made for another."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("torch was built without oneDNN")
-    monkeypatch.setenv(products.SETTING, "onednn")
-    onednn_is_faster.cache_clear()
-    yield
-    onednn_is_faster.cache_clear()
+pytestmark = pytest.mark.usefixtures("onednn")
 
 
 def wide(kind: str) -> Any:
