@@ -1,0 +1,201 @@
+"""The native kernels' library: shipped with the package, or compiled at first use by the compiler at hand.
+
+    python -m flatpeak.kernels.native.build      compiles what a wheel ships, into prebuilt/
+
+A library is named by a hash of source, flags and instruction set, so that one that fits is found by its name alone. It
+is compiled for one of a few levels of instruction sets, chosen by what the processor says it has: on another machine
+with the same cache a library is loaded only if its level is that processor's too. It has a plain C interface and knows
+neither Python nor torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+SOURCES = ("vectors.h", "decode.cpp")
+"""The last one includes the others."""
+LEVELS = {
+    "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}),
+    "armv8-a": frozenset({"asimd"}),
+}
+"""Instruction sets by the compiler's name, and the processor's flags that one needs beside those of the next."""
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+THREADS = ("-fopenmp",)
+"""Left out where the compiler has no OpenMP; kernels then run on one thread."""
+COMPILERS = ("c++", "g++", "clang++")
+SECONDS = 120
+"""The longest that a compiler may take."""
+_FOLDER = Path(__file__).parent
+PREBUILT = _FOLDER / "prebuilt"
+"""The libraries that a wheel brings along."""
+SHIPPED = {"x86_64": ("x86-64-v3", "x86-64-v4"), "aarch64": ("armv8-a",)}
+"""The levels that are compiled for a wheel, by machine."""
+
+
+class UnavailableError(RuntimeError):
+    """Error of a machine on which the kernels cannot run; the text is the reason."""
+
+
+def library() -> ctypes.CDLL:
+    """The kernels for this processor; UnavailableError where there are none."""
+    result = _find()
+    if isinstance(result, str):
+        raise UnavailableError(result)
+    return result
+
+
+def library_name() -> str:
+    """The instruction set, version and compiler of the kernels, which decide every bit of a result."""
+    compiler = library().compiler
+    compiler.restype = ctypes.c_char_p
+    return f"{file_name(processor_level()).removesuffix('.so')} ({compiler().decode()})"
+
+
+@cache
+def _find() -> ctypes.CDLL | str:
+    """The library, or why there is none: looked for once."""
+    try:
+        return _load(processor_level())
+    except UnavailableError as error:
+        return str(error)
+
+
+def _load(level: str) -> ctypes.CDLL:
+    shipped = PREBUILT / file_name(level)
+    if shipped.is_file():
+        try:
+            return ctypes.CDLL(str(shipped))
+        except OSError:  # of another C library: compile
+            pass
+    path = cache_folder() / file_name(level)
+    if not path.exists():
+        compile_library(level, path)
+    _check_owner(path.lstat(), path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnavailableError(f"the compiled kernels cannot be loaded: {error}") from None
+
+
+def processor_level() -> str:
+    """The best level whose instructions this processor has, and torch is allowed to use."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        raise UnavailableError("this system does not say which instructions its processor has") from None
+    names = ("flags", "Features")
+    flags = next((set(line.split()) for line in text.splitlines() if line.startswith(names)), set())
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() == "aarch64" and LEVELS["armv8-a"] <= flags:
+        return "armv8-a"
+    if platform.machine() == "x86_64" and LEVELS["x86-64-v3"] <= flags and capability.startswith("AVX"):
+        wide = LEVELS["x86-64-v4"] <= flags and capability.startswith("AVX512")
+        return "x86-64-v4" if wide else "x86-64-v3"
+    raise UnavailableError("the processor has neither AVX2 nor NEON instructions")
+
+
+def file_name(level: str) -> str:
+    """The name of the library for a level: a hash of all that decides what it does."""
+    digest = blake2b(digest_size=10)
+    for text in (*FLAGS, *THREADS, level, *((_FOLDER / name).read_text(encoding="utf-8") for name in SOURCES)):
+        digest.update(f"{len(text)}:{text}".encode())
+    return f"kernels-{level}-{digest.hexdigest()}.so"
+
+
+def cache_folder() -> Path:
+    """The folder of compiled libraries, made if needed; UnavailableError where others could put a library there."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError:  # a user without a home
+        raise UnavailableError("no folder for compiled kernels: this user has no home; set XDG_CACHE_HOME") from None
+    folder = home / "flatpeak" / "kernels"
+    try:
+        for directory in (*reversed(folder.parents), folder):  # `parents=True` would let the umask decide who may write
+            if not directory.exists():
+                directory.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise UnavailableError(f"no folder for compiled kernels: {folder}: {error.strerror}") from None
+    try:
+        _check_owner(os.fstat(descriptor), folder)
+    finally:
+        os.close(descriptor)
+    for parent in folder.resolve().parents:  # who may rename a folder above may put another in its place
+        _check_owner(parent.stat(), parent, shared=True)
+    return folder
+
+
+def compile_library(level: str, path: Path) -> None:
+    """Compile the kernels for a level into a file that appears at once and whole."""
+    compiler = _compiler()
+    last = ""
+    try:
+        with TemporaryDirectory(prefix=".", dir=path.parent) as scratch:  # a process id is not unique over containers
+            target = Path(scratch) / path.name
+            for threads in (THREADS, ()):
+                arguments = [*FLAGS, *threads, f"-march={level}", "-o", str(target), str(_FOLDER / SOURCES[-1])]
+                done = subprocess.run(
+                    [*compiler, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+                )
+                if done.returncode == 0:
+                    target.chmod(0o600)
+                    target.replace(path)
+                    return
+                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        last = str(error)
+    raise UnavailableError(f"{compiler[0]} did not compile the kernels: {last}")
+
+
+def compile_shipped() -> list[Path]:
+    """Compile the libraries of a wheel for machines like this one, for any of their processors; others are deleted."""
+    PREBUILT.mkdir(exist_ok=True)
+    paths = {level: PREBUILT / file_name(level) for level in SHIPPED.get(platform.machine(), ())}
+    for other in set(PREBUILT.iterdir()) - set(paths.values()):
+        other.unlink()
+    for level, path in paths.items():
+        if not path.exists():
+            compile_library(level, path)
+            path.chmod(0o644)
+    return list(paths.values())
+
+
+def _compiler() -> list[str]:
+    """The command of the compiler: $CXX, or the first one found."""
+    chosen = shlex.split(os.environ.get("CXX", "")) or [name for name in COMPILERS if shutil.which(name)][:1]
+    if not chosen or shutil.which(chosen[0]) is None:
+        raise UnavailableError(
+            f"no C++ compiler was found ({chosen[0] if chosen else ', '.join(COMPILERS)}), and no compiled kernels fit"
+        )
+    return chosen
+
+
+def _check_owner(status: os.stat_result, path: Path, *, shared: bool = False) -> None:
+    """UnavailableError where users other than this one and root could change the file or folder.
+
+    A `shared` folder may be written by all if only its owner can remove what is there (as in /tmp).
+    """
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if shared and status.st_mode & stat.S_ISVTX:
+        writable = 0
+    if status.st_uid not in (os.geteuid(), 0) or writable or stat.S_ISLNK(status.st_mode):
+        raise UnavailableError(f"others may write to {path}: compiled kernels are kept where only this user can")
+
+
+if __name__ == "__main__":
+    for made in compile_shipped():
+        sys.stdout.write(f"{made}\n")

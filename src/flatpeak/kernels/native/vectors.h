@@ -1,0 +1,73 @@
+// Vectors as wide as the instruction set that the file is compiled for, by the vector types of GCC and clang.
+// Wider ones would be cut into pieces on the stack: 16 floats on AVX2 took thirty times as long.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16, TILE = 4;  // floats of a vector, vectors side by side in a tile of registers
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8, TILE = 2;
+#else
+constexpr int WIDTH = 4, TILE = 4;
+#endif
+constexpr int PANEL = WIDTH * TILE;  // columns of a panel of a packed weight
+
+typedef float Vec __attribute__((vector_size(4 * WIDTH)));
+typedef float Loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE Vec load(const float* p) { return *(const Loose*)p; }
+INLINE void store(float* p, Vec v) { *(Loose*)p = v; }
+INLINE Vec fill(float a) { return Vec{} + a; }
+INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+INLINE int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+INLINE float largest(Vec a) {
+  float best = a[0];
+  for (int i = 1; i < WIDTH; i++) best = best > a[i] ? best : a[i];
+  return best;
+}
+
+INLINE float sum(Vec a) {  // of halves, in a fixed order
+  float part[WIDTH];
+  memcpy(part, &a, sizeof part);
+  for (int s = WIDTH / 2; s; s >>= 1)
+    for (int i = 0; i < s; i++) part[i] += part[i + s];
+  return part[0];
+}
+
+// exp to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients: Cephes, expf); 0 below -87.3.
+INLINE Vec exponential(Vec given) {
+  const Vec magic = fill(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+  Vec x = larger(given, fill(-87.3f));
+  x = x < fill(88.f) ? x : fill(88.f);
+  Vec n = x * 1.44269504089f + magic;
+  Ints power = ((Ints)n - 0x4B400000 + 127) << 23;
+  n -= magic;
+  Vec r = x - n * 0.693145751953125f;
+  r -= n * 1.42860682030941723212e-6f;
+  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.f;
+  Vec result = given < fill(-87.3f) ? Vec{} : p * (Vec)power;
+  return given == given ? result : given;  // NaN stays
+}
+
+INLINE Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }
+
+// f(std::integral_constant<int, n>) for n in 1 ... Most, so that loops over n can be unrolled.
+template <int Most, class F> INLINE void with_count(int n, F f) {
+  if constexpr (Most > 1) {
+    if (n < Most) return with_count<Most - 1>(n, f);
+  }
+  f(std::integral_constant<int, Most>{});
+}
