@@ -1,0 +1,177 @@
+"""JSON over HTTP by the standard library, with errors by what can be done about them.
+
+Every call is a connection of its own, so that a server which was started anew needs no special treatment, and threads
+share nothing. Proxies of the environment are not used.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+from urllib.parse import urlencode, urlsplit
+
+from flatpeak.errors import brief
+from flatpeak.utils.redaction import NO_KEY, Secret
+
+RETRIED_STATUSES: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+"""Answers of servers that are late, busy, starting or in trouble; all others would come again."""
+_PIECE: Final = 1 << 16
+
+
+class ServerError(Exception):
+    """A request that got no usable answer."""
+
+
+class UnreachableError(ServerError):
+    """No connection: the server is down, or not up yet."""
+
+
+class LostAnswerError(ServerError):
+    """A connection that broke, or an answer that did not come in time or not whole."""
+
+
+class UnreadableAnswerError(ServerError):
+    """An answer that is not the JSON that was asked for."""
+
+
+class StatusError(ServerError):
+    """An HTTP status other than success."""
+
+    def __init__(self, status: int, text: str, *, retry_after: float | None) -> None:
+        super().__init__(f"status {status}: {text}")
+        self.status = status
+        self.text = text
+        self.retry_after = retry_after
+        """Seconds after which the server wants to be asked again, if it says so."""
+
+    @property
+    def retried(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.status in RETRIED_STATUSES
+
+
+class HTTPClient:
+    """Requests to one server."""
+
+    def __init__(self, url: str, *, timeout: float, key: Secret) -> None:
+        """`url` is http://HOST:PORT, with a path before the server's own if there is one; `timeout` is in seconds."""
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        self._secure = parts.scheme == "https"
+        self._address = parts.netloc.rpartition("@")[2]
+        self._prefix = parts.path
+        self._timeout = timeout
+        self._key = key
+        self._open: set[socket.socket] = set()
+        self._changing = threading.Lock()
+
+    def get(self, path: str, *, timeout: float | None = None, **query: str) -> Any:
+        """The JSON of a GET request."""
+        return self._request("GET", path, None, query, timeout)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
+        """The JSON of a POST request; None where the answer is empty."""
+        return self._request("POST", path, body, query, None)
+
+    def hang_up(self) -> None:
+        """Break off all requests that wait for an answer: LostAnswerError in the threads that made them."""
+        with self._changing:
+            for connected in self._open:
+                with suppress(OSError):
+                    # Not the method of a TLS socket, which takes the session from under the thread that reads.
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str], timeout: float | None
+    ) -> Any:
+        deadline = time.monotonic() + min(timeout or math.inf, self._timeout)
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._address, timeout=min(timeout or math.inf, self._timeout))
+        try:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise UnreachableError(f"no connection ({brief(error)})") from error
+            opened = connection.sock
+            with self._changing:
+                self._open.add(opened)
+            target = f"{self._prefix}{path}" + (f"?{urlencode(query)}" if query else "")
+            try:
+                status, headers, raw = self._exchange(connection, method, target, body, deadline)
+            except (OSError, http.client.HTTPException) as error:
+                raise LostAnswerError(f"the answer was lost ({type(error).__name__}: {brief(error)})") from error
+            finally:
+                with self._changing:
+                    self._open.discard(opened)
+        finally:
+            connection.close()
+        if not 200 <= status < 300:
+            text = self._key.scrub(_error_text(raw))
+            raise StatusError(status, text, retry_after=_seconds(headers.get("Retry-After")))
+        return _content(headers, raw)
+
+    def _exchange(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        target: str,
+        body: Mapping[str, Any] | None,
+        deadline: float,
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if self._key.reveal() != NO_KEY:
+            headers["Authorization"] = f"Bearer {self._key.reveal()}"
+        connected = connection.sock
+        connection.request(method, target, body=None if body is None else json.dumps(body), headers=headers)
+        response = connection.getresponse()
+        pieces = []
+        # The socket's own limit is one of silence: an answer in drops would take as long as it likes.
+        while piece := response.read1(_PIECE):
+            pieces.append(piece)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out while the answer was coming")
+            connected.settimeout(left)
+        raw = b"".join(pieces)
+        announced = response.headers.get("Content-Length")
+        if announced is not None and announced.isdecimal() and len(raw) < int(announced):
+            raise http.client.IncompleteRead(raw, int(announced) - len(raw))
+        return response.status, response.headers, raw
+
+
+def _content(headers: http.client.HTTPMessage, raw: bytes) -> Any:
+    """The JSON of an answer."""
+    if not raw.strip():
+        return None
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        if headers.get_content_type() == "text/plain":  # the endpoints of adapters answer so
+            return None
+        raise UnreadableAnswerError(f"the answer is not JSON ({brief(error)})") from error
+
+
+def _error_text(raw: bytes) -> str:
+    """The message in an error of vLLM, or the text as it is."""
+    try:
+        content = json.loads(raw)
+        error = content.get("error", content.get("detail", content))
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        text = raw.decode("utf-8", "replace")
+    return brief(Exception(str(text) or "no text"))
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None

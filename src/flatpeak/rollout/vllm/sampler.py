@@ -1,0 +1,158 @@
+"""A sampler over vLLM servers: their weights follow the policy's, and no completion of other weights is returned."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Final
+
+from flatpeak.errors import RunError
+from flatpeak.protocols import ServedPolicy, StreamingSampler
+from flatpeak.rollout.config import VLLMConfig
+from flatpeak.rollout.slots import check_request
+from flatpeak.rollout.stopping import StopStrings
+from flatpeak.rollout.vllm.http_client import ServerError, StatusError, UnreachableError
+from flatpeak.rollout.vllm.responses import CompletionRequest, StaleWeightsError
+from flatpeak.rollout.vllm.server import Server
+from flatpeak.rollout.vllm.server_pool import FIRST_DELAY, ServerPool
+from flatpeak.rollout.vllm.weight_files import WeightFiles, WeightVersion
+from flatpeak.types import Completion, Group, Prompt, SamplingParams
+from flatpeak.utils.redaction import Secret
+
+ATTEMPTS: Final = 8
+"""Answers that a group may fail to get before the run fails; attempts to connect do not count."""
+
+
+class VLLMSampler(StreamingSampler):
+    """A StreamingSampler over servers that draw with the policy's weights of now.
+
+    At the beginning of every call the weights are published if they have changed, and servers load them; every
+    completion says which weights drew it, and is asked for again where these are not the current ones. A server that
+    died is left out until it answers, and gets the weights before it is asked. Requests that fail for want of a
+    connection, of time or of an orderly answer are repeated elsewhere with the same seeds.
+
+    Log-probabilities are vLLM's own: they agree with the trainer's to rounding, never to the bit.
+    """
+
+    def __init__(self, policy: ServedPolicy, config: VLLMConfig, *, first_delay: float = FIRST_DELAY) -> None:
+        """Connect to the servers. Raises UserError where one is not there, or cannot sample for this policy."""
+        self._policy = policy
+        self._config = config
+        key = Secret.from_environment(config.api_key_env, where="rollout.engine.api_key_env")
+        self._pool = ServerPool(
+            [
+                Server(url, timeout=config.timeout, key=key, model=config.model, adapted=policy.adapted)
+                for url in config.urls
+            ],
+            max_concurrency=config.max_concurrency,
+            patience=config.timeout,
+            first_delay=first_delay,
+        )
+        self._pool.connect()
+        # On a CPU vLLM computes with copies of matrices in another layout. A tied output layer has one too, which
+        # is made anew only where its weights are among those that are loaded.
+        head = any(server.on_cpu for server in self._pool.servers)
+        self._weights = WeightFiles(policy, config.directory, head=head)
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._update_seconds = 0.0
+
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Raise StoppedError while waiting for a server, once `stopping()`."""
+        self._pool.stopping = stopping
+
+    def stream(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[tuple[int, Group]]:
+        """Pairs (index of the prompt, its group), in the order in which groups are complete."""
+        check_request(prompts, group_size, sampling, 1)
+        if not prompts:
+            return
+        request = CompletionRequest(
+            group_size=group_size,
+            sampling=sampling,
+            seed=seed,
+            eos_token_ids=self._policy.eos_token_ids,
+            tokenizer=self._policy.tokenizer,
+            vocabulary_size=self._policy.vocabulary_size,
+            stop_strings=StopStrings(sampling.stop, self._policy.tokenizer) if sampling.stop else None,
+        )
+        version = self.update()
+        abandoned = threading.Event()
+        count = min(len(prompts), self._config.max_concurrency * len(self._pool.servers))
+        try:
+            with ThreadPoolExecutor(count, thread_name_prefix="vllm") as threads:
+                drawn: dict[Future[list[Completion]], int] = {
+                    threads.submit(self._draw, request, prompt, version, abandoned): p
+                    for p, prompt in enumerate(prompts)
+                }
+                with closing(self._pool.completed(list(drawn), abandoned=abandoned)) as done:
+                    for future in done:
+                        p = drawn[future]
+                        yield p, Group(prompt=prompts[p], completions=tuple(future.result()))
+        finally:
+            self._pool.sleep()
+
+    def update(self) -> WeightVersion:
+        """Give the servers the weights of now, if they do not have them; every request begins with it."""
+        started = time.perf_counter()
+        version = self._weights.current()
+        self._pool.prepare(version)
+        self._update_seconds += time.perf_counter() - started
+        return version
+
+    def measured(self) -> Mapping[str, float]:
+        """Seconds of weight updates, and counts of what was asked again, since the last call."""
+        metrics = {
+            "time/weight_update": self._update_seconds,
+            "rollout/retried_requests": float(self._counts["retried"]),
+            "rollout/stale_completions": float(self._counts["stale"]),
+        }
+        self._counts.clear()
+        self._update_seconds = 0.0
+        return metrics
+
+    def close(self) -> None:
+        """Delete the files of the weights."""
+        self._weights.close()
+
+    def _draw(
+        self, request: CompletionRequest, prompt: Prompt, version: WeightVersion, abandoned: threading.Event
+    ) -> list[Completion]:
+        """A group's completions, from whichever server gives them."""
+        failures: list[str] = []
+        while len(failures) < ATTEMPTS:
+            with self._pool.lend(given_up=abandoned.is_set) as server:
+                try:
+                    answer = server.generate(request.body(prompt, model=server.prepare(version)))
+                    completions = request.completions(answer, prompt, tag=version.tag, version=version.number)
+                except ServerError as error:
+                    self._note(server, error, request.group_size)
+                    if not isinstance(error, UnreachableError):
+                        failures.append(f"{server.url}: {error}")
+                    if isinstance(error, StatusError) and not error.retried and error.status != 404:
+                        raise RunError(f"{server.url} refused the prompt {prompt.id}: {error.text}") from error
+                else:
+                    self._pool.succeeded(server)
+                    return completions
+        raise RunError(
+            f"the prompt {prompt.id} got no usable answer in {len(failures)} attempts; the last, {failures[-1:]}: "
+            "look into the server's log, then go on with --resume"
+        )
+
+    def _note(self, server: Server, error: ServerError, group_size: int) -> None:
+        """Count a failure, and take from it what is known of the server no longer."""
+        stale = isinstance(error, StaleWeightsError)
+        with self._counting:
+            self._counts["stale" if stale else "retried"] += group_size if stale else 1
+        if stale:
+            server.lost()
+            return
+        # 404: an adapter that is not there any longer, as after a new start.
+        if not isinstance(error, StatusError) or error.status == 404:
+            server.lost()
+        self._pool.failed(server, error, after=error.retry_after if isinstance(error, StatusError) else None)

@@ -1,0 +1,206 @@
+"""One vLLM server: what it can do, which weights it has, and how it gets those of now."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from flatpeak.errors import UserError
+from flatpeak.rollout.vllm.http_client import HTTPClient, ServerError, StatusError
+from flatpeak.rollout.vllm.responses import GENERATE
+from flatpeak.rollout.vllm.weight_files import WHOLE, WeightVersion
+from flatpeak.utils.redaction import Secret
+
+PROBE_SECONDS: Final = 60.0
+"""Longest wait for an answer that takes a server no work."""
+START_WITH: Final = "start it with flatpeak serve"
+RESETS: Final = 20
+"""Attempts to empty the prefix cache, which is refused while blocks are in use."""
+RESET_PAUSE: Final = 0.1
+
+
+class Server:
+    """A server, the weights that it was last known to have, and the number of requests it works on."""
+
+    def __init__(self, url: str, *, timeout: float, key: Secret, model: str | None, adapted: bool) -> None:
+        """`model` is the name that the server serves its model under; None: the first of its list."""
+        self.url = url
+        self.in_flight = 0
+        """Requests that wait for its answer; the pool counts them."""
+        self.on_cpu = False
+        """Whether it computes on a CPU."""
+        self._client = HTTPClient(url, timeout=timeout, key=key)
+        self._wanted_model = model
+        self._adapted = adapted
+        self._model: str | None = None
+        self._sleeps = False
+        self._asleep = False
+        self._tag: str | None = None
+        self._adapter: str | None = None
+        self._lock = threading.Lock()
+
+    def connect(self) -> None:
+        """Read what the server is. Raises UserError where it cannot sample for this run, ServerError where it is away.
+
+        Nothing that was known of it is taken to hold any longer.
+        """
+        self._tag = None
+        models = self._client.get("/v1/models", timeout=PROBE_SECONDS)
+        self._model = _choose_model(models, self._wanted_model, url=self.url)
+        try:
+            # It describes the machine too, which takes a server many seconds the first time.
+            info = self._client.get("/server_info", config_format="json")
+        except StatusError as error:
+            if error.status != 404:
+                raise
+            raise UserError(
+                f"{self.url} has no endpoints to update weights: {START_WITH}, or set VLLM_SERVER_DEV_MODE=1 for it"
+            ) from None
+        config = info.get("vllm_config", {}) if isinstance(info, Mapping) else {}
+        model, lora = config.get("model_config") or {}, config.get("lora_config")
+        mode = model.get("logprobs_mode")
+        if mode != "processed_logprobs":
+            raise UserError(
+                f"{self.url} gives {mode or 'unknown log-probs'}, which leave the temperature out: {START_WITH}, or "
+                "with --logprobs-mode processed_logprobs"
+            )
+        if self._adapted and not lora:
+            raise UserError(f"{self.url} takes no adapters: {START_WITH} --lora-rank R, or with --enable-lora")
+        self._sleeps = bool(model.get("enable_sleep_mode"))
+        # Every run leaves it asleep, and so does one that was killed; asleep it has no memory to load weights into.
+        self._asleep = self._sleeps and self._is_asleep()
+        self.on_cpu = "cpu" in str(config.get("device_config"))
+        if self.on_cpu and (config.get("scheduler_config") or {}).get("enable_chunked_prefill"):
+            raise UserError(
+                f"{self.url} reads long prompts in pieces, and vLLM's workers on CPUs end where such a prompt has a "
+                f"seed: {START_WITH}, or with --no-enable-chunked-prefill"
+            )
+        tag = self.weights()
+        if self._adapted and tag.startswith(WHOLE):
+            raise UserError(
+                f"the weights of {self.url} were replaced by another run, and adapters belong to those it started "
+                "with: start it anew"
+            )
+
+    def weights(self) -> str:
+        """The version of the weights that the server says it has."""
+        answer = self._client.get("/weight_info", timeout=PROBE_SECONDS)
+        return str(answer.get("weight_version")) if isinstance(answer, Mapping) else "unknown"
+
+    def _is_asleep(self) -> bool:
+        answer = self._client.get("/is_sleeping", timeout=PROBE_SECONDS)
+        return isinstance(answer, Mapping) and bool(answer.get("is_sleeping"))
+
+    def prepare(self, version: WeightVersion) -> str:
+        """Make sure that the server is awake and has these weights; the name under which it serves them.
+
+        A server that has them is not disturbed.
+        """
+        with self._lock:
+            if self._model is None:
+                self.connect()
+            name = version.tag if version.adapter else str(self._model)
+            if self._tag == version.tag and not self._asleep:
+                return name
+            if self._sleeps and self._asleep:
+                self._client.post("/wake_up")
+                self._asleep = False
+            if self._tag != version.tag and self.weights() != version.tag:
+                self._update(version)
+            self._tag = version.tag
+            self._adapter = version.tag if version.adapter else None
+            return name
+
+    def generate(self, body: Mapping[str, Any]) -> Any:
+        """The answer to a request for completions."""
+        try:
+            return self._client.post(GENERATE, body)
+        except StatusError as error:
+            if error.status == 403:
+                raise UserError(f"{self.url}: {error.text} ({START_WITH}, or with --enable-scale-out)") from None
+            raise
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back until the next request, if the server has sleep mode."""
+        if self._sleeps and not self._asleep:
+            try:
+                self._client.post("/sleep", level="1", mode="wait")
+                self._asleep = True
+            except ServerError:  # gone, or asleep without having said so: it is asked before it is used
+                self.lost()
+
+    def hang_up(self) -> None:
+        """Break off all requests that have no answer yet."""
+        self._client.hang_up()
+
+    def lost(self) -> None:
+        """Note that the server may have died: when it answers again, it is a new one."""
+        with self._lock:
+            self._tag, self._model, self._asleep, self._adapter = None, None, False, None
+
+    def _update(self, version: WeightVersion) -> None:
+        if version.adapter:
+            self._load_adapter(version)
+        else:
+            self._reload(version)
+
+    def _reload(self, version: WeightVersion) -> None:
+        """Load the version's files in place of the weights; requests of others wait meanwhile."""
+        self._client.post("/pause", mode="wait")
+        try:
+            try:
+                self._client.post(
+                    "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.path)}}
+                )
+            except StatusError as error:
+                raise _unreadable(self.url, version, error) from error
+            self._reset_prefix_cache()
+            self._client.post("/update_weight_version", {"new_version": version.tag})
+        finally:
+            with suppress(ServerError):  # where this fails, so does the next request, and all is done again
+                self._client.post("/resume")
+
+    def _load_adapter(self, version: WeightVersion) -> None:
+        """Load the version as an adapter of its own name, then drop the one before."""
+        try:
+            self._client.post("/v1/load_lora_adapter", {"lora_name": version.tag, "lora_path": str(version.path)})
+        except StatusError as error:
+            if "already been loaded" not in error.text:
+                raise _unreadable(self.url, version, error) from error
+        if self._adapter not in (None, version.tag):
+            with suppress(StatusError):  # it is gone already
+                self._client.post("/v1/unload_lora_adapter", {"lora_name": self._adapter})
+        self._reset_prefix_cache()
+        self._client.post("/update_weight_version", {"new_version": version.tag})
+
+    def _reset_prefix_cache(self) -> None:
+        """Empty the cache of keys and values, which earlier weights have made; StatusError where that is refused."""
+        for _ in range(RESETS):
+            answer = self._client.post("/reset_prefix_cache")
+            if not isinstance(answer, Mapping) or answer.get("success", True):
+                return
+            time.sleep(RESET_PAUSE)
+        raise StatusError(503, "the prefix cache is in use", retry_after=None)
+
+
+def _choose_model(answer: Any, wanted: str | None, *, url: str) -> str:
+    """The name to ask for."""
+    rows = answer.get("data") if isinstance(answer, Mapping) else None
+    names = [str(row.get("id")) for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    if not names:
+        raise UserError(f"{url} lists no models: is it a vLLM server? {START_WITH}")
+    if wanted is not None and wanted not in names:
+        raise UserError(f"rollout.engine.model={wanted}: {url} serves {', '.join(names)}; name one of them, or null")
+    return wanted or names[0]
+
+
+def _unreadable(url: str, version: WeightVersion, error: StatusError) -> Exception:
+    """The error for weights that a server does not load; a UserError where trying again would not help."""
+    hint = (
+        f"{url} cannot load {version.path} ({error.text}): does it see that directory (rollout.engine.directory), and "
+        "serve the model that is trained?"
+    )
+    return StatusError(error.status, hint, retry_after=error.retry_after) if error.retried else UserError(hint)

@@ -1,0 +1,193 @@
+"""Servers that share the work: each request goes to the one with the fewest; those that are down are tried again."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from flatpeak.errors import RunError, StoppedError, UserError
+from flatpeak.rollout.vllm.http_client import ServerError, StatusError
+from flatpeak.rollout.vllm.server import Server
+from flatpeak.rollout.vllm.weight_files import WeightVersion
+
+T = TypeVar("T")
+FIRST_DELAY: Final = 0.5
+LONGEST_DELAY: Final = 30.0
+"""Seconds before the second try, and the most between later ones; each is drawn from half to all of it."""
+_LOOK: Final = 0.2
+"""Seconds between two looks at whether the run is to stop."""
+
+
+@dataclass
+class _Absence:
+    """The absence of a server that cannot be used."""
+
+    since: float
+    tries: int
+    until: float
+    """Time of the next try."""
+    reason: str
+
+
+class ServerPool:
+    """Hands out servers by load, and keeps away from those in trouble for a while that grows."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        *,
+        max_concurrency: int,
+        patience: float,
+        first_delay: float = FIRST_DELAY,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`patience`: seconds without any server after which a run fails. `stopping`: whether to give up at once."""
+        self.servers = tuple(servers)
+        self.stopping = stopping
+        self._max_concurrency = max_concurrency
+        self._patience = patience
+        self._first_delay = first_delay
+        self._absences: dict[Server, _Absence] = {}
+        self._changed = threading.Condition()
+        self._jitter = random.Random()  # its own: retries must not change any other random numbers
+        self._next = 0
+
+    def connect(self) -> None:
+        """Ask every server what it is; UserError where one cannot be used."""
+        for server in self.servers:
+            try:
+                server.connect()
+            except ServerError as error:
+                if isinstance(error, StatusError) and error.status == 401:
+                    raise UserError(
+                        f"{server.url} refuses the key ({error}): name the variable that holds it, "
+                        "rollout.engine.api_key_env"
+                    ) from error
+                raise UserError(
+                    f"rollout.engine.urls: no vLLM server answers at {server.url} ({error}): start one with flatpeak "
+                    "serve, or name where it is"
+                ) from error
+
+    def prepare(self, version: WeightVersion) -> None:
+        """Give all servers these weights, side by side; one that is away gets them when it is back."""
+
+        def one(server: Server) -> None:
+            try:
+                server.prepare(version)
+            except ServerError as error:
+                server.lost()
+                self.failed(server, error)
+            else:
+                self.succeeded(server)
+
+        with ThreadPoolExecutor(len(self.servers)) as threads:
+            asked = [threads.submit(one, server) for server in self.servers]
+            with closing(self.completed(asked, abandoned=threading.Event())) as outcomes:
+                for outcome in outcomes:
+                    outcome.result()
+
+    def completed(
+        self, futures: Sequence[Future[T]], *, abandoned: threading.Event
+    ) -> Generator[Future[T], None, None]:
+        """Futures of requests as they are done; StoppedError once the run is to stop.
+
+        Once it is closed no request is waited for any longer: `abandoned` is set, and those that have no answer yet are
+        broken off.
+        """
+        waiting = set(futures)
+        try:
+            while waiting:
+                done, waiting = wait(waiting, timeout=_LOOK, return_when=FIRST_COMPLETED)
+                yield from done
+                if waiting and self.stopping():
+                    raise StoppedError("the run was asked to stop while it waited for an answer")
+        finally:
+            abandoned.set()
+            for future in futures:
+                future.cancel()
+            # More than once: a thread may have been about to ask.
+            while unfinished := [future for future in futures if not future.done()]:
+                for server in self.servers:
+                    server.hang_up()
+                wait(unfinished, timeout=_LOOK)
+
+    @contextmanager
+    def lend(self, *, given_up: Callable[[], bool]) -> Iterator[Server]:
+        """The server with the fewest requests, once there is one that takes another.
+
+        RunError where none could be used for as long as `patience`; StoppedError where the run is to stop first, or the
+        call has `given_up`.
+        """
+        server = self._take(given_up)
+        try:
+            yield server
+        finally:
+            with self._changed:
+                server.in_flight -= 1
+                self._changed.notify_all()
+
+    def failed(self, server: Server, error: ServerError, *, after: float | None = None) -> None:
+        """Leave a server alone for a while: `after` seconds if it said so, else longer each time."""
+        with self._changed:
+            now = time.monotonic()
+            absence = self._absences.get(server)
+            tries = absence.tries + 1 if absence else 1
+            longest = min(self._first_delay * 2 ** (tries - 1), LONGEST_DELAY)
+            delay = min(after, LONGEST_DELAY) if after is not None else longest
+            self._absences[server] = _Absence(
+                since=absence.since if absence else now,
+                tries=tries,
+                until=now + delay * self._jitter.uniform(0.5, 1.0) if after is None else now + delay,
+                reason=str(error),
+            )
+            self._changed.notify_all()
+
+    def succeeded(self, server: Server) -> None:
+        """Note that a server works."""
+        with self._changed:
+            if self._absences.pop(server, None):
+                self._changed.notify_all()
+
+    def sleep(self) -> None:
+        """Put servers that have sleep mode to sleep."""
+        for server in self.servers:
+            with suppress(ServerError):
+                server.sleep()
+
+    def _take(self, given_up: Callable[[], bool]) -> Server:
+        with self._changed:
+            while True:
+                if given_up() or self.stopping():
+                    raise StoppedError("the run was asked to stop while it waited for a server")
+                now = time.monotonic()
+                ready = [server for server in self.servers if self._ready(server, now)]
+                if ready:
+                    # Servers with the same load take turns.
+                    order = self.servers[self._next :] + self.servers[: self._next]
+                    server = min(ready, key=lambda one: (one.in_flight, order.index(one)))
+                    self._next = (self.servers.index(server) + 1) % len(self.servers)
+                    server.in_flight += 1
+                    return server
+                self._check_patience(now)
+                self._changed.wait(_LOOK)
+
+    def _ready(self, server: Server, now: float) -> bool:
+        absence = self._absences.get(server)
+        if absence is None:
+            return server.in_flight < self._max_concurrency
+        return now >= absence.until and server.in_flight == 0  # one request finds out whether it is back
+
+    def _check_patience(self, now: float) -> None:
+        absences = list(self._absences.values())
+        if len(absences) == len(self.servers) and all(now - absence.since > self._patience for absence in absences):
+            reasons = "; ".join(f"{server.url}: {absence.reason}" for server, absence in self._absences.items())
+            raise RunError(
+                f"no server could be used for {self._patience:g} s ({reasons}): start them again and go on with "
+                "--resume, with other rollout.engine.urls if they are elsewhere"
+            )

@@ -1,0 +1,83 @@
+"""Weights as files: a directory per version, whole or absent, and a new one exactly where the weights have changed."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatpeak.errors import UserError
+from flatpeak.policy.model import Policy
+from flatpeak.rollout.vllm.weight_files import KEPT, WeightFiles, checksums_of
+from support.models import letter_tokenizer, tiny_model
+from support.vllm_server import ScriptedPolicy, read_weights
+
+
+def test_a_change_of_one_bit_makes_a_new_version_and_nothing_else_does(tmp_path):
+    policy = ScriptedPolicy()
+    files = WeightFiles(policy, str(tmp_path))
+    first = files.current()
+    assert files.current() is first
+    policy.weight.add_(0.25).sub_(0.25)  # written, and the same
+    assert files.current() is first
+    policy.weight.copy_(torch.nextafter(policy.weight, torch.zeros(1)))
+    second = files.current()
+    assert (first.number, second.number) == (1, 2)
+    assert first.tag != second.tag
+    assert read_weights(second.path) == policy.weight.item()
+
+
+def test_checksums_see_what_is_written_behind_the_back_of_autograd():
+    weight = torch.arange(6.0)
+    before = checksums_of([weight, weight])
+    weight.numpy()[3] = -7.0  # as optimizers in 8 bits write: no counter of torch's moves
+    assert checksums_of([weight, weight]) != before
+
+
+def test_old_versions_are_deleted_and_at_the_end_all(tmp_path):
+    policy = ScriptedPolicy()
+    files = WeightFiles(policy, str(tmp_path))
+    versions = []
+    for _ in range(4):
+        versions.append(files.current())
+        policy.step()
+    assert [version.path.exists() for version in versions] == [False] * (4 - KEPT) + [True] * KEPT
+    files.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    policy = ScriptedPolicy()
+    files = WeightFiles(policy, str(tmp_path))
+    first = files.current()
+
+    def fail(directory, *, head=False):
+        (directory / "half").write_text("x")
+        raise OSError("no space left on device")
+
+    policy.step()
+    policy.save_weights = fail
+    with pytest.raises(UserError, match=r"no space left.*rollout.engine.directory"):
+        files.current()
+    assert list(first.path.parent.iterdir()) == [first.path]
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"rollout.engine.directory=.*/file/weights"):
+        WeightFiles(ScriptedPolicy(), str(tmp_path / "file" / "weights"))
+
+
+def test_servers_on_a_cpu_are_given_a_tied_output_layer_by_itself(tmp_path):
+    policy = Policy(tiny_model("qwen2", tie_word_embeddings=True), letter_tokenizer())
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    policy.save_weights(tmp_path / "with", head=True)
+    policy.save_weights(tmp_path / "without")
+    head = load_file(tmp_path / "with" / "head.safetensors")
+    assert torch.equal(head["lm_head.weight"], policy.causal.get_input_embeddings().weight)
+    assert not (tmp_path / "without" / "head.safetensors").exists()
+
+
+def test_an_output_layer_of_its_own_is_not_written_twice(tmp_path):
+    policy = Policy(tiny_model("qwen2", tie_word_embeddings=False), letter_tokenizer())
+    policy.save_weights(tmp_path, head=True)
+    assert not (tmp_path / "head.safetensors").exists()
