@@ -1,0 +1,97 @@
+"""TensorBoard: event files, with all scalars of a step in one event."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from flatpeak.tracking.backend import MetricRow, NoticeRow, RunFacts, Table, check_writable
+from flatpeak.tracking.config import TensorBoardConfig
+
+
+class TensorBoardBackend:
+    """The event files of a run; every start adds one of its own."""
+
+    message: str | None = None
+    rows_first = False
+    interval = 1.0
+
+    def __init__(self, config: TensorBoardConfig, facts: RunFacts, identity: str | None, *, folder: Path) -> None:
+        own = Path(config.directory) / facts.name if config.directory else folder / "tensorboard"
+        self.identity = "event files"
+        own.mkdir(parents=True, exist_ok=True)
+        # The library's own writer has a thread, whose errors end it with a traceback on the terminal.
+        self._path = own / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self._path.open("wb")
+        self._writer = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if identity is None:
+            tags = {**facts.tags, **({"group": facts.group} if facts.group else {})}
+            self._add_text("recipe", _as_code(facts.recipe), step=0)
+            self._add_text("start", _as_code(facts.start), step=0)
+            if tags:
+                self._add_text("tags", _as_code(tags), step=0)
+
+    def log_rows(self, rows: Sequence[MetricRow]) -> None:
+        """Add one event for each row."""
+        for row in rows:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
+            self._add(Summary(value=values), step=row.step)
+        self._flush()
+
+    def log_table(self, table: Table) -> None:
+        """Add a table in Markdown."""
+        self._add_text(table.name, table.as_markdown(), step=table.step)
+        self._flush()
+
+    def log_notice(self, notice: NoticeRow) -> None:
+        """Add a notice as text."""
+        self._add_text("notices", notice.text, step=notice.step)
+        self._flush()
+
+    def log_report(self, path: Path) -> None:
+        """Add the place of the report: event files hold no pages."""
+        self._add_text("report", f"`{path}`", step=0)
+        self._flush()
+
+    def finish(self, status: str) -> None:
+        """Add how the run ended, and close the file."""
+        self._add_text("status", status, step=0)
+        self._flush()
+        self._file.close()
+
+    def _add_text(self, tag: str, text: str, *, step: int) -> None:
+        tensor = TensorProto(
+            dtype=DT_STRING,
+            string_val=[text.encode("utf-8", "replace")],
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+        )
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        self._add(Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)]), step=step)
+
+    def _add(self, summary: Summary, *, step: int) -> None:
+        self._write(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _write(self, event: Event) -> None:
+        self._writer.write(event.SerializeToString())
+
+    def _flush(self) -> None:
+        """Hand everything to the system. OSError where the file is gone, which lets a writer go on with it."""
+        self._file.flush()
+        check_writable(self._path)
+
+
+def _as_code(content: object) -> str:
+    """JSON as a block of code in Markdown: indented by a tab."""
+    return "\n".join(f"\t{line}" for line in json.dumps(content, indent=1, ensure_ascii=False).splitlines())
