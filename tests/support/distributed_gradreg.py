@@ -19,10 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from flatpeak.errors import UserError
 from flatpeak.gradreg import perturbation
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import pairwise_dots
 from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.parameters import choose_parameters, plain_name
 from flatpeak.gradreg.regularizer import GradientRegularizer
+from flatpeak.gradreg.shards import pairwise_dots
 from support.distributed import (
     TASKS,
     Case,

@@ -1,4 +1,4 @@
-"""Two processes that share a gloo process group and run one function after another, started once for many tests."""
+"""Processes that share a gloo process group and run one function after another, started once for many tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 WORLD = 2
-COLLECTIVE_SECONDS = 30
+COLLECTIVE_SECONDS = 120
 """Seconds that a rank waits for another in a collective before gloo raises."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -34,11 +34,12 @@ class Ranks:
     ends the processes, and the next job starts new ones, so that no test sees what another left behind.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = WORLD) -> None:
+        self.world = world
         self.workers: list[tuple[SpawnProcess, Connection]] = []
         self.folder = Path()
 
-    def __call__(self, job: Callable[..., Any], *args: Any, timeout: float = 90.0, **settings: Any) -> list[Any]:
+    def __call__(self, job: Callable[..., Any], *args: Any, timeout: float = 240.0, **settings: Any) -> list[Any]:
         if not self.workers:
             self._start()
         for _, pipe in self.workers:
@@ -55,7 +56,7 @@ class Ranks:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End the processes of both ranks."""
+        """End the processes of all ranks."""
         for process, pipe in self.workers:
             process.kill()
             process.join()
@@ -67,9 +68,11 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        for rank in range(WORLD):
+        for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(self.folder / "store"), there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, str(self.folder / "store"), there), daemon=True
+            )
             process.start()
             there.close()
             self.workers.append((process, here))
@@ -87,7 +90,7 @@ class Ranks:
         return answers
 
 
-def _serve(rank: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     """One rank's life: join the group, then answer every job with (whether it went well, its result or traceback)."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     import torch
@@ -98,7 +101,7 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=WORLD,
+        world_size=world,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),
     )
     while True:

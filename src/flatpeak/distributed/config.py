@@ -1,0 +1,39 @@
+"""Configuration of training in several processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from flatpeak.utils.schema import StrictConfig
+
+
+class DistributedConfig(StrictConfig):
+    """The processes of a run, one per device, and what each of them holds of the model."""
+
+    processes: Annotated[int, Field(ge=1)] = 1
+    """Processes in all, on all nodes. `flatpeak train` starts them on one node, torchrun on one or several."""
+    strategy: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
+    """ddp: every process holds the whole model. fsdp2: each holds a share of weights, gradients and optimizer states,
+    and gathers a layer at a time. hsdp: shares lie within `shard_size` processes, whose groups hold the same."""
+    shard_size: Annotated[int, Field(ge=2)] | None = None
+    """Processes that one model is sharded over, for hsdp: as a rule those of a node."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DistributedConfig:
+        if (self.strategy == "hsdp") != (self.shard_size is not None):
+            raise ValueError(
+                "distributed.shard_size belongs to distributed.strategy=hsdp, which needs it: set both or neither"
+            )
+        if self.shard_size is not None and (self.processes % self.shard_size or self.shard_size == self.processes):
+            raise ValueError(
+                f"distributed.shard_size={self.shard_size} has to divide distributed.processes={self.processes} and be "
+                "less; strategy=fsdp2 shards over all of them"
+            )
+        return self
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a process holds only a share of the model."""
+        return self.strategy != "ddp"

@@ -1,0 +1,279 @@
+"""The ranks of a run and the messages between them: values, errors, stop signals, averages of gradients.
+
+All ranks run the same program on the same data, so that whatever they compute alike needs no message. What only one of
+them does (grading, writing files) goes through `first`, what each does a share of through `gather`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatpeak.distributed.config import DistributedConfig
+from flatpeak.distributed.launch import check_processes
+from flatpeak.errors import LostRankError, ReportedElsewhereError, StoppedError
+from flatpeak.runs.signals import StopSignals
+
+Value = TypeVar("Value")
+PATIENCE = timedelta(days=7)
+"""Limit of a collective: a judge may be down for hours while the first rank waits. The dead are noticed otherwise."""
+BUCKET = 2**24
+"""Numbers that one collective averages."""
+_BACKENDS_WORDS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe")
+SAME_SIGNAL_SECONDS = 2.0
+"""Signals within so many seconds are one: a launcher passes on what the terminal has sent already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks of a run, as one of them sees them. Alone, every method is the identity."""
+
+    rank: int = 0
+    size: int = 1
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes of tensors that this rank has given to collectives, by their purpose."""
+    _known: list[BaseException] = field(default_factory=list)
+    """Errors of this rank of which the others have been informed."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files, grades, and prints."""
+        return self.rank == 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all ranks, in their order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with lost_ranks_named():
+            dist.all_gather_object(values, value)
+        return values
+
+    def first(self, make: Callable[[], Value]) -> Value:
+        """The value that the first rank makes; where that raises, every rank does."""
+        if self.size == 1:
+            return make()
+        answer: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                answer[0] = make()
+            except Exception as error:
+                answer[1] = _as_reported(error, self.rank)
+                self._known.append(error)
+                self._broadcast(answer)
+                raise
+        self._broadcast(answer)
+        if answer[1] is not None:
+            raise answer[1]
+        return cast(Value, answer[0])
+
+    def _broadcast(self, answer: list[Any]) -> None:
+        with lost_ranks_named():
+            dist.broadcast_object_list(answer, src=0)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context of work without messages, after which the error of one rank is an error of all."""
+        if self.size == 1:
+            yield
+            return
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        errors = self.gather(None if failed is None else _as_reported(failed, self.rank))
+        earliest = next(((rank, error) for rank, error in enumerate(errors) if error is not None), None)
+        if earliest is None:
+            return
+        if failed is not None and earliest[0] == self.rank:
+            self._known.append(failed)
+            raise failed
+        raise earliest[1]
+
+    def knows(self, error: BaseException) -> bool:
+        """Whether all ranks are about to end by this error, so that they still answer each other."""
+        causes = [error, error.__cause__]
+        shared = isinstance(error, ReportedElsewhereError | StoppedError)
+        return self.size == 1 or shared or any(cause is known for cause in causes for known in self._known)
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace gradients by their mean over the ranks; one that a rank lacks counts as 0."""
+        if self.size == 1:
+            return
+        held = list(parameters)
+        if not held:
+            return
+        present = torch.tensor([parameter.grad is not None for parameter in held], device=held[0].device)
+        self.sum(present := present.int(), purpose="flags")
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter, count in zip(held, present.tolist(), strict=True):
+            if not count:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+        for alike in by_dtype.values():
+            for bucket in _buckets(alike):
+                self._average([cast(Tensor, parameter.grad) for parameter in bucket])
+
+    def _average(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self.sum(flat, purpose="gradients")
+        flat /= self.size
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, parts, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+    def sum(self, tensor: Tensor, *, purpose: str) -> None:
+        """Replace a tensor by its sum over the ranks."""
+        if self.size == 1:
+            return
+        self.sent[purpose] = self.sent.get(purpose, 0) + tensor.nbytes
+        with lost_ranks_named():
+            dist.all_reduce(tensor)
+
+
+ALONE = Ranks()
+"""The one process of a run that is not distributed."""
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    held = 0
+    for parameter in parameters:
+        if bucket and held + parameter.numel() > BUCKET:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(parameter)
+        held += parameter.numel()
+    if bucket:
+        yield bucket
+
+
+def _as_reported(error: Exception, rank: int) -> Exception:
+    """The error that the other ranks raise where one has this error."""
+    if isinstance(error, StoppedError | LostRankError):
+        return type(error)(str(error))
+    return ReportedElsewhereError(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+@contextmanager
+def lost_ranks_named() -> Iterator[None]:
+    """A context that raises LostRankError in place of a backend's error where another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _BACKENDS_WORDS.search(str(error)):
+            raise
+        raise LostRankError(f"another rank has ended ({str(error).strip().splitlines()[0]})") from error
+
+
+class SharedStopSignals(StopSignals):
+    """Stop signals on which all ranks agree at the end of a step: no rank stops while another goes on.
+
+    `received` is this rank's own. A launcher sends SIGTERM to those that are left when one has died: then there is
+    nothing to wait for, and LostRankError is raised at once.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.received: int | None = None
+        self._at = 0.0
+        hosts = ranks.gather((socket.gethostname(), os.getpid()))
+        self._neighbours = {
+            rank: pid for rank, (host, pid) in enumerate(hosts) if host == socket.gethostname() and rank != ranks.rank
+        }
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal asks this rank to stop, also before the others know of it."""
+        return self.received is not None
+
+    def agree(self) -> None:
+        """Make a signal that any rank has received that of all."""
+        signals = [number for number in self.ranks.gather(self.received) if number is not None]
+        if signals:
+            self.signal = max(signals)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        dead = [rank for rank, pid in self._neighbours.items() if _is_dead(pid)]
+        if dead:
+            raise LostRankError(f"rank {dead[0]} has ended")
+        now = time.monotonic()
+        if self.received is not None and now - self._at > SAME_SIGNAL_SECONDS:
+            raise KeyboardInterrupt
+        self.received, self._at = number, now
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:  # noqa: PTH123
+        return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    return False
+
+
+@contextmanager
+def open_ranks(config: DistributedConfig) -> Iterator[Ranks]:
+    """A context with the process group of a run; one process alone needs none.
+
+    An error in it is raised as it is on one rank alone, which prints it; the others raise ReportedElsewhereError.
+    """
+    check_processes(config)
+    if config.processes == 1:
+        yield ALONE
+        return
+    started = not dist.is_initialized()  # a caller who has made the group ends it too
+    if started:
+        _start_group()
+    ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
+    try:
+        yield ranks
+        with ranks.together():  # the first to leave would cut the others off
+            pass
+    except (ReportedElsewhereError, LostRankError):
+        raise
+    except Exception as error:
+        if not ranks.knows(error) and not _is_first_to_report():
+            raise ReportedElsewhereError(str(error)) from error
+        raise
+    if started:
+        dist.destroy_process_group()
+
+
+def _start_group() -> None:
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=PATIENCE)
+
+
+def _loopback() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _is_first_to_report() -> bool:
+    """Whether no other rank has reported an error of its own: several may have the same."""
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add("flatpeak/reported", 1) == 1)
+    except Exception:  # the process that kept the store is gone
+        return True

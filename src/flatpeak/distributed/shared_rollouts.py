@@ -1,0 +1,136 @@
+"""Rollouts of several ranks: each samples its share of the groups, the first alone grades, and all know everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from flatpeak.distributed.ranks import Ranks
+from flatpeak.protocols import ResumableSampler, Sampler
+from flatpeak.rewards.base import GradingBudget
+from flatpeak.rewards.checked_calls import Failures
+from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.workers.grading import Grading
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Scores
+
+
+class SharedSampler:
+    """A sampler whose requests the ranks divide.
+
+    A completion's random numbers depend on the seed, its prompt's id and its place in the group, so that it is the
+    same on every rank.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        ranks: Ranks,
+        *,
+        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`weights` is a context with the weights to sample from, which all ranks enter."""
+        self.sampler = sampler
+        self.ranks = ranks
+        self.weights = weights
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        """One group per prompt, in order; prompt p is sampled by rank p modulo their number."""
+        with self.weights(), self.ranks.together():
+            own = self.sampler.generate(
+                prompts[self.ranks.rank :: self.ranks.size], group_size=group_size, sampling=sampling, seed=seed
+            )
+        parts = self.ranks.gather([group.completions for group in own])
+        groups = [
+            Group(prompt=prompt, completions=_pick(parts, p, self.ranks.size)) for p, prompt in enumerate(prompts)
+        ]
+        if isinstance(self.sampler, NativeEngine):  # any rank may sample any prompt next time
+            for group in groups:
+                lengths = [len(completion.token_ids) for completion in group.completions]
+                self.sampler.expected_lengths[group.prompt.example.id] = sum(lengths) / len(lengths)
+        return groups
+
+    def state(self) -> Mapping[str, Any]:
+        """The state of the sampler, where it has one."""
+        return self.sampler.state() if isinstance(self.sampler, ResumableSampler) else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put back a saved state, where the sampler has one."""
+        if isinstance(self.sampler, ResumableSampler):
+            self.sampler.load(state)
+
+
+def _pick(parts: Sequence[Sequence[tuple[Completion, ...]]], p: int, size: int) -> tuple[Completion, ...]:
+    return parts[p % size][p // size]
+
+
+class SharedReward(RewardSet):
+    """A reward set that the first rank calls, with its processes, budgets and judges; the others learn the scores."""
+
+    def __init__(self, reward: RewardSet, ranks: Ranks) -> None:
+        self._own = reward
+        self._ranks = ranks
+        self._failed: dict[str, Failures] = {}
+        self._set([], workers=None, rules=False, budget=None, notice=None)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each component."""
+        return self._own.weights
+
+    @property
+    def judges(self) -> list[str]:
+        """The names of the components that are judges."""
+        return self._own.judges
+
+    @property
+    def failures(self) -> dict[str, Failures]:
+        """The failures of each component so far."""
+        return self._failed
+
+    def step_budget(self) -> GradingBudget | None:
+        """The seconds that one step of training may lose to answers without a verdict."""
+        return self._own.step_budget()
+
+    def grading(self) -> Grading | None:
+        """None: groups are graded once all ranks have sampled theirs."""
+        return None
+
+    def finish(
+        self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
+    ) -> Scores:
+        """The scores of a call."""
+
+        def score() -> tuple[Scores, dict[str, Failures]]:
+            return self._own(groups, budget=budget), self._own.failures
+
+        scores, self._failed = self._ranks.first(score)
+        return scores
+
+    def prepare(self, examples: Sequence[Example]) -> None:
+        """Let components check themselves; the first rank alone calls it, before it takes the run's directory."""
+        self._own.prepare(examples)
+
+    def check(self) -> None:
+        """Let components check themselves again."""
+        self._ranks.first(self._own.check)
+
+    def attach(self, directory: Path, *, stopping: Callable[[], bool]) -> None:
+        """Let components write into a run's directory."""
+        self._own.attach(directory, stopping=stopping)
+
+    def measured(self, scores: Scores) -> dict[str, float]:
+        """The components' metrics since the last call."""
+        return self._ranks.first(lambda: self._own.measured(scores))
+
+    def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
+        """The answer that a component reads in a completion."""
+        return self._own.answer(name, completion, prompt)
+
+    def close(self) -> None:
+        """Release the components' processes and connections."""
+        self._own.close()

@@ -1,0 +1,84 @@
+"""Recipes for several processes: what is refused, in one line, before any of them is started."""
+
+from __future__ import annotations
+
+import pytest
+
+import flatpeak
+from flatpeak.config.load import parse_config
+from flatpeak.distributed.config import DistributedConfig
+from flatpeak.distributed.launch import check_processes, is_repeated, needs_launch
+from flatpeak.errors import UserError
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+SHARDED = {"processes": 4, "strategy": "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ({"distributed": {"processes": 4, "strategy": "hsdp"}}, "shard_size belongs to"),
+        ({"distributed": {"processes": 4, "strategy": "ddp", "shard_size": 2}}, "shard_size belongs to"),
+        ({"distributed": {"processes": 6, "strategy": "hsdp", "shard_size": 4}}, "has to divide"),
+        ({"distributed": {"processes": 4, "strategy": "hsdp", "shard_size": 4}}, "strategy=fsdp2 shards over all"),
+        ({"distributed": {"processes": 0}}, "greater than or equal to 1"),
+        ({"distributed": SHARDED, "model": {"path": "x", "lora": {}, "quantization": "nf4"}}, "use distributed."),
+        ({"distributed": SHARDED, "optimizer": {"name": "adamw_8bit"}}, "optimizer.name=adamw_8bit"),
+        ({"distributed": SHARDED, "sft": {"optimizer": {"name": "adamw_8bit"}}}, "sft.optimizer.name=adamw_8bit"),
+        ({"distributed": SHARDED, "optimizer": {"offload": True}}, "optimizer.offload"),
+        ({"distributed": SHARDED, "training": {"compile": True}}, "training.compile"),
+        ({"distributed": SHARDED, "evaluation": {"sharpness": {}}}, "evaluation.sharpness"),
+        ({"distributed": SHARDED, "model": {"path": "x", "dtype": "bfloat16"}}, "model.dtype=bfloat16"),
+        (
+            {"distributed": {"processes": 2}, "gradient_regularization": {"strength": 0.1, "difference": "exact"}},
+            "use forward or central",
+        ),
+        (
+            {
+                "distributed": {"processes": 2},
+                "model": {"path": "x", "dropout": True},
+                "gradient_regularization": {"strength": 0.1, "group_fraction": 0.5},
+            },
+            "switch dropout off",
+        ),
+    ],
+)  # fmt: skip
+def test_what_several_processes_do_not_serve_is_refused_by_name(recipe, words):
+    with pytest.raises(UserError) as refused:
+        parse_config(recipe)
+    assert words in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_one_process_may_name_any_strategy():
+    assert parse_config({"distributed": {"strategy": "fsdp2"}, "optimizer": {"name": "adamw_8bit"}}).distributed.sharded
+
+
+def test_processes_are_started_where_torchrun_has_not(monkeypatch):
+    assert needs_launch(DistributedConfig(processes=2))
+    assert not needs_launch(DistributedConfig())
+    with pytest.raises(UserError, match="this is one process: start it with `flatpeak train RECIPE`"):
+        check_processes(DistributedConfig(processes=2))
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert not needs_launch(DistributedConfig(processes=2))
+    assert is_repeated()  # of two processes with the same error the second is silent
+
+
+def test_a_reward_model_is_trained_in_one_process_whoever_starts_it(monkeypatch, tmp_path):
+    recipe = {"run": {"directory": str(tmp_path)}, "task": {"type": "preferences", "path": "none.jsonl"}}
+    with pytest.raises(UserError, match=r"reward models are trained in one process: set distributed\.processes=1"):
+        flatpeak.train_reward_model(recipe, settings={"distributed.processes": 2})
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"trained in one process, and torchrun has started 2: leave torchrun out"):
+        flatpeak.train_reward_model(recipe)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_torchrun_without_the_section_says_what_to_write(monkeypatch, processes):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"write `distributed: \{processes: 2, strategy: ddp\}` into it, or add"):
+        needs_launch(DistributedConfig(processes=processes))

@@ -1,0 +1,68 @@
+"""Starting processes: how a run ends when one of them does, in one message."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import os, signal, sys, time
+rank, way = os.environ["RANK"], sys.argv[1]
+assert os.environ["WORLD_SIZE"] == "2"
+if way == "killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if way == "exits" and rank == "0":
+    sys.exit(2)
+if way == "lost" and rank == "1":
+    sys.exit(3)
+if way != "done":
+    time.sleep(60)
+"""
+LAUNCHER = """
+import json, sys, time
+from flatpeak.distributed.config import DistributedConfig
+from flatpeak.distributed.launch import launch
+said, results = [], {}
+for way in ("done", "killed", "exits", "lost"):
+    started = time.monotonic()
+    code = launch([way], DistributedConfig(processes=2), say=said.append, command=[sys.argv[1]])
+    results[way] = [code, said[:], time.monotonic() - started]
+    said.clear()
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    """By how one of two processes ends: the launcher's exit code, its messages, its seconds."""
+    script: Path = tmp_path_factory.mktemp("launch") / "rank.py"
+    script.write_text(RANK)
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, str(script)], capture_output=True, text=True, timeout=200)
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_a_run_whose_processes_are_done_is_done(ends):
+    assert ends["done"][:2] == [0, []]
+
+
+def test_a_killed_rank_ends_the_run_with_one_message_that_names_it(ends):
+    code, (message,), seconds = ends["killed"]
+    assert code == 1
+    assert message.startswith("rank 1 (process ")
+    assert message.endswith("was ended by SIGKILL, and the run with it: go on from its last checkpoint with --resume")
+    assert seconds < 30
+
+
+def test_the_exit_code_is_that_of_the_process_that_has_printed_its_error(ends):
+    assert ends["exits"][:2] == [2, []]
+
+
+def test_a_lost_connection_is_named_where_no_process_has_died_first(ends):
+    code, messages, _ = ends["lost"]
+    assert code == 1
+    assert messages == ["rank 1 lost the connection to the others: go on from the last checkpoint with --resume"]

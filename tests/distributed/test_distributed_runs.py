@@ -1,0 +1,111 @@
+"""Whole runs on two ranks: what they draw, save and log, how they are resumed, and how they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatpeak.runs.checkpoints import verify_checkpoint
+from support.distributed_runs import (
+    completions,
+    files,
+    largest_gap,
+    recipe,
+    rows,
+    train,
+    trainer_tensors,
+    weights,
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> Path:
+    """The run of one process."""
+    assert train(recipe(directory, "alone"))["code"] == 0
+    return directory / "alone"
+
+
+@pytest.fixture(scope="module")
+def shared(directory: Path, ranks) -> dict[str, Path]:
+    """The run of two ranks, by strategy."""
+    for strategy in ("ddp", "fsdp2"):
+        done = ranks(train, recipe(directory, strategy, processes=2, strategy=strategy))
+        assert [one.get("code") for one in done] == [0, 0], done
+    return {strategy: directory / strategy for strategy in ("ddp", "fsdp2")}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_draw_and_learn_what_one_process_does(alone, shared, strategy):
+    run = shared[strategy]
+    assert completions(run) == completions(alone)
+    assert len(completions(run)) == 4 * 5 * 4
+    assert largest_gap(weights(run), weights(alone)) < 1e-5
+    assert largest_gap(trainer_tensors(run), trainer_tensors(alone)) < 1e-5
+    for own, expected in zip(rows(run), rows(alone), strict=True):
+        assert own == pytest.approx(expected, abs=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_run_directory_is_that_of_one_process(alone, shared, strategy):
+    assert files(shared[strategy]) == files(alone)
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (shared[strategy], alone)]
+    assert [one["status"] for one in summaries] == ["done", "done"]
+    assert summaries[0]["checkpoints"] == summaries[1]["checkpoints"]
+    evaluations = [(run / "evaluations" / "train_000004.jsonl").read_text() for run in (shared[strategy], alone)]
+    assert [json.loads(line)["text"] for line in evaluations[0].splitlines()] == [
+        json.loads(line)["text"] for line in evaluations[1].splitlines()
+    ]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(directory, shared, alone, ranks):
+    half = {"training": {"steps": 2}}
+    for name, strategy in (("half", "ddp"), ("half_sharded", "fsdp2")):
+        ranks(train, recipe(directory, name, processes=2, strategy=strategy, **half))
+    assert train(recipe(directory, "half_sharded"), resume=True)["code"] == 0  # by one process
+    assert largest_gap(weights(directory / "half_sharded"), weights(alone)) < 1e-5
+    done = ranks(train, recipe(directory, "half", processes=2), resume=True)
+    assert [one["code"] for one in done] == [0, 0]
+    assert largest_gap(weights(directory / "half"), weights(shared["ddp"])) == 0  # by as many: bit for bit
+    assert largest_gap(trainer_tensors(directory / "half"), trainer_tensors(shared["ddp"])) == 0
+
+
+def test_what_one_process_has_saved_is_resumed_on_shards(directory, shared, alone, ranks):
+    assert train(recipe(directory, "begun_alone", training={"steps": 2}))["code"] == 0
+    done = ranks(train, recipe(directory, "begun_alone", processes=2, strategy="fsdp2"), resume=True)
+    assert [one.get("code") for one in done] == [0, 0], done
+    assert largest_gap(weights(directory / "begun_alone"), weights(alone)) < 1e-5
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(directory, ranks):
+    done = ranks(train, recipe(directory, "stopped", processes=2), fault="signal")
+    # The launcher ends what is left once a process ends with another code than 0: only the first rank's counts.
+    assert [one["code"] for one in done] == [143, 0]
+    run = directory / "stopped"
+    assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
+    assert (run / "checkpoints" / "last").resolve().name == "step_000003"
+    verify_checkpoint(run / "checkpoints" / "last")
+    assert not list(run.glob("**/.tmp*"))
+
+
+def test_an_error_of_one_rank_is_known_to_all_and_raised_once(directory, ranks):
+    first, second = ranks(train, recipe(directory, "failed", processes=2), fault="engine")
+    assert second == {"error": "ZeroDivisionError", "text": "a fault of this rank"}
+    assert first == {"error": "ReportedElsewhereError", "text": "rank 1: ZeroDivisionError: a fault of this rank"}
+    run = directory / "failed"
+    assert json.loads((run / "summary.json").read_text())["status"] == "failed"
+    assert (run / "checkpoints" / "last").resolve().name == "step_000002"
+    assert "a fault of this rank" in (run / "errors.log").read_text()
+
+
+def test_a_name_that_is_taken_is_refused_on_every_rank(directory, shared, ranks):
+    first, second = ranks(train, recipe(directory, "ddp", processes=2))
+    assert first["error"] == "UserError"
+    assert "exists: continue it with --resume" in first["text"]
+    assert second["error"] == "ReportedElsewhereError"

@@ -1,0 +1,136 @@
+"""Whole runs on ranks that a test has started: the job of each, faults that it may have, and what a run left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from support.runs import tiny_recipe
+
+Fault = Literal["signal", "engine"]
+ODD = "def odd(completion_ids):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
+"""A reward that differs within most groups, whatever the model says."""
+
+
+def recipe(directory: Path, name: str, *, processes: int = 1, strategy: str = "ddp", **sections: Any) -> dict[str, Any]:
+    """Four steps after three of SFT, with five groups for the ranks to share."""
+    reward = directory / "odd.py"
+    reward.write_text(ODD)
+    base = tiny_recipe(
+        directory,
+        run={"name": name, "checkpoint_every": 2},
+        rollout={"prompts_per_step": 5},
+        rewards={
+            "odd": {"type": "function", "function": f"{reward}:odd"},
+            "correctness": {"type": "number", "weight": 0.0},
+        },
+        sft={"steps": 3, "batch_size": 6},
+        training={"steps": 4},
+        evaluation={"every": 2},
+        distributed={"processes": processes, "strategy": strategy},
+    )
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values}
+    return base
+
+
+def train(recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | None = None) -> dict[str, Any]:
+    """The run of one process or rank: its exit code, or the class of its error."""
+    import flatpeak
+
+    if recipe["distributed"]["processes"] > 1:
+        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with ExitStack() as patches:
+        patches.enter_context(quick())
+        if fault is not None and dist.get_rank() == 1:
+            patches.enter_context(faulty(fault))
+        try:
+            result = flatpeak.train(recipe, progress=False, resume=resume)
+        except Exception as error:
+            return {"error": type(error).__name__, "text": str(error)}
+    return {"code": result.exit_code, "signal": result.summary.signal}
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """A context without the report's charts and the engine's self-test."""
+    import flatpeak.pipeline.lifecycle
+    import flatpeak.pipeline.train
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with (
+        patch.object(flatpeak.pipeline.lifecycle, "write_report", lambda path: path / "report.html"),
+        patch.object(flatpeak.pipeline.train, "announce_decoding", lambda *args, **settings: None),
+    ):
+        yield
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def faulty(fault: Fault) -> Iterator[None]:
+    """A context in which this rank gets a signal, or an error, in the third step."""
+    from flatpeak.rollout.engine import NativeEngine
+    from flatpeak.training.recorder import Recorder
+
+    begin, steps = Recorder.begin_step, list[int]()
+
+    def begin_step(self: Recorder, stage: Any, step: int) -> None:
+        if stage.name == "train":
+            steps.append(step)
+            if step == 3 and fault == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+        begin(self, stage, step)
+
+    generate = NativeEngine.generate
+
+    def fail_late(self: NativeEngine, *args: Any, **settings: Any) -> Any:
+        if fault == "engine" and 3 in steps:
+            raise ZeroDivisionError("a fault of this rank")
+        return generate(self, *args, **settings)
+
+    with patch.object(Recorder, "begin_step", begin_step), patch.object(NativeEngine, "generate", fail_late):
+        yield
+
+
+def weights(run: Path, checkpoint: str = "last") -> dict[str, Tensor]:
+    return load_file(run / "checkpoints" / checkpoint / "model.safetensors")
+
+
+def trainer_tensors(run: Path, checkpoint: str = "last") -> dict[str, Tensor]:
+    return load_file(run / "checkpoints" / checkpoint / "trainer" / "state.safetensors")
+
+
+def largest_gap(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name].float() - right[name].float()).abs().max()) for name in left)
+
+
+def completions(run: Path) -> list[list[int]]:
+    """The tokens of every completion of the run, in the order of its log."""
+    files = sorted((run / "rollouts").glob("*.jsonl"))
+    return [json.loads(line)["token_ids"] for file in files for line in file.read_text().splitlines()]
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without times and memory."""
+    dropped = ("time", "throughput", "memory")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{name: v for name, v in json.loads(line).items() if not name.startswith(dropped)} for line in lines]
+
+
+def files(run: Path) -> set[str]:
+    """Every file of a run, by its path in it."""
+    return {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
