@@ -55,7 +55,8 @@ def main() -> int:
     parser.add_argument("--figures", nargs="*", default=BEDS, help="draw the figures of these beds alone")
     given = parser.parse_args()
     check: bool = given.check
-    tables = {bed: read_table(HERE / f"{bed}.csv") for bed in (*TUNING, *BEDS) if (HERE / f"{bed}.csv").is_file()}
+    names = (*TUNING, *BEDS, "matched")
+    tables = {name: read_table(HERE / f"{name}.csv") for name in names if (HERE / f"{name}.csv").is_file()}
     files: dict[Path, str] = {}
     content = [provenance(tables), *(tuning_table(name, tables[name]) for name in TUNING if name in tables)]
     content += ["### Hypotheses", hypothesis_table(registered(tables)), hypothesis_table(registered_again(tables))]
@@ -83,11 +84,11 @@ def provenance(tables: Mapping[str, SweepTable]) -> str:
     """The commit and command behind each table."""
     rows = [
         [
-            f"[{bed}.csv](reward_hacking/{bed}.csv)",
+            f"[{name}.csv](reward_hacking/{name}.csv)",
             f"`{table.header['command']}`",
             table.header["commit"].split()[0][:10],
         ]
-        for bed, table in tables.items()
+        for name, table in tables.items()
     ]
     return "### Tables\n\n" + markdown(["Table", "Command", "Commit"], rows)
 
@@ -175,7 +176,7 @@ def matched_section(curves: SweepTable) -> str:
     ]
     title = (
         "### Sharpness at matched proxy reward\n\nShare of the proxy reward lost under weight noise of 0.6, as a run "
-        "first reaches a proxy reward; the number of seeds in brackets."
+        "first reaches a\nproxy reward (evaluated every 10 steps); the number of seeds in brackets."
     )
     return f"{title}\n\n" + markdown(["Arm", *(f"at {level:g}" for level in LEVELS)], rows)
 
