@@ -8,9 +8,11 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # vLLM needs an environment of its own: it pins its torch.
 VLLM_BIN := .venv-vllm/bin
 BENCH := benchmarks/out
-BENCH_PARTS ?= engine training_pass mixed_lengths step memory adapters time_to_accuracy
+BENCH_PARTS ?= engine engines training_pass mixed_lengths step memory adapters trackers ahead time_to_accuracy
 
-.PHONY: demo test check bench study study-report clean
+TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
+
+.PHONY: demo test test-vllm check wheel bench study study-report clean
 
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 demo: .venv/installed
@@ -25,12 +27,23 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 test: .venv/installed-dev
 	$(PYTEST)
 
+# A real vLLM on the CPU: half an hour on two idle cores. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
+test-vllm: export OMP_NUM_THREADS ?= 1
+test-vllm: .venv/installed-dev $(if $(FLATPEAK_VLLM_PYTHON),,.venv-vllm/installed)
+	FLATPEAK_VLLM_PYTHON=$(TEST_VLLM_PYTHON) $(BIN)/python -m pytest -m vllm -s tests/end_to_end/test_vllm.py
+
 check: .venv/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python tests/support/structure.py --check
 	$(PYTEST)
+
+# With kernels compiled for AVX2 and AVX-512, so that a machine without a compiler has them. Compiled on an old system
+# they run on newer ones; where they cannot be loaded, they are compiled anew or left.
+wheel: .venv/installed
+	$(BIN)/python -m flatpeak.kernels.native.build
+	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 # Less than an hour on two idle cores. `make bench QUICK=1` shows in minutes that everything works, and leaves RESULTS.md
 # alone; `make bench BENCH_PARTS="engine memory"` runs parts. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
@@ -41,10 +54,10 @@ bench: .venv/installed-dev $(if $(FLATPEAK_VLLM_PYTHON),,.venv-vllm/installed)
 	$(BIN)/python -m benchmarks.harness.report $(BENCH) $(if $(QUICK),--into $(BENCH)/RESULTS.md)
 
 # The sweeps of docs/results/reward_hacking.md, hours on two cores; stopped, they go on where they were. MKL is faster
-# than oneDNN for models this small (docs/results/LOG.md).
+# than oneDNN for models this small (docs/results/LOG.md); the tables are of rollouts by torch, whose bits are kept.
 STUDY := recipes/studies/reward_hacking
 STUDY_TABLES := docs/results/reward_hacking
-SWEEP := FLATPEAK_MATMUL=mkl $(BIN)/flatpeak sweep
+SWEEP := FLATPEAK_MATMUL=mkl FLATPEAK_KERNELS=torch $(BIN)/flatpeak sweep
 # Later sweeps take their strengths from the tables of the tuning ones.
 STUDY_COPY = for name in $$(ls runs/reward_hacking); do \
 		cp runs/reward_hacking/$$name/table.csv $(STUDY_TABLES)/$$name.csv; \
@@ -88,5 +101,5 @@ study-report: .venv/installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm $(BENCH) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm $(BENCH) dist build src/flatpeak/kernels/native/prebuilt .pytest_cache .mypy_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,7 +24,11 @@ LONGEST_FUNCTION = 50
 SHORTEST_FILE = 60
 """A shorter module that one other imports belongs into that one, unless it is in SHORT_FILES."""
 SHORT_FILES = {
+    "config.distribution": "refusals that read every section, apart from the rules of unused settings",
     "functional.kl": "the KL estimators stand beside the losses, each with its equation",
+    "functional.sampler_correction": "importance weights of the sampler, which are neither a ratio of the loss nor one",
+    "policy.precision": "what rounds below float32, apart from the policy that asks",
+    "pipeline.shared_components": "what the ranks of a run share, apart from the components of one process",
 }
 UNIONS = {"flatpeak.tasks.config", "flatpeak.rewards.config"}
 

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.plan import build_plan
 from flatpeak.policy.compatibility import PROVEN
 from flatpeak.rewards.base import ComponentScores, Scorer
+from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.training.peak_memory import ProcessPeak
@@ -83,6 +85,13 @@ class Faulty(Scorer):
         return None
 
 
+class Versioned(NativeEngine):
+    """A sampler that states the version of the policy."""
+
+    def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Group]:
+        return [replace(group, version=0) for group in super().generate(prompts, **settings)]
+
+
 def defined_metrics() -> list[str]:
     rows = re.findall(r"^\| `([^`]+)` \|", read(ROOT / "docs" / "metrics.md").partition("## Files of a run")[0], re.M)
     assert len(rows) > 30
@@ -107,8 +116,13 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
         },
     )
     task = SimpleNamespace(name=TASK, train=sums[:6], test=sums[6:])
-    result = train(config, task=task, reward={PARTS[0]: varied, PARTS[1]: (Faulty(), 0)})
-    rows = read_metrics(result.path / "metrics.jsonl")
+    reward = {PARTS[0]: varied, PARTS[1]: (Faulty(), 0)}
+    rows = read_metrics(train(config, task=task, reward=reward).path / "metrics.jsonl")
+    corrected = recipe(
+        objective={"sampler_correction": {"type": "truncate"}}, training={"steps": 1}, evaluation={"every": 0}
+    )
+    again = train(corrected, task=task, reward=reward, sampler=Versioned, overwrite=True)
+    rows += read_metrics(again.path / "metrics.jsonl")
     assert {row["stage"] for row in rows} == {"sft", "train", "eval"}
     defined = defined_metrics()
     if not ProcessPeak().reset():  # in a sandbox, or on another system than Linux

@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu.engine --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
 
+flatpeak decodes by native kernels where it can, named below the table as the decoder; "flatpeak, torch" does without.
 Each contender is a process of its own with one thread, which draws a step's completions when it is its turn. All keep
 to the same weights, prompts, limits and plain sampling at temperature 1. flatpeak and vLLM return the log-probability
 of every token, as training needs; transformers does not, and so is spared that. flatpeak returns text too. vLLM
@@ -21,6 +22,7 @@ from benchmarks.harness.models import save_model
 from benchmarks.harness.runner import Row, Run, main, model_directory, say
 from benchmarks.harness.workers import ROOT, Worker, measure_in_turn
 from benchmarks.harness.workloads import Workload, workload
+from flatpeak.policy.native_decoding import TORCH
 
 ROWS = {
     f"{size}, {lengths}": (size, lengths)
@@ -28,6 +30,8 @@ ROWS = {
     for lengths in ("skewed", "uniform, long prompts", "uniform, short prompts")
     if size != "45M" or lengths == "skewed"
 }
+KERNELS = {"flatpeak": "auto", "flatpeak, torch": "torch"}
+"""Contender: FLATPEAK_KERNELS."""
 TRANSFORMERS = ("transformers generate", "transformers generate_batch")
 VLLM = {"vLLM": False, "vLLM eager": True}
 """Contender: whether vLLM is kept from compiling the model."""
@@ -39,6 +43,8 @@ VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 """1 GiB of cache is more than any row fills; one process, so that its CPU time is all there is."""
+REPORTED = ("vllm", "parameters", "decoder")
+"""What contenders report that the result names; of decoders, the native one."""
 UNCOUNTED = 2
 """vLLM's first round compiles kernels, and its second still takes longer than those that follow."""
 
@@ -62,7 +68,7 @@ def measure(run: Run, name: str) -> Row:
             contenders(run, work, model), uncounted=UNCOUNTED, repeats=run.repeats, say=say
         )
     versions = {
-        key: value for facts in reported.values() for key, value in facts.items() if key in ("vllm", "parameters")
+        key: value for facts in reported.values() for key, value in facts.items() if key in REPORTED and value != TORCH
     }
     return {"workload": asdict(work), "contenders": measurements, "failures": failures, "reported": versions}
 
@@ -71,13 +77,14 @@ def contenders(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], 
     """Worker starters by contender. Continuous batching, always the slowest, is shown at the smallest size only."""
     arguments = {"workload": asdict(work), "model": str(model)}
     starts: dict[str, Callable[[], Worker]] = {}
-    for contender in ("flatpeak", *TRANSFORMERS):
+    for contender in (*KERNELS, *TRANSFORMERS):
         if contender != "transformers generate_batch" or work.size == "1M":
             starts[contender] = partial(
                 Worker,
                 "benchmarks.cpu.engine_worker",
-                {**arguments, "contender": contender},
+                {**arguments, "contender": contender.partition(",")[0]},
                 log=run.log(contender, work.size, work.lengths),
+                environment={"FLATPEAK_KERNELS": KERNELS[contender]} if contender in KERNELS else None,
             )
     python = vllm_python()
     if python is None:

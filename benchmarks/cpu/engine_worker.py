@@ -19,6 +19,8 @@ from flatpeak.types import Example, Prompt, SamplingParams
 
 Draw = Callable[[list[list[int]], int], list[list[int]]]
 """Prompts and a seed in, `group` completions per prompt out."""
+Facts = dict[str, str]
+"""What a contender reports of itself."""
 
 
 def main() -> None:
@@ -29,8 +31,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load_model(arguments["model"]).eval(), load_tokenizer(arguments["model"])
     meter.loaded()
-    draw = DRAWS[arguments["contender"]](model, tokenizer, work)
-    parent.send(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    draw, facts = DRAWS[arguments["contender"]](model, tokenizer, work)
+    parent.send(parameters=sum(parameter.numel() for parameter in model.parameters()), **facts)
     while True:
         step = parent.receive()["round"]
         prompts = prompt_ids(work, step)
@@ -40,9 +42,10 @@ def main() -> None:
         parent.send(tokens=sum(useful_tokens(sequence) for sequence in completions), **spent)
 
 
-def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
+def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Facts]:
     """Sample with log-probabilities and decoded text, as training takes them."""
-    engine = NativeEngine(Policy(model, tokenizer), max_rows=work.prompts * work.group)
+    policy = Policy(model, tokenizer)
+    engine = NativeEngine(policy, max_rows=work.prompts * work.group)
     sampling = SamplingParams(max_new_tokens=work.limits.cap)
 
     def draw(prompts: list[list[int]], seed: int) -> list[list[int]]:
@@ -53,10 +56,10 @@ def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
         groups = engine.generate(asked, group_size=work.group, sampling=sampling, seed=seed)
         return [list(completion.token_ids) for group in groups for completion in group.completions]
 
-    return draw
+    return draw, {"decoder": policy.decoded_with or ""}
 
 
-def generate_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
+def generate_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Facts]:
     """Sample one batch of all rows, padded on the left, without log-probabilities."""
     config = generation_config(work)
 
@@ -70,10 +73,10 @@ def generate_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
             ids = model.generate(input_ids=ids_NL, attention_mask=mask_NL, generation_config=config)
         return ids[:, longest:].tolist()  # type: ignore[no-any-return]
 
-    return draw
+    return draw, {}
 
 
-def generate_batch_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
+def generate_batch_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Facts]:
     """Sample by continuous batching, with a cache that fits the workload, without log-probabilities."""
     from transformers.generation import ContinuousBatchingConfig
 
@@ -89,7 +92,7 @@ def generate_batch_draw(model: Any, tokenizer: Any, work: Workload) -> Draw:
             )
         return [output.generated_tokens for output in outputs.values()]
 
-    return draw
+    return draw, {}
 
 
 def generation_config(work: Workload) -> GenerationConfig:
@@ -106,7 +109,7 @@ def generation_config(work: Workload) -> GenerationConfig:
     )
 
 
-DRAWS: dict[str, Callable[[Any, Any, Workload], Draw]] = {
+DRAWS: dict[str, Callable[[Any, Any, Workload], tuple[Draw, Facts]]] = {
     "flatpeak": flatpeak_draw,
     "transformers generate": generate_draw,
     "transformers generate_batch": generate_batch_draw,

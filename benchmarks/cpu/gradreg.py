@@ -79,7 +79,10 @@ def main() -> None:
         torch.set_num_threads(config.run.threads)
     components = build_components(config, CallerObjects(), checkpoint=None, progress=SilentProgress())
     imitate(components, config, steps=arguments.sft_steps)
-    trainers = {name: build_trainer(components, config, fields) for name, fields in VARIANTS.items()}
+    trainers = {}
+    for name, fields in VARIANTS.items():
+        regularized = config.model_copy(update={"gradient_regularization": GradientRegularizationConfig(**fields)})
+        trainers[name] = build_trainer(components, regularized, NoRecorder())
     updates = minibatches_of_a_step(trainers[PLAIN])
     rows = measure(trainers, updates, repeats=arguments.rounds)
     print(table(rows, updates, components))
@@ -99,13 +102,13 @@ def imitate(components: Components, config: RunConfig, *, steps: int) -> None:
         )
 
 
-def build_trainer(components: Components, config: RunConfig, fields: dict[str, Any]) -> Trainer:
-    """The trainer of a run of this recipe, with these fields of gradient_regularization."""
+def build_trainer(components: Components, config: RunConfig, recorder: Any) -> Trainer:
+    """The trainer of a run of this recipe."""
     learner = build_learner(
         components.policy,
         Objective(config=config.objective, kl=config.kl),
         config.optimizer,
-        GradientRegularizationConfig(**fields),
+        config.gradient_regularization,
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.training.micro_batch_tokens,
         notice=print,
@@ -118,7 +121,7 @@ def build_trainer(components: Components, config: RunConfig, fields: dict[str, A
         config=TrainerConfig(
             seed=config.run.seed, rollout=config.rollout, advantage=config.advantage, training=config.training
         ),
-        recorder=NoRecorder(),  # type: ignore[arg-type]
+        recorder=recorder,
     )
 
 

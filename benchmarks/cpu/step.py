@@ -2,9 +2,10 @@
 
     python -m benchmarks.cpu.step --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
 
-Both run in processes of their own with one thread, through their public entry points and with their logs on, and take
-turns step by step. TRL runs without gradient checkpointing and in float32, on transformers' generate; at 1M also on
-transformers' continuous batching. Compared are response tokens per CPU-second, as the two draw different answers.
+All run in processes of their own with one thread, through their public entry points and with their logs on, and take
+turns step by step. flatpeak decodes by native kernels where it can, "flatpeak, torch" without. TRL runs without
+gradient checkpointing and in float32, on transformers' generate; at 1M also on transformers' continuous batching.
+Compared are response tokens per CPU-second, as flatpeak and TRL draw different answers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ ROWS = {
     for lengths in LENGTHS
     if lengths != "vocabulary 32k"
 }
+FLATPEAK: dict[str, dict[str, object]] = {
+    "flatpeak": {"contender": "flatpeak"},
+    "flatpeak, torch": {"contender": "flatpeak", "settings": {"rollout": {"kernels": "torch"}}},
+}
 UNCOUNTED = 2
 """The set-up with the first rollout, which is no step, and then one step to warm up."""
 
@@ -33,8 +38,8 @@ def measure(run: Run, name: str) -> Row:
     """Measure all contenders on one workload."""
     size, lengths = ROWS[name]
     work = workload(size, lengths)
-    contenders = ["flatpeak", "TRL generate"] + ["TRL generate_batch"] * (name == "1M, skewed")
-    return compare(run, work, {contender: {"contender": contender} for contender in contenders})
+    trl = ["TRL generate"] + ["TRL generate_batch"] * (name == "1M, skewed")
+    return compare(run, work, FLATPEAK | {contender: {"contender": contender} for contender in trl})
 
 
 def compare(run: Run, work: Workload, contenders: dict[str, dict[str, object]]) -> Row:

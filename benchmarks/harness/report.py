@@ -70,7 +70,7 @@ def measured_on(content: Mapping[str, Any]) -> str:
     facts = content["facts"]
     hardware, versions = facts["hardware"], dict(facts["versions"])
     for row in content["rows"]:
-        versions |= {name: value for name, value in row.get("reported", {}).items() if name == "vllm"}
+        versions |= {name: value for name, value in row.get("reported", {}).items() if name in ("vllm", "decoder")}
     commit = facts["commit"]["flatpeak"] or "unknown"
     named = ", ".join(f"{name} {value}" for name, value in versions.items() if value and name != "safetensors")
     minutes = sum(row["seconds"] for row in content["rows"]) / 60

@@ -30,7 +30,22 @@ RATE_HEAD = (
     "Must / aim",
     "",
 )
+TRACKER_HEAD = ("Workload", "Recorded by", "CPU-s per step", "Share of the step", "Aim", "", "Once in a run, CPU-s")
 TIME_HEAD = ("Start", "Contender", "Steps", "CPU-s", "s", "Peak, MiB", "Ratio", "Must / aim", "")
+TRACKER_SHARE = 0.02
+"""The share of a step's CPU time that a tracker may take."""
+
+ENGINE_HEAD = (
+    "Workload",
+    "Engine",
+    "Tokens per CPU-s",
+    "Tokens per s",
+    "CPU-s",
+    "s",
+    "Weight update, CPU-s",
+    "s",
+    "Native over it",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +63,52 @@ def speeds(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> s
     )
 
 
+def paces(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> str:
+    """Tokens per second of every contender, and ours over theirs per second of wall time."""
+    pace = lambda measurements: rates(measurements, "wall")  # noqa: E731
+    return _table(RATE_HEAD, _rate_lines(rows, ours=ours, wanted=wanted, compared=pace))
+
+
 def peaks(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> str:
     """Tokens per second of every contender, and ours over theirs in peak memory."""
     peak = lambda measurements: column(measurements, "peak_mib")  # noqa: E731
     return _table(RATE_HEAD, _rate_lines(rows, ours=ours, wanted=wanted, compared=peak))
 
 
+def tracker_costs(rows: Sequence[Mapping[str, Any]]) -> str:
+    """CPU time of each tracker for a step, beside the step's own."""
+    return _table(TRACKER_HEAD, _tracker_lines(rows))
+
+
 def times(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> str:
     """Time until the goal; the ratio is that of CPU time. A last line has the medians over the starts."""
     return _table(TIME_HEAD, _time_lines(rows, ours=ours, wanted=wanted))
+
+
+def engines(rows: Sequence[Mapping[str, Any]], *, ours: str) -> str:
+    """Tokens per second of every engine, and the time of a weight update apart."""
+    return _table(ENGINE_HEAD, _engine_lines(rows, ours=ours))
+
+
+def _engine_lines(rows: Sequence[Mapping[str, Any]], *, ours: str) -> Iterator[list[str]]:
+    for row in rows:
+        contenders: Mapping[str, Sequence[Measurement]] = row["contenders"]
+        mine = contenders.get(ours)
+        for name, measurements in contenders.items():
+            relative = ratio(rates(mine, "cpu"), rates(measurements, "cpu")) if mine and name != ours else None
+            yield [
+                row["name"],
+                name,
+                format_spread(spread(rates(measurements, "cpu"))),
+                format_number(spread(rates(measurements, "wall")).middle),
+                *(
+                    format_number(spread(column(measurements, what)).middle)
+                    for what in ("cpu", "wall", "update_cpu", "update_wall")
+                ),
+                format_spread(relative) if relative else "",
+            ]
+        for name, reason in row.get("failures", {}).items():
+            yield [row["name"], name, f"failed: {last_line(reason)}", *[""] * 6]
 
 
 def _rate_lines(
@@ -112,6 +164,26 @@ def _time_lines(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted)
             yield ["median", name, *cells, "", *_judged(compared, wanted("median", name), name != ours)]
 
 
+def _tracker_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    for row in rows:
+        step = column(row["contenders"]["step"], "cpu")
+        yield [row["name"], "none: the step itself", format_spread(spread(step)), *[""] * 4]
+        for name, measurements in row["contenders"].items():
+            if name == "step":
+                continue
+            share = ratio(column(measurements, "cpu"), step)
+            percent = Spread(middle=100 * share.middle, low=100 * share.low, high=100 * share.high)
+            yield [
+                row["name"],
+                f"{name} {row['versions'][name]}",
+                format_spread(spread(column(measurements, "cpu"))),
+                f"{format_spread(percent)} %",
+                f"{100 * TRACKER_SHARE:g} %",
+                "aim reached" if share.middle <= TRACKER_SHARE else "**misses**",
+                format_number(row["once"][name]),
+            ]
+
+
 def _judged(relative: Spread | None, target: Target | None, other: bool) -> list[str]:
     """Ratio, what is wanted, and the verdict; nothing for flatpeak beside itself."""
     if not other:
@@ -151,6 +223,10 @@ BENCHMARKS = {
         title="Rollouts: flatpeak's engine beside vLLM and transformers",
         table=lambda rows: speeds(rows, ours="flatpeak", wanted=engine_target),
     ),
+    "engines": Benchmark(
+        title="Rollouts by each engine, weight updates apart",
+        table=lambda rows: engines(rows, ours="native"),
+    ),
     "step": Benchmark(
         title="Whole GRPO steps beside TRL",
         table=lambda rows: speeds(rows, ours="flatpeak", wanted=step_target),
@@ -170,6 +246,11 @@ BENCHMARKS = {
     "adapters": Benchmark(
         title="Adapters and memory savers beside full training and TRL",
         table=lambda rows: speeds(rows, ours="flatpeak LoRA", wanted=adapters_target),
+    ),
+    "trackers": Benchmark(title="What trackers cost", table=tracker_costs),
+    "ahead": Benchmark(
+        title="Rollouts ahead beside synchronous steps",
+        table=lambda rows: paces(rows, ours="ahead", wanted=lambda row, name: None),
     ),
     "time_to_accuracy": Benchmark(
         title="Time to an accuracy of 0.9 beside TRL",

@@ -8,9 +8,10 @@ from benchmarks.harness.statistics import Target
 def engine_target(row: str, contender: str) -> Target | None:
     """Tokens per CPU-second of rollouts."""
     size, lengths = row.split(", ", 1)
-    if contender.startswith("vLLM"):
-        wanted = {"1M": Target(must=1.0, aim=1.5), "7M": Target(must=0.8, aim=1.2)}
-        return wanted.get(size) if lengths == "skewed" else None
+    if contender == "vLLM":
+        skewed = {"1M": Target(must=3, aim=4.5), "7M": Target(must=1.7, aim=2.4)}
+        uniform = {"1M": Target(must=2.5, aim=2.5), "7M": Target(must=1.6, aim=1.6)}
+        return (skewed if lengths == "skewed" else uniform).get(size)
     if contender == "transformers generate":
         return Target(must=3, aim=5) if lengths == "skewed" else Target(must=1.2, aim=1.5)
     return None
@@ -19,6 +20,8 @@ def engine_target(row: str, contender: str) -> Target | None:
 def step_target(row: str, contender: str) -> Target | None:
     """Response tokens per CPU-second of whole steps."""
     size, lengths = row.split(", ", 1)
+    if contender == "flatpeak, torch":
+        return {"1M": Target(must=2, aim=2.6), "7M": Target(must=1.5, aim=1.8)}.get(size)
     if lengths == "skewed":
         return Target(must=3, aim=5) if size == "1M" else Target(must=2.5, aim=4)
     return Target(must=1.5, aim=2.5) if lengths == "uniform, long prompts" else Target(must=1.0, aim=1.5)

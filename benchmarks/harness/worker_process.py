@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,11 @@ class ParentPipe:
         self._out.write(json.dumps(facts) + "\n")
         self._out.flush()
 
-    def receive(self) -> dict[str, Any]:
-        """Wait for the next command; the process ends when there is none left."""
+    def receive(self, *, at_end: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Wait for the next command; the process ends, after `at_end`, when there is none left."""
         line = sys.stdin.readline()
         if not line:
+            at_end()
             os._exit(0)  # from inside a trainer's reward function there is no other way out
         command: dict[str, Any] = json.loads(line)
         return command

@@ -37,6 +37,14 @@ class StoppedError(Exception):
     """A stop signal during a wait; nothing of what was waited for is kept."""
 
 
+class ReportedElsewhereError(RunError):
+    """The error of another rank, which reports it: this one ends silently."""
+
+
+class LostRankError(RunError):
+    """The end of another rank, which this one was waiting for."""
+
+
 def explain(error: Exception, text: str) -> None:
     """Attach a line that explains an unexpected error whose traceback is kept elsewhere."""
     error.add_note(_EXPLAINED + text)

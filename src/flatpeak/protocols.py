@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -40,6 +41,13 @@ class StreamingSampler(Sampler, Protocol):
         """The groups of `generate`, each once with the index of its prompt, in the order in which they finish."""
         ...
 
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        """One group per prompt, in order; a class that names this protocol as its base has it from here."""
+        groups = dict(self.stream(prompts, group_size=group_size, sampling=sampling, seed=seed))
+        return [groups[p] for p in range(len(prompts))]
+
 
 @runtime_checkable
 class ResumableSampler(Sampler, Protocol):
@@ -51,6 +59,70 @@ class ResumableSampler(Sampler, Protocol):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Put back a saved state, before the first request of a resumed run; empty where the checkpoint has none."""
+        ...
+
+
+@runtime_checkable
+class AheadSampler(Sampler, Protocol):
+    """A sampler that draws a later request while the policy is trained; recognized by its method `ahead`."""
+
+    def use_version(self, version: int) -> None:
+        """Set the version of the policy as it is now: the number of its steps."""
+        ...
+
+    def ahead(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> AbstractContextManager[None]:
+        """A context, left when the request is drawn by the policy as it was on entry."""
+        ...
+
+    def drawn(self) -> dict[str, Any] | None:
+        """The drawn request as JSON, for a checkpoint; None where there is none."""
+        ...
+
+    def restore(self, drawn: dict[str, Any] | None) -> None:
+        """Put back what a checkpoint has of it."""
+        ...
+
+
+@runtime_checkable
+class MeasuredSampler(Sampler, Protocol):
+    """A sampler with metrics of its own; recognized by its method `measured`."""
+
+    def measured(self) -> Mapping[str, float]:
+        """The metrics of the requests since the last call."""
+        ...
+
+
+class ServedPolicy(Protocol):
+    """The part of a policy that servers need in order to draw its completions."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends a completion."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that decodes completions."""
+        ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of tokens that the output layer has logits of."""
+        ...
+
+    @property
+    def adapted(self) -> bool:
+        """Whether only adapters change, and are all that is saved."""
+        ...
+
+    def saved_weights(self) -> Sequence[Tensor]:
+        """The weights that `save_weights` writes."""
+        ...
+
+    def save_weights(self, directory: Path, *, head: bool = False) -> None:
+        """Write the weights, or the adapters, in Hugging Face format; `head`: a tied output layer by itself too."""
         ...
 
 
@@ -86,7 +158,10 @@ class Tokenizer(Protocol):
 
 
 class DecodeState(Protocol):
-    """The keys and values of prompts, by entry, and of the completions being decoded, by slot."""
+    """The keys and values of prompts, by entry, and of the completions being decoded, by slot.
+
+    It may have a method `drawing(buffer)`, which returns what draws the tokens of a CompletionBuffer in its stead.
+    """
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
         """Begin completions in these slots, each of the prompt in its entry."""
@@ -141,14 +216,22 @@ class Decoder(Protocol):
 
 
 class Tracker(Protocol):
-    """A destination of metrics besides `metrics.jsonl` (Weights & Biases, TensorBoard, ...)."""
+    """A destination of what a run records besides its own files (Weights & Biases, TensorBoard, ...)."""
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record one step's metrics."""
+    def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
+        """Record a row of `metrics.jsonl`."""
         ...
 
-    def close(self) -> None:
-        """Flush buffers and close the connection."""
+    def wants_completions(self, step: int) -> bool:
+        """Whether this step of RL gets a table of completions."""
+        ...
+
+    def log_completions(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
+        """Record completions of a step of RL, rows as in the rollouts' files."""
+        ...
+
+    def log_evaluation(self, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """Record an evaluation: task, metrics and intervals, and rows as in the evaluations' files."""
         ...
 
 

@@ -92,6 +92,8 @@ class Completion:
     """The tokens decoded, without special tokens."""
     filtered_logprobs: tuple[float, ...] | None = None
     """With top-p or top-k: the log-probability under the filtered, renormalized distribution. Else None."""
+    weight_version: int | None = None
+    """Counts the weight updates of the servers that drew it; None for engines on the trainer's own weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +102,8 @@ class Group:
 
     prompt: Prompt
     completions: tuple[Completion, ...]
+    version: int | None = None
+    """The version of the policy that drew it, the number of its steps; None where the sampler does not say."""
 
 
 Score = float | None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.cpu.training_pass import gradient_differences
 from benchmarks.harness.statistics import Spread, Target, first_reaching, rates, ratio, spread
-from benchmarks.harness.tables import format_number, format_spread, speeds, times
+from benchmarks.harness.tables import engines, format_number, format_spread, speeds, times
 from safetensors.torch import save_file
 
 FASTER = Target(must=1.5, aim=2)
@@ -86,6 +86,19 @@ def test_a_table_of_speeds_has_a_line_for_each_contender_and_marks_what_loses() 
         "| 1M | slow | 25 (20 to 25) | 12.5 | 4 | 8 | 10 | 2 (2 to 4) | 1.5 / 2 | aim reached |",
         "| 1M | fast | 100 | 50 | 1 | 2 | 10 | 0.5 (0.5 to 1) |  | **loses** |",
         "| 1M | broken | failed: ValueError: a / b |  |  |  |  |  |  |  |",
+    ]
+
+
+def test_a_table_of_engines_has_the_weight_update_apart() -> None:
+    update = {"update_cpu": 0.25, "update_wall": 0.5}
+    contenders = {
+        "native": [one | dict.fromkeys(update, 0.0) for one in measurements(1.0, 2.0, 4.0)],
+        "vLLM over HTTP": [one | update for one in measurements(2.0, 8.0, 8.0)],
+    }
+    lines = engines([{"name": "1M", "contenders": contenders}], ours="native").splitlines()
+    assert lines[2:] == [
+        "| 1M | native | 50 (25 to 100) | 25 | 2 | 4 | 0 | 0 |  |",
+        "| 1M | vLLM over HTTP | 12.5 (12.5 to 50) | 6.25 | 8 | 16 | 0.25 | 0.5 | 4 (2 to 4) |",
     ]
 
 

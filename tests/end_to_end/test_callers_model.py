@@ -70,7 +70,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], tuple[Any, str] | None, BaseException |
     "probe": ({}, (policy_model, "probe"), ForeignError()),
     "interrupted probe": ({}, (policy_model, "probe"), KeyboardInterrupt()),
     "trial of the engine": ({}, (pipeline_train, "announce_decoding"), ForeignError()),
-    "evaluation": ({}, (pipeline_build, "PolicyEvaluator"), ForeignError()),
+    "evaluation": ({}, (pipeline_build, "build_evaluator"), ForeignError()),
     "first update": ({}, (Learner, "update"), ForeignError()),
     "interrupted update": ({}, (Learner, "update"), KeyboardInterrupt()),
     "interrupted backward pass": ({}, (learner, "weighted_sum"), KeyboardInterrupt()),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flatpeak.kernels.matmul import SETTING, onednn_is_faster
+from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.policy.linears import FastLinear
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
@@ -68,14 +69,23 @@ def test_two_hundred_steps_hold_no_tensor_and_no_memory_that_twenty_did_not(
     assert end[1] - settled[1] < RESIDENT_BOUND
 
 
-@pytest.fixture
-def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
-    """A policy whose layers are packed for decoding."""
+@pytest.fixture(params=["torch", "native"])
+def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
+    """A policy whose layers are packed for decoding, by oneDNN or for the native kernels."""
     monkeypatch.setenv(SETTING, "onednn")
     onednn_is_faster.cache_clear()
     if not onednn_is_faster():
         pytest.skip("torch was built without oneDNN")
-    yield make_policy(**LIBRARIES_SERVE)
+    made = make_policy(**LIBRARIES_SERVE)
+    made.kernels.setting = request.param
+    if request.param == "native":
+        try:
+            library()
+        except UnavailableError as unavailable:
+            pytest.skip(str(unavailable))
+        with made.decoding():  # which tests the kernels once
+            pass
+    yield made
     onednn_is_faster.cache_clear()
 
 
@@ -98,6 +108,8 @@ def caches(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any
 
 
 def packed(policy: Policy) -> list[bool]:
+    if policy.kernels.setting == "native":
+        return [policy._packed is not None]
     return [layer.packed is not None for layer in policy.model.modules() if isinstance(layer, FastLinear)]
 
 

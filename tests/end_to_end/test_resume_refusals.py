@@ -17,6 +17,7 @@ from flatpeak.pipeline.chat import chat_loop
 from flatpeak.pipeline.compare import compare_checkpoints, locate_model
 from flatpeak.policy import model as policy_model
 from flatpeak.policy.model import Policy
+from flatpeak.policy.native_decoding import SETTING, KernelChoice
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer
 from support.models import run_model
@@ -126,6 +127,27 @@ def test_a_run_that_goes_on_with_another_engine_says_so(
     assert messages[1][0].startswith(
         "the run goes on with another engine than it had, generate in place of native (logits differ by 0.1)"
     )
+
+
+def test_a_run_that_goes_on_with_other_kernels_says_so(
+    recipe: Recipe, train: Train, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SETTING, "torch")
+    train(recipe(), reward=odd)
+    same, other = watch(), watch()
+    train(recipe(training={"steps": 3}), reward=odd, resume=True, progress=same)
+    monkeypatch.setattr(KernelChoice, "name", lambda choice, policy: "kernels-a (GCC 14)")
+    train(recipe(training={"steps": 4}), reward=odd, resume=True, progress=other)
+    messages = [
+        [notice for notice in watcher.notices if "other decoding kernels" in notice] for watcher in (same, other)
+    ]
+    assert messages[0] == []
+    assert messages[1] == [
+        "the run goes on with other decoding kernels than it had, kernels-a (GCC 14) in place of torch: from here on "
+        "its log-probabilities may differ in their last bits from an uninterrupted run's"
+    ]
+    with pytest.raises(UserError, match=r"changed recipe \(rollout\.kernels: auto -> torch\)"):
+        train(recipe(training={"steps": 5}, rollout={"kernels": "torch"}), reward=odd, resume=True)
 
 
 def test_what_sft_needed_is_freed_before_rl_begins(recipe: Recipe, train: Train, watch: Watch) -> None:

@@ -129,6 +129,7 @@ def test_threads_that_are_no_number_are_refused_by_name(tmp_path: Path, threads:
     [
         ({"axes": {"optimizer.lerning_rate": [1]}}, r"base,lerning_rate=1/seed-1: unknown key optimizer.lerning_rate"),
         ({"arms": {"a": {"settings": {"kl.coefficient": "much"}}}}, r"a/seed-1: kl\.coefficient=much"),
+        ({"settings": {"distributed.processes": 2}}, "base/seed-1: runs of a sweep are trained in one process"),
         ({"recipe": "none.yaml"}, r"recipe .*none\.yaml not found"),
         ({"arms": {"a": {"recipe": "none.yaml"}}}, r"recipe .*none\.yaml not found"),
         ({"settings": {"model.path": "${prefix}/sft"}}, "the sweep has no prefix"),

@@ -177,6 +177,7 @@ def test_a_reference_that_was_reset_gives_way_to_no_other(recipe: Recipe, train:
         (3, "second", ["training.steps=3"], r"training\.steps=3: nothing is left to train after step 3"),
         (3, "second", ["curriculum={task: {type: arithmetic}, steps: 2}"], r"1 places in the data .* 2 tasks"),
         (3, "second", ["reference.model=./nowhere", "kl.coefficient=0.1"], r"reference\.model: .*no such directory"),
+        (3, "second", ["distributed.processes=2"], r"forks are trained in one process: set distributed\.processes=1"),
         (3, "second", ["optimizer.lerning_rate=1"], r"unknown key optimizer\.lerning_rate"),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +77,19 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_one_line_and_leaves_nothing_b
         push(run, repo="me/tiny")
     assert hub.requests == []
     assert list(run.parent.iterdir()) == [run]
+
+
+def test_what_a_killed_push_left_behind_is_deleted_a_week_later(hub: Hub, finished_run: Path) -> None:
+    old, new = (finished_run.parent / name for name in (".push-old", ".push-new"))
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"")
+    os.utime(old, (0, time.time() - 8 * 24 * 3600))
+    try:
+        push(finished_run, repo="me/tiny")
+        assert (old.exists(), new.exists()) == (False, True)
+    finally:
+        shutil.rmtree(new)
 
 
 def test_a_failure_of_a_moment_is_tried_again_by_itself(hub: Hub, finished_run: Path) -> None:

@@ -394,6 +394,7 @@ def test_a_policy_scores_the_same_by_either_library(kind: str, monkeypatch: pyte
 
 def test_a_policy_decodes_from_packed_weights_what_it_decodes_without() -> None:
     policy = Policy(wide("llama"), Tokenizer())
+    policy.kernels.setting = "torch"
     prompts = [(2, 3, 4), (5, 6)]
 
     def decode() -> list[torch.Tensor]:

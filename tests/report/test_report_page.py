@@ -139,6 +139,7 @@ def test_the_page_says_how_the_run_was_made(run):
         "versions": {"flatpeak": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
         "commit": {"flatpeak": "abc123", "working_directory": None},
         "hardware": {"cpu": "Some CPU", "cores": 2, "cuda": ["Some GPU"]},
+        "decoder": "torch",
     }
     run.manifest.write_text(json.dumps(manifest))
     text = re.sub(r"\s+", " ", Page(write_report(run.path).read_text()).text)
@@ -146,7 +147,7 @@ def test_the_page_says_how_the_run_was_made(run):
     assert (
         "done · started 2026-01-02T03:04:05+00:00 · flatpeak 0.1.0 (abc123), torch 2.13.0, transformers 5.23.0" in text
     )
-    assert "Some CPU, 2 cores, Some GPU" in text
+    assert "Some CPU, 2 cores, Some GPU · rollouts by torch" in text
 
 
 def test_the_page_needs_nothing_from_outside(run):

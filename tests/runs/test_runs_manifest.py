@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import yaml
 
 from flatpeak.errors import UserError
+from flatpeak.kernels.native.build import UnavailableError, library_name
+from flatpeak.pipeline.components import PlainSampler
+from flatpeak.report.page import write_report
 from flatpeak.runs.manifest import check_resumable
 
 OLD = {"evaluation": {"every": 5}, "rewards": {"correctness": {"type": "number"}}, "curriculum": None}
@@ -50,3 +54,33 @@ def test_a_run_whose_recipe_lacks_a_later_key_goes_on(recipe: Callable[..., Any]
     with pytest.raises(UserError, match=r"evaluation\.greedy: True -> False"):
         changed = {"greedy": False, "samples": 1, "metric": "sampled/accuracy"}
         train(recipe(run={"checkpoint_every": 1}, training={"steps": 3}, evaluation=changed), resume=True)
+
+
+class OwnSampler(PlainSampler):
+    """A sampler as a caller has one."""
+
+
+def own_sampler(policy: Any) -> OwnSampler:
+    return OwnSampler(policy, max_rows=8)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "options", "decoder"),
+    [
+        ({"kernels": "native"}, {}, None),
+        ({"kernels": "torch"}, {}, "torch"),
+        ({"engine": "generate"}, {}, "generate"),
+        ({}, {"sampler": own_sampler}, "OwnSampler"),
+    ],
+    ids=["native", "torch", "generate", "own"],
+)
+def test_the_manifest_and_the_report_name_what_draws_the_rollouts(
+    rollout: Any, options: Any, decoder: str | None, recipe: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    try:
+        expected = decoder or library_name()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    result = train(recipe(training={"steps": 1}, rollout=rollout), **options)
+    assert json.loads((result.path / "manifest.json").read_text())["decoder"] == expected
+    assert f"rollouts by {expected}" in write_report(result.path).read_text()

@@ -11,15 +11,9 @@ class Recorder:
     def __init__(self, error: Exception | None = None) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.error = error
-        self.closed = False
 
-    def log(self, metrics, *, step):
-        self.rows.append((step, dict(metrics)))
-        if self.error:
-            raise self.error
-
-    def close(self):
-        self.closed = True
+    def log(self, metrics, *, step, stage):
+        self.rows.append((stage, step, dict(metrics)))
         if self.error:
             raise self.error
 
@@ -57,12 +51,11 @@ def test_a_reopened_file_is_appended_to(tmp_path):
     assert [row["x"] for row in read_metrics(path)] == [1.0, 2.0]
 
 
-def test_every_tracker_gets_the_metrics_and_is_closed(tmp_path):
+def test_every_tracker_gets_the_metrics_as_they_are(tmp_path):
     trackers = [Recorder(), Recorder()]
     with MetricsWriter(tmp_path / "metrics.jsonl", trackers=trackers) as writer:
         writer.write(3, "train", {"x": 1.5})
-    assert [tracker.rows for tracker in trackers] == [[(3, {"x": 1.5})]] * 2
-    assert all(tracker.closed for tracker in trackers)
+    assert [tracker.rows for tracker in trackers] == [[("train", 3, {"x": 1.5})]] * 2
 
 
 def test_a_failing_tracker_is_told_once_and_stops_nobody(tmp_path):
@@ -72,11 +65,9 @@ def test_a_failing_tracker_is_told_once_and_stops_nobody(tmp_path):
         writer.write(1, "train", {"x": 1.0})
         writer.write(2, "train", {"x": 2.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert [step for step, _ in good.rows] == [1, 2]
-    assert good.closed
-    assert messages[0].startswith("Recorder failed (offline)")
-    assert len(messages) == 2  # once for log, once for close
-    assert "could not be closed" in messages[1]
+    assert [step for _, step, _ in good.rows] == [1, 2]
+    (message,) = messages
+    assert message.startswith("Recorder failed (offline)")
 
 
 def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path):

@@ -15,8 +15,9 @@ from test_training_masters import coarse_model, coarse_policy
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from flatpeak.policy.loading import cast_weights
-from flatpeak.policy.model import Policy, below_float32
+from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
+from flatpeak.policy.precision import below_float32
 from flatpeak.policy.reference import snapshot
 from flatpeak.training.batch import collate
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
@@ -235,8 +236,8 @@ def test_the_samplers_distance_is_that_of_the_first_update_alone(make: Any) -> N
     updates, metrics, _ = updates_of(policy, own=False, minibatches=2, epochs_per_rollout=2)
     tokens = updates[0].tokens
     count = sum(one.tokens for one in tokens)
-    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(sum(float(t.sampler_gap) for t in tokens) / count)
-    assert metrics["rollout/logprob_gap_max"] == max(float(t.max_sampler_gap) for t in tokens)
+    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(sum(float(t.sampler.gap) for t in tokens) / count)
+    assert metrics["rollout/logprob_gap_max"] == max(float(t.sampler.max_gap) for t in tokens)
     assert metrics["rollout/logprob_gap_max"] > 1.0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flatpeak.distributed.ranks import ALONE
 from flatpeak.errors import UserError
 from flatpeak.training.config import SFTConfig
 from flatpeak.training.curriculum import Stream
@@ -67,7 +68,7 @@ def test_constant_divides_by_the_longest_demonstration_of_all_in_every_batch() -
         check=lambda: 0.0,
         sampler=SimpleNamespace(),  # type: ignore[arg-type]
         max_skipped_updates=10,
-        recorder=SimpleNamespace(),  # type: ignore[arg-type]
+        recorder=SimpleNamespace(ranks=ALONE),  # type: ignore[arg-type]
     )
     assert trainer.longest == 10
     for drawn in (items[:2], items[1:]):

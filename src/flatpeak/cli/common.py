@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from flatpeak.distributed.launch import job_rank, launch, needs_launch
 from flatpeak.pipeline.progress import MetricsLine, PlainProgress
 
 if TYPE_CHECKING:
@@ -55,11 +57,23 @@ def print_config(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
-    """UserError where the run cannot be started under its name; imports no torch, model and task play no part."""
+    """UserError where the run cannot be started under its name; imports no torch, model and task play no part.
+
+    Of several processes the first checks: it may have taken the name by the time that the others are here.
+    """
     from flatpeak.runs import directory
 
+    if job_rank():
+        return
     resolved, chosen = config.model_dump(mode="json"), config.model_dump(mode="json", exclude_defaults=True)
     directory.check_start(config.run, resolved, resume=resume, overwrite=overwrite, chosen=chosen)
+
+
+def start_processes(config: RunConfig) -> None:
+    """Run the command in the processes that the recipe asks for, where this is not one of them, and exit."""
+    if needs_launch(config.distributed):
+        say = partial(typer.echo, err=True)
+        raise typer.Exit(launch(sys.argv[1:], config.distributed, say=lambda text: say(f"error: {text}")))
 
 
 def command_line() -> list[str]:
@@ -88,7 +102,7 @@ class RunOutput:
             with redirect_stdout(stream), open_progress(stream, metric=self.metric) as progress:
                 yield progress
         except KeyboardInterrupt:
-            if self.resumed_by is not None:
+            if self.resumed_by is not None and not job_rank():
                 typer.echo(
                     f"{self.label}: interrupted; resume it with\n{_resume_command(self.resumed_by)}", err=self.as_json
                 )
@@ -97,8 +111,10 @@ class RunOutput:
     def finish(self, result: RunResult, last_line: str) -> None:
         """Print the outcome: `last_line`, or the command that resumes a run that a signal stopped.
 
-        Exits with 130 or 143 for a signal.
+        Exits with 130 or 143 for a signal. Of several processes the first prints it.
         """
+        if job_rank():
+            return
         summary = result.summary
         if self.as_json:
             typer.echo(json.dumps({"path": str(result.path), "report": str(result.report), **asdict(summary)}))
@@ -143,7 +159,7 @@ def open_progress(stream: TextIO, *, metric: str | None = None) -> Iterator[Prog
 
     `metric` is the one that chooses checkpoints, shown of evaluations that have no accuracy.
     """
-    if not stream.isatty():
+    if job_rank() or not stream.isatty():
         yield PlainProgress(stream, metric=metric)
         return
     from rich.console import Console

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import typer
 
-from flatpeak.cli import evaluate, export, plan, push, report, sweep, train
-from flatpeak.errors import RunError, UserError, explanation
+from flatpeak.cli import evaluate, export, plan, push, report, serve, sweep, train
+from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, job_size
+from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation
 
 # Read when torch, tokenizers and transformers load; variables that the user has set stay.
 ENVIRONMENT = {
@@ -47,6 +48,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("chat")(evaluate.chat)
 app.command("grade")(evaluate.grade)
 app.command("export")(export.export)
+app.command("serve")(serve.serve)
 app.command("push")(push.push)
 app.command("explain")(report.explain)
 app.command("report")(report.report)
@@ -69,7 +71,13 @@ def main() -> None:
     warnings.formatwarning = _format_warning
     try:
         app(prog_name="flatpeak")
+    except ReportedElsewhereError:
+        sys.exit(0)  # of several processes the one that tells the error ends the run with its code
+    except LostRankError:
+        sys.exit(LOST_RANK_CODE)
     except UserError as error:
+        if is_repeated():
+            sys.exit(0)
         _fail(f"error: {' '.join(str(error).split())}", code=1 if isinstance(error, RunError) else 2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -89,5 +97,6 @@ def _format_warning(
 def _fail(text: str, *, code: int) -> None:
     from flatpeak.utils.redaction import redact
 
-    typer.echo(redact(text), err=True)
+    whose = f"rank {job_rank()}: " if job_size() > 1 and code == 1 else ""
+    typer.echo(redact(whose + text), err=True)
     sys.exit(code)

@@ -22,7 +22,9 @@ from flatpeak.cli.common import (
     last_line,
     print_config,
     read_config,
+    start_processes,
 )
+from flatpeak.distributed.launch import check_alone
 
 if TYPE_CHECKING:
     from flatpeak.runs.summary import RunSummary
@@ -39,6 +41,7 @@ def demo(overrides: Overrides = None, resume: Resume = False) -> None:
     config = read_config(DEMO, overrides)
     overwrite = not resume
     check_start(config, resume=resume, overwrite=overwrite)
+    start_processes(config)
     output = RunOutput(label="demo", metric=config.evaluation.metric, resumed_by=["demo", *(overrides or ())])
     with output.progress() as progress:
         result = flatpeak.train(config, progress=progress, resume=resume, overwrite=overwrite, command=command_line())
@@ -59,6 +62,7 @@ def sft(
         print_config(config)
         return
     check_start(config, resume=resume, overwrite=overwrite)
+    start_processes(config)
     resumed_by = ["sft", recipe, *(overrides or ())]
     output = RunOutput(label="sft", metric=config.evaluation.metric, as_json=as_json, resumed_by=resumed_by)
     with output.progress() as progress:
@@ -80,6 +84,7 @@ def train(
         print_config(config)
         return
     check_start(config, resume=resume, overwrite=overwrite)
+    start_processes(config)
     resumed_by = ["train", recipe, *(overrides or ())]
     output = RunOutput(label="train", metric=config.evaluation.metric, as_json=as_json, resumed_by=resumed_by)
     with output.progress() as progress:
@@ -118,6 +123,7 @@ def reward_model(
     if show_config:
         print_config(config)
         return
+    check_alone(config.distributed, "reward models")  # torch is not loaded yet
     check_start(config, resume=resume, overwrite=overwrite)
     resumed_by = ["reward-model", recipe, *(overrides or ())]
     output = RunOutput(label="reward-model", metric=config.evaluation.metric, as_json=as_json, resumed_by=resumed_by)

@@ -107,7 +107,7 @@ def _locate(location: Sequence[str | int], schema: type[BaseModel]) -> tuple[lis
     path: list[str] = []
     annotation: Any = schema
     for step in location:
-        members = _tagged_models(annotation)
+        members = _union_members(annotation)
         if members and step in members:
             annotation = members[str(step)]
             continue
@@ -146,6 +146,16 @@ def _tagged_models(annotation: Any) -> dict[str, type[BaseModel]]:
     if len(models) < 2:
         return {}
     return {tag: model for model in models for tag in _literals(model.model_fields["type"].annotation)}
+
+
+def _union_members(annotation: Any) -> dict[str, Any]:
+    """The members of a union by the tags that pydantic gives them: models by their `type`, names beside one model."""
+    tagged: dict[str, Any] = dict(_tagged_models(annotation))
+    models, names = list(_models(annotation)), [k for k in _alternatives(annotation) if get_origin(k) is Literal]
+    if len(models) == 1 and names and "type" in models[0].model_fields:
+        tagged = {"name": names[0]}
+        tagged |= dict.fromkeys(_literals(models[0].model_fields["type"].annotation), models[0])
+    return tagged
 
 
 def _elements(annotation: Any) -> Iterator[tuple[str, Any]]:

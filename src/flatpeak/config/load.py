@@ -220,7 +220,7 @@ def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...
         index = int(key)
         new = _set(target[index], rest, value, done=(*done, key)) if rest else value
         return [*target[:index], new, *target[index + 1 :]]
-    if target is None:
+    if target is None or (isinstance(target, str) and path == ("type",)):  # a section in the place of a name
         target = {}
     if not isinstance(target, Mapping):
         raise UserError(f"{'.'.join((*done, *path))}: {here} is {target!r}, which has no keys")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from flatpeak.config.distribution import refuse_undistributable
 from flatpeak.config.unused_settings import refuse_unused
+from flatpeak.distributed.config import DistributedConfig
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.config import ModelConfig, ReferenceConfig
@@ -14,6 +16,7 @@ from flatpeak.runs.config import RunSectionConfig
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.config import TaskConfig
 from flatpeak.tasks.prompts import PromptConfig
+from flatpeak.tracking.config import TrackingConfig
 from flatpeak.training.config import (
     AdvantageConfig,
     CurriculumConfig,
@@ -53,6 +56,8 @@ class RunConfig(StrictConfig):
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -95,6 +100,7 @@ class RunConfig(StrictConfig):
     def _effective(self) -> RunConfig:
         """Refuse written settings that have no effect."""
         refuse_unused(self)
+        refuse_undistributable(self)
         curriculum, steps = self.curriculum, self.training.steps
         if curriculum and curriculum.until_pass_rate is None and 0 < steps <= curriculum.steps:
             raise ValueError(

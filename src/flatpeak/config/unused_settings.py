@@ -125,6 +125,12 @@ RULES = (
         unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") != "reward",
     ),
     Rule(
+        choice="objective.sampler_correction.type",
+        applies=lambda type_: type_ == "none",
+        settings=("objective.sampler_correction.level", "objective.sampler_correction.cap"),
+        instead="objective.sampler_correction.type=truncate",
+    ),
+    Rule(
         choice="kl.placement",
         applies=lambda placement: placement == "reward",
         settings=("kl.ratio_weighted",),

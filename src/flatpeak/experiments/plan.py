@@ -15,6 +15,7 @@ from typing import Any
 
 from flatpeak.config.load import apply_settings, load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
+from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import UserError, did_you_mean, nearest
 from flatpeak.experiments.config import ArmConfig, PrefixStepConfig, SweepConfig
 from flatpeak.experiments.tuning import TunedValues, best_values, read_tuning
@@ -256,7 +257,10 @@ def _resolve(
     try:
         recipe = substitute(variant.recipe, seed=seed, prefix=prefix)
         written = _own(recipe, name=name, directory=directory / "runs", seed=seed, threads=threads)
-        return written, parse_config(written)
+        written = _with_group(written, sweep=config.name, arm=variant.arm, seed=seed)
+        resolved = parse_config(written)
+        check_alone(resolved.distributed, "runs of a sweep")
+        return written, resolved
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
 
@@ -268,6 +272,16 @@ def _own(recipe: Mapping[str, Any], *, name: str, directory: Path, seed: int, th
     if threads is not None and not (isinstance(run, Mapping) and run.get("threads") is not None):
         own["run.threads"] = threads
     return apply_settings(recipe, own)
+
+
+def _with_group(recipe: Mapping[str, Any], *, sweep: str, arm: str, seed: int) -> dict[str, Any]:
+    """The recipe with the sweep as the group of its trackers, if it has any, and with tags for arm and seed."""
+    tracking = recipe.get("tracking")
+    if not isinstance(tracking, Mapping) or not tracking:
+        return dict(recipe)
+    tags = tracking.get("tags")
+    own = {"sweep": sweep, "arm": arm, "seed": seed}
+    return {**recipe, "tracking": {"group": sweep, **tracking, "tags": {**(tags or {}), **own}}}
 
 
 def _plan_step(
@@ -289,7 +303,8 @@ def _plan_step(
             content = substitute(content, seed=seed, prefix=place)
             written = _own(content, name=name, directory=place, seed=seed, threads=threads)
             recipe = parse_config(written)
-            facts["recipe"] = {key: value for key, value in written.items() if key != "run"}
+            check_alone(recipe.distributed, "runs of a sweep")
+            facts["recipe"] = {key: value for key, value in written.items() if key not in ("run", "tracking")}
             if step.sft is not None and not recipe.sft.steps:
                 raise UserError("sft.steps=0: there is nothing to train; set sft.steps in its recipe or settings")
     except UserError as error:
@@ -371,6 +386,7 @@ def _differences(
         key
         for key in keys
         if key not in (*_OWN_KEYS, *axes)
+        and not key.startswith("tracking.")
         and not any(key.startswith(f"{axis}.") for axis in axes)
         and len({json.dumps(one.get(key), sort_keys=True) for one in flat}) > 1
     ]

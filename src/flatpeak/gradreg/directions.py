@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from flatpeak.errors import UserError
 from flatpeak.functional.curvature import hessian_vector_product
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import DotAccumulator, Gradients, distribute_like, pairwise_dots
 from flatpeak.gradreg.parameters import is_below_float32
 from flatpeak.gradreg.perturbation import Perturbation
+from flatpeak.gradreg.shards import DotAccumulator, Gradients, distribute_like, pairwise_dots
 
 ASAM_ETA = 0.01
 """ASAM's addition to |w|, so that weights at zero can move (Kwon et al. 2021, arXiv 2102.11600)."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatpeak.gradreg.distributed import pairwise_dots
+from flatpeak.gradreg.shards import pairwise_dots
 
 
 def backward(losses: Iterable[Tensor]) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flatpeak.gradreg.distributed import DotAccumulator, Gradients, reset_fsdp_state, reshard
 from flatpeak.gradreg.parameters import are_adapters, coarsest, weight_dtype
+from flatpeak.gradreg.shards import DotAccumulator, Gradients, reset_fsdp_state, reshard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

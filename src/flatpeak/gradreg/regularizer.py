@@ -25,7 +25,6 @@ from flatpeak.gradreg.directions import (
     step_consistency,
     step_size,
 )
-from flatpeak.gradreg.distributed import check_replicas_agree, collective_device, lowest_over_ranks, pairwise_dots
 from flatpeak.gradreg.gradients import add_gradients, backward, clip_to_norm, combine, take_gradients
 from flatpeak.gradreg.guard import Guard, Report
 from flatpeak.gradreg.parameters import (
@@ -38,6 +37,7 @@ from flatpeak.gradreg.parameters import (
 )
 from flatpeak.gradreg.perturbation import Buffers, Perturbation, PerturbationFidelity, RandomState
 from flatpeak.gradreg.schedule import PenaltyMemory, StrengthSchedule
+from flatpeak.gradreg.shards import check_replicas_agree, collective_device, lowest_over_ranks, pairwise_dots
 
 Losses = Callable[[], Iterable[Tensor]]
 """The losses of all micro-batches of an update, each of which is backpropagated before the next is drawn."""

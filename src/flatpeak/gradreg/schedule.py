@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import Gradients, distribute_like, full_tensor
+from flatpeak.gradreg.shards import Gradients, distribute_like, full_tensor
 
 DECAY = 0.9
 """Decay of the exponential average of the tracked strength, per update."""

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flatpeak.gradreg.distributed import DotAccumulator, distribute_like
 from flatpeak.gradreg.parameters import plain_name
 from flatpeak.gradreg.perturbation import Perturbation, PerturbationFidelity
+from flatpeak.gradreg.shards import DotAccumulator, distribute_like
 
 Measured = TypeVar("Measured")
 

@@ -18,11 +18,11 @@ from transformers import Trainer, TrainerCallback
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.distributed import pairwise_dots
 from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.gradreg.perturbation import Buffers, RandomState
 from flatpeak.gradreg.regularizer import GradientRegularizer
+from flatpeak.gradreg.shards import pairwise_dots
 from flatpeak.integrations.arguments import (
     PUBLISHED_EXCLUDE,
     GradientRegularizationArguments,

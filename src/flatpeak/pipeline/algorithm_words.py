@@ -66,6 +66,10 @@ def describe_rl(config: RunConfig) -> list[str]:
         f"Loss: {_loss(config)}; {_NORMALIZATIONS[objective.normalization]} (`{objective.normalization}`).",
         _kl(config),
     ]
+    correction = objective.sampler_correction
+    if correction.enabled:
+        bound = "truncated" if correction.type == "truncate" else "masked"
+        lines.append(f"Sampler corrected by {bound} importance weights per {correction.level}, cap {correction.cap:g}.")
     if objective.entropy_coefficient:
         lines.append(f"Entropy bonus with coefficient {objective.entropy_coefficient:g}.")
     regularization = config.gradient_regularization

@@ -12,11 +12,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
-from flatpeak.evaluation.sharpness import SharpnessProbe
-from flatpeak.gradreg.parameters import perturbed_parameters
-from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.pipeline.components import (
-    CheckedSampler,
     SamplerFactory,
     build_sampler,
     callers_sampler,
@@ -31,6 +27,9 @@ from flatpeak.pipeline.components import (
     recipe_notices,
     renamed_settings,
 )
+from flatpeak.pipeline.evaluators import build_evaluator, longest_prompt
+from flatpeak.pipeline.rollout_process import with_rollouts_ahead
+from flatpeak.pipeline.served_sampler import close_sampler, stop_waiting
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights, resumed_source
 from flatpeak.policy.model import Policy
@@ -46,14 +45,11 @@ from flatpeak.tasks.prompts import build_prompts, prompt_texts
 from flatpeak.training.config import CurriculumConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.diagnostics import Unanswered
-from flatpeak.training.objective import Objective
-from flatpeak.training.sampled_loss import SampledLoss
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
 from flatpeak.utils.adapter_base import check_base
 from flatpeak.utils.adapters import check_own_adapters
 
-UNBOUNDED_CONTEXT = 2**30
 Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool | None)
 
 
@@ -94,9 +90,10 @@ class Components:
     """The grading processes of the rewards; they end with `close`."""
 
     def attach(self, directory: Path, stop: StopSignals) -> None:
-        """Give rewards the run's directory to write into, and the signal that ends their waiting."""
+        """Give rewards the run's directory to write into, and them and servers the signal that ends all waiting."""
         for reward in self._rewards():
-            reward.attach(directory, stopping=lambda: stop.signal is not None)
+            reward.attach(directory, stopping=lambda: stop.asked)
+        stop_waiting(self.sampler, lambda: stop.asked)
 
     def stoppable_evaluator(self, stopping: Callable[[], bool]) -> Evaluator:
         """The evaluator, whose sharpness raises StoppedError once `stopping()`."""
@@ -132,6 +129,7 @@ class Components:
         """End all processes and give the model back; where one of them raises, the others end all the same."""
         with ExitStack() as resources:
             resources.callback(self.policy.release)
+            resources.callback(close_sampler, self.sampler)
             for reward in self._rewards():
                 resources.callback(reward.close)
             if self.workers is not None:
@@ -186,8 +184,8 @@ def _build(
         own = _closing(first_reward(config, workers=workers, progress=progress), resources)
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
-    sampler = _sampler(config, objects, policy)
-    evaluator = _evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
+    sampler = make_sampler(config, objects, policy)
+    evaluator = build_evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
     return Components(
         policy=policy,
         task=task.name,
@@ -233,7 +231,8 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
         prompts = _prompts(task.test, policy, config, progress, split=f"{task.name} test")
         _check_ranking(config, policy, prompts)
         prepare_reward(reward, prompts)
-        yield _evaluator(config, policy, build_sampler(policy, config), reward, task=task.name, prompts=prompts)
+        sampler = build_sampler(policy, config)
+        yield build_evaluator(config, policy, sampler, reward, task=task.name, prompts=prompts)
 
 
 def _closing(component: Closing, resources: ExitStack) -> Closing:
@@ -243,10 +242,11 @@ def _closing(component: Closing, resources: ExitStack) -> Closing:
     return component
 
 
-def _sampler(config: RunConfig, objects: CallerObjects, policy: Policy) -> Sampler:
-    if objects.sampler is None:
-        return build_sampler(policy, config)
-    return callers_sampler(objects.sampler, policy, config)
+def make_sampler(config: RunConfig, objects: CallerObjects, policy: Policy) -> Sampler:
+    """The caller's sampler, or the one that the recipe asks for, with rollouts ahead where it asks for these."""
+    own = objects.sampler
+    sampler = build_sampler(policy, config) if own is None else callers_sampler(own, policy, config)
+    return with_rollouts_ahead(sampler, policy, config, foreign=own is not None)
 
 
 def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
@@ -333,64 +333,3 @@ def _demonstrations(
 def _check_ranking(config: RunConfig, policy: Policy, prompts: Sequence[Prompt]) -> None:
     if config.evaluation.choices == "rank":
         LetterRanker(policy=policy, tokenizer=policy.tokenizer).check(prompts)
-
-
-def _evaluator(
-    config: RunConfig, policy: Policy, sampler: Sampler, reward: RewardSet, *, task: str, prompts: Sequence[Prompt]
-) -> PolicyEvaluator:
-    rank = config.evaluation.choices == "rank"
-    return PolicyEvaluator(
-        config=config.evaluation,
-        task=task,
-        prompts=prompts,
-        sampler=sampler,
-        reward=reward,
-        max_new_tokens=config.rollout.max_new_tokens,
-        stop=config.rollout.stop,
-        tokenizer=policy.tokenizer,
-        prompt=config.prompt,
-        longest_prompt=longest_prompt(config, policy.context_length),
-        ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
-        sharpness=_sharpness_probe(config, policy, reward, foreign_sampler=isinstance(sampler, CheckedSampler)),
-    )
-
-
-def _sharpness_probe(
-    config: RunConfig, policy: Policy, reward: RewardSet, *, foreign_sampler: bool
-) -> SharpnessProbe | None:
-    """The measurement of sharpness that the recipe asks for; UserError where nothing is to perturb, or for judges."""
-    sharpness = config.evaluation.sharpness
-    if sharpness is None:
-        return None
-    if reward.judges and not sharpness.judges:
-        raise UserError(sharpness.refusal_of(reward.judges[0]))
-    section = "evaluation.sharpness"
-    chosen = perturbed_parameters(policy.model, sharpness.perturbed, section=section)
-    if not isinstance(sharpness.perturbed, tuple):
-        chosen = [parameter for parameter in chosen if parameter.ndim >= 2]
-    if not chosen:
-        raise UserError(f"{section}.perturbed={sharpness.perturbed}: no matrix is among them; use blocks or a pattern")
-    return SharpnessProbe(
-        config=sharpness,
-        perturbation=Perturbation(policy.model, chosen),
-        make_losses=SampledLoss(
-            policy=policy,
-            objective=Objective(config=config.objective, kl=config.kl),
-            advantage=config.advantage,
-            temperature=config.evaluation.temperature,
-            max_new_tokens=config.rollout.max_new_tokens,
-            micro_batch_tokens=config.training.micro_batch_tokens,
-        ),
-        foreign_sampler=foreign_sampler,
-    )
-
-
-def longest_prompt(config: RunConfig, context: int | None) -> int:
-    """The most tokens that a prompt may have beside a completion; UserError where the model's context leaves none."""
-    context, limit = context or UNBOUNDED_CONTEXT, config.rollout.max_new_tokens
-    if limit >= context:
-        raise UserError(
-            f"rollout.max_new_tokens={limit} leaves no room for a prompt in the model's context of {context} tokens: "
-            "lower it, or take a model with a longer context"
-        )
-    return context - limit

@@ -14,12 +14,14 @@ from flatpeak.errors import UserError
 from flatpeak.evaluation.config import CURRENT_NAMES, EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.kernels.decode_attention import kernel_notices
+from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Tokenizer
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerPool
+from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
@@ -96,14 +98,23 @@ def prepare_reward(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
 
 
 def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
-    """The native engine where it supports the policy, else `generate`."""
+    """The servers that the recipe names; else the native engine where it supports the policy, or `generate`."""
     engine = config.rollout.engine
+    if isinstance(engine, VLLMConfig):
+        return served_sampler(policy, engine, quantization=config.model.quantization)
     if engine == "native" and not policy.native:
         raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
     if engine == "generate" or not policy.native:
         return PlainSampler(policy, max_rows=config.rollout.max_rows)
-    policy.batch_invariant = config.rollout.batch_invariant
+    configure_decoding(policy, config)
     return NativeEngine(policy, max_rows=config.rollout.max_rows)
+
+
+def configure_decoding(policy: Policy, config: RunConfig) -> None:
+    """Let a policy decode as the recipe says."""
+    policy.batch_invariant = config.rollout.batch_invariant
+    if config.rollout.kernels != "auto":
+        policy.kernels.setting = config.rollout.kernels
 
 
 def callers_sampler(callers_own: Sampler | SamplerFactory, policy: Policy, config: RunConfig) -> CheckedSampler:
@@ -112,7 +123,7 @@ def callers_sampler(callers_own: Sampler | SamplerFactory, policy: Policy, confi
     # A class has `generate` too, but nothing to call it on.
     if callable(sampler) and (isinstance(sampler, type) or not hasattr(sampler, "generate")):
         _check_factory(sampler, policy)
-        policy.batch_invariant = config.rollout.batch_invariant
+        configure_decoding(policy, config)
         sampler = sampler(policy)
     if not callable(getattr(sampler, "generate", None)):
         source = "" if sampler is callers_own else "the factory returned "
@@ -223,7 +234,7 @@ def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progr
             "on this machine a completion's log-probabilities depend on the batch in their last bits, so a token may "
             "rarely differ with other batch settings"
         )
-    for reason in (*engine.notices, *kernel_notices()):
+    for reason in (*engine.notices, *kernel_notices(), *policy.kernels.notices):
         progress.notice(reason)
 
 
@@ -359,6 +370,11 @@ def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
         )
     if config.rollout.min_new_tokens:
         notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
+    if config.rollout.staleness and policy.below_float32 and not config.objective.sampler_correction.enabled:
+        notices.append(
+            "rollout.staleness=1 below float32: the previous policy's completions count as the present one's without "
+            "objective.sampler_correction"
+        )
     notices += renamed_settings(config)
     notices += offload_notices(
         {

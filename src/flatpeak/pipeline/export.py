@@ -62,7 +62,7 @@ def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", 
         with whole_or_absent(target) as temporary:
             shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*TRAINING_FILES), dirs_exist_ok=True)
         return Export(path=target, source=source, dtype=None, lost=None)
-    trained, lost = _trained_as(source), None
+    trained, lost = trained_as(source), None
     dtype = dtype or trained.dtype
     kind: torch.dtype = getattr(torch, dtype)
     with no_progress_bar(), no_warnings():
@@ -119,7 +119,7 @@ def locate_checkpoint(run: str, checkpoint: str) -> Path:
     return source
 
 
-def _trained_as(source: Path) -> ModelConfig:
+def trained_as(source: Path) -> ModelConfig:
     """The model of a checkpoint, in the type that its run had; float32 where it belongs to none."""
     recipe = recipe_of(locate_model(str(source)))
     model = parse_config(recipe).model if recipe else ModelConfig()

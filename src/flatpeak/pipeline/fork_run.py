@@ -12,6 +12,7 @@ import yaml
 
 from flatpeak.config.load import Settings, apply_settings, load_recipe, merge, parse_config
 from flatpeak.config.run_config import RunConfig
+from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.components import SamplerFactory
 from flatpeak.pipeline.lifecycle import RunResult
@@ -131,6 +132,7 @@ def _runs_directory(source: RunPaths, name: str) -> Path:
 
 def _check_fork(source: RunPaths, origin: CheckpointState, before: RunConfig, config: RunConfig) -> None:
     """UserError where the recipe cannot go on from the checkpoint."""
+    check_alone(config.distributed, "forks")
     levels = Path(config.run.name).parts
     if not levels or Path(config.run.name).is_absolute() or ".." in levels:
         raise UserError(f"--name {config.run.name}: give a name such as my-fork")

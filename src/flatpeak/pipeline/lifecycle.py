@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import yaml
 
 from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
+from flatpeak.distributed.ranks import ALONE, Ranks, SharedStopSignals, lost_ranks_named
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.pipeline.progress import as_progress
 from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, read_prompt_record
-from flatpeak.policy.model import Policy
+from flatpeak.pipeline.resume_point import ResumePoint, read_resume_point
 from flatpeak.protocols import Progress
 from flatpeak.report.page import write_report
-from flatpeak.runs.checkpoints import CheckpointError, CheckpointState, newest_valid, read_checkpoint
+from flatpeak.runs.checkpoints import CheckpointError
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
+from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
-from flatpeak.runs.summary import RunSummary
+from flatpeak.runs.summary import RunSummary, Status
+from flatpeak.tracking.backend import RunFacts
+from flatpeak.tracking.trackers import Trackers, open_trackers
+from flatpeak.training.completed_step import History
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
-from flatpeak.training.recorder import History, Recorder
-from flatpeak.training.reward_model_trainer import RewardModelTrainer
-from flatpeak.training.sft import SFTTrainer
-from flatpeak.training.trainer import Trainer
+from flatpeak.training.recorder import Recorder
 from flatpeak.utils.huggingface import no_progress_bar
+from flatpeak.utils.redaction import redact
 
 RecipeSource = RunConfig | Mapping[str, Any] | str | Path
 """A checked recipe, the mapping of one, or the path or name of one."""
@@ -71,51 +77,6 @@ class RunResult:
         return best if best.exists() else self.path / "checkpoints" / "sft" / "last"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumePoint:
-    """The newest checkpoint of each stage of a run that is resumed; a new run has none."""
-
-    train: CheckpointState | None = None
-    """Of RL, or of a reward model."""
-    sft: CheckpointState | None = None
-
-    @property
-    def newest(self) -> CheckpointState | None:
-        """The checkpoint to resume from."""
-        return self.train or self.sft
-
-    @property
-    def model(self) -> Path | None:
-        """The directory of its model."""
-        return self.newest.path if self.newest else None
-
-    @property
-    def stage(self) -> str:
-        """The stage that is resumed, as logs name it."""
-        return "train" if self.train else "sft"
-
-    @property
-    def sft_finished(self) -> bool:
-        """Whether SFT has taken its last step."""
-        return self.sft is not None and bool(self.sft.state["stage"]["finished"])
-
-    @property
-    def evaluated(self) -> bool:
-        """Whether the evaluation that was due after its step, if one was, has been made."""
-        return self.newest is None or bool(self.newest.state.get("evaluated", True))
-
-    def announce_engine(self, policy: Policy, progress: Progress) -> None:
-        """Give a notice where the start-up probe chose another engine than before: results may differ in their bits."""
-        before = self.newest.state.get("native") if self.newest else None
-        if before is not None and before != policy.native:
-            first, now = ("native", "generate")[:: 1 if before else -1]
-            progress.notice(
-                f"the run goes on with another engine than it had, {now} in place of {first} "
-                f"({policy.notice or 'the native one agrees with the plain forward pass again'}): from here on its "
-                "results differ from an uninterrupted run's"
-            )
-
-
 class Run:
     """A run between its request and its result; `open_run` makes it."""
 
@@ -126,12 +87,19 @@ class Run:
     result: RunResult
     """Set once the body of `open_run` has ended."""
 
-    def __init__(self, config: RunConfig, request: RunRequest, progress: Progress, notices: NoticeLog) -> None:
+    def __init__(
+        self, config: RunConfig, request: RunRequest, progress: Progress, notices: NoticeLog, ranks: Ranks
+    ) -> None:
         self.config = config
+        self.ranks = ranks
         self.progress = progress
         self.resume_point = ResumePoint()
         self.resources = ExitStack()
         """Closed, last entered first, before the report is written."""
+        self.held = ExitStack()
+        """The lock on the directory, and the trackers, which end before it is released; closed after the report."""
+        self.trackers = Trackers(config.tracking)
+        self._status: Status = "failed"
         self._request = request
         self._notices = notices
         self._resolved = config.model_dump(mode="json")
@@ -140,7 +108,11 @@ class Run:
     def check_start(self) -> None:
         """UserError where the run's directory cannot be started in as requested."""
         resume, overwrite = self._request.resume, self._request.overwrite
-        check_start(self.config.run, self._resolved, resume=resume, overwrite=overwrite, chosen=self._chosen)
+        self.ranks.first(
+            lambda: check_start(
+                self.config.run, self._resolved, resume=resume, overwrite=overwrite, chosen=self._chosen
+            )
+        )
 
     def start(
         self,
@@ -150,33 +122,25 @@ class Run:
         record: PromptRecord,
         zero_advantages: ZeroAdvantageMonitor | None = None,
         prepare: Callable[[], None] = lambda: None,
+        decoder: str | None = None,
     ) -> Recorder:
         """Take the run's directory, catch signals, and open the recorder; the logs of a resumed run are cut back.
 
         `record` goes into every checkpoint. `prepare` is called once the run's name is taken, before anything in the
-        directory changes.
+        directory changes. `decoder` draws the rollouts, by name.
         """
-        request, point = self._request, self.resume_point
-        self.directory = self.resources.enter_context(
-            RunDirectory.create(
-                self.config.run,
-                self._resolved,
-                resume=request.resume,
-                overwrite=request.overwrite,
-                command=request.command,
-                chosen=self._chosen,
-                before=prepare,
-            )
+        point = self.resume_point
+        with self.ranks.together():
+            self.directory = self._directory(prepare, decoder) if self.ranks.is_first else self._scratch_directory()
+        self.stop = self.resources.enter_context(
+            StopSignals() if self.ranks.size == 1 else SharedStopSignals(self.ranks)
         )
-        self.stop = self.resources.enter_context(StopSignals())
         newest = point.newest
         earlier = read_prompt_record(newest.path) if newest else None
         self.directory.checkpoint_texts = {PROMPT_RECORD: record.with_base_of(earlier).as_text()}
         if self.directory.resumed:
             self.directory.rewind(newest.step if newest else None, stage=point.stage, evaluated=point.evaluated)
-        self._notices.open(
-            self.directory.notices, stage=point.stage if newest else START, step=newest.step if newest else 0
-        )
+        self._open_trackers_and_notices()
         self.recorder = Recorder(
             self.directory,
             config=self.config.run,
@@ -188,10 +152,63 @@ class Run:
             history=History(**newest.state["history"]) if newest else History(),
             zero_advantages=zero_advantages,
             evaluated=point.evaluated,
+            tracker=self.trackers,
+            ranks=self.ranks,
         )
         if newest is not None:
             self.recorder.point_at(newest.path)
         return self.recorder
+
+    def _open_trackers_and_notices(self) -> None:
+        """Start the trackers, with the facts of the run from the files that hold no secrets; open the log of notices.
+
+        The notices that precede the directory go to the trackers too.
+        """
+        manifest = json.loads(self.directory.manifest.read_text(encoding="utf-8"))
+        section = self.config.tracking
+        facts = RunFacts(
+            name=self.config.run.name,
+            directory=self.directory.path,
+            recipe=yaml.safe_load(self.directory.config.read_text(encoding="utf-8")),
+            start=manifest["resumed"][-1] if manifest.get("resumed") else manifest,
+            group=redact(section.group),
+            tags=redact({name: str(value) for name, value in section.tags.items()}),
+        )
+        self.trackers = open_trackers(
+            section, facts, earlier=lambda: read_metrics(self.directory.metrics), notice=self.progress.notice
+        )
+        self.held.callback(lambda: self.trackers.close(self._status))
+        self._notices.forward = self.trackers.log_notice
+        point, newest = self.resume_point, self.resume_point.newest
+        self._notices.open(
+            self.directory.notices, stage=point.stage if newest else START, step=newest.step if newest else 0
+        )
+
+    def _directory(self, prepare: Callable[[], None], decoder: str | None) -> RunDirectory:
+        request = self._request
+        return self.held.enter_context(
+            RunDirectory.create(
+                self.config.run,
+                self._resolved,
+                resume=request.resume,
+                overwrite=request.overwrite,
+                command=request.command,
+                chosen=self._chosen,
+                before=prepare,
+                decoder=decoder,
+            )
+        )
+
+    def _scratch_directory(self) -> RunDirectory:
+        """The directory of a rank that is not the first: its logs repeat the first's, and are deleted with the run.
+
+        An error of its own is logged where the run's are.
+        """
+        scratch = self.resources.enter_context(TemporaryDirectory(prefix="flatpeak-rank-"))
+        config = self.config.run.model_copy(update={"directory": scratch})
+        directory = self.resources.enter_context(RunDirectory.create(config, self._resolved))
+        directory.errors = RunPaths(Path(self.config.run.directory) / self.config.run.name).errors
+        return directory
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -205,18 +222,27 @@ class Run:
         try:
             recorder.summarize("running")
             try:
-                yield
+                with lost_ranks_named():
+                    yield
             except StoppedError:
+                recorder.stop.agree()
                 recorder.save_completed()
-            self.summary = recorder.summarize("stopped" if recorder.stopped else "done")
-        except KeyboardInterrupt:
-            _save_completed(recorder, interrupted=True)
+            self._status = "stopped" if recorder.stopped else "done"
+            self.summary = recorder.summarize(self._status)
+        except KeyboardInterrupt as interrupt:
+            self._status = "stopped"
+            if self.ranks.knows(interrupt):
+                _save_completed(recorder, interrupted=True)
             recorder.summarize("stopped")
             raise
         except Exception as error:
-            unsaved = None if isinstance(error, DivergedError | CheckpointError) else _save_completed(recorder)
-            if isinstance(error, UserError) and recorder.run.discard_if_empty():
-                raise
+            # Of what the other ranks do not know, nothing is saved: they would not take part.
+            lost = isinstance(error, DivergedError | CheckpointError) or not self.ranks.knows(error)
+            unsaved = None if lost else _save_completed(recorder)
+            if isinstance(error, UserError):
+                self.trackers.close("failed")  # before their files go with the run
+                if recorder.run.discard_if_empty():
+                    raise
             summary = recorder.summarize("failed")
             checkpoints = ", ".join(summary.checkpoints) or "none"
             if isinstance(error, DivergedError):
@@ -232,16 +258,19 @@ class Run:
 
 
 @contextmanager
-def open_run(request: RunRequest, config: RunConfig, *, metric: str, notices: Iterable[str] = ()) -> Iterator[Run]:
+def open_run(
+    request: RunRequest, config: RunConfig, *, metric: str, notices: Iterable[str] = (), ranks: Ranks = ALONE
+) -> Iterator[Run]:
     """A run whose start is checked, and that has read the checkpoints to resume from; its report is written at the end.
 
     `metric` is shown of evaluations without an accuracy, `notices` are given first. Raises UserError, before a
     directory is made, for a run that cannot be started or resumed.
     """
-    display = as_progress(request.progress, metric=metric)
-    bars = no_progress_bar() if request.progress is False else nullcontext()
+    progress = request.progress if ranks.is_first else False
+    display = as_progress(progress, metric=metric)
+    bars = no_progress_bar() if progress is False else nullcontext()
     with bars, closing(NoticeLog(failed=display.notice)) as log:
-        run = Run(config, request, RecordedProgress(display, log), log)
+        run = Run(config, request, RecordedProgress(display, log), log, ranks)
         for notice in notices:
             run.progress.notice(notice)
         run.check_start()
@@ -249,12 +278,17 @@ def open_run(request: RunRequest, config: RunConfig, *, metric: str, notices: It
             torch.set_num_threads(config.run.threads)
         if request.resume:
             run.resume_point = read_resume_point(config, run.progress)
-        with run.resources:
-            yield run
-        report = write_report_of(run.directory, run.progress) if request.report else run.directory.report
-        run.result = RunResult(
-            path=run.directory.path, summary=run.summary, report=report, exit_code=run.stop.exit_code
-        )
+        with run.held:
+            with run.resources:
+                yield run
+            directory = RunPaths(Path(config.run.directory) / config.run.name)
+            report = directory.report
+            if request.report and ranks.is_first:
+                report = write_report_of(directory, run.progress)
+                run.trackers.log_report(report)
+        # A process that ends with another code than 0 has the launcher end the others.
+        code = run.stop.exit_code if ranks.is_first else 0
+        run.result = RunResult(path=directory.path, summary=run.summary, report=report, exit_code=code)
 
 
 def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> RunConfig:
@@ -262,24 +296,6 @@ def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> Ru
     if not isinstance(recipe, RunConfig):
         return parse_config(read_recipe(recipe, settings or ()))
     return parse_config(apply_settings(recipe.model_dump(mode="json"), settings)) if settings else recipe
-
-
-def read_resume_point(config: RunConfig, progress: Progress) -> ResumePoint:
-    """The newest whole checkpoints of the run that a recipe names; UserError where all of a stage's are damaged."""
-    checkpoints = RunPaths(Path(config.run.directory) / config.run.name).checkpoints
-    train, sft = (newest_valid(parent, notice=progress.notice) for parent in (checkpoints, checkpoints / "sft"))
-    if train is not None:
-        return ResumePoint(train=read_checkpoint(train))
-    return ResumePoint(sft=read_checkpoint(sft) if sft else None)
-
-
-def restore_trainer(trainer: SFTTrainer | Trainer | RewardModelTrainer, checkpoint: CheckpointState | None) -> int:
-    """Load a stage's state from its checkpoint, if it has one; the number of its next step."""
-    if checkpoint is None:
-        return 1
-    trainer.load(checkpoint.state, checkpoint.tensors)
-    checkpoint.free_tensors()
-    return checkpoint.step + 1
 
 
 def write_report_of(run: RunPaths, progress: Progress) -> Path:

@@ -178,9 +178,10 @@ def make_prompt_record(
 
 
 def recipe_hash(resolved: Mapping[str, Any]) -> str:
-    """SHA-256 of a whole recipe as config.yaml has it, wherever the run lies and whatever it is called."""
+    """SHA-256 of a recipe as config.yaml has it, wherever the run lies, whatever it is called and who tracks it."""
     recipe = redact(json.loads(json.dumps(resolved)))
     recipe["run"] = {key: value for key, value in recipe["run"].items() if key not in ("name", "directory")}
+    recipe.pop("tracking", None)
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 

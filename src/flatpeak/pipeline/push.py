@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -41,6 +42,8 @@ _SETTINGS: Final = re.compile(r"(?!(tokenizer|vocab|added_tokens)\.json$)(?!.*\.
 """JSON files of a model that are settings; the others are vocabularies and indices, whose words are no paths."""
 _TEXTS: Final = (".jinja", ".txt", ".md", ".py")
 _STEP: Final = re.compile(r"step_(\d+)")
+_ABANDONED: Final = 7 * 24 * 3600
+"""Seconds after which no push is still at work on its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +150,13 @@ def _locate(name: str, checkpoint: str) -> _Checkpoint:
 def _staging(run: Path) -> Iterator[Path]:
     """A temporary directory, on the run's own disk if possible: files can be linked there instead of copied.
 
-    Links outlive the checkpoint, which a run that is going on may delete.
+    Links outlive the checkpoint, which a run that is going on may delete. What a killed push left is deleted: its links
+    keep the room of checkpoints that are gone.
     """
+    for left in run.parent.glob(".push-*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
     try:
         folder = tempfile.mkdtemp(prefix=".push-", dir=run.parent)
     except OSError:

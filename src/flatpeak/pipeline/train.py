@@ -9,24 +9,34 @@ from typing import Any, Literal
 
 from flatpeak.config.load import Settings, apply_settings
 from flatpeak.config.run_config import RunConfig
+from flatpeak.distributed.ranks import open_ranks
 from flatpeak.errors import UserError
 from flatpeak.pipeline.build import CallerObjects, Components, build_components
-from flatpeak.pipeline.components import SamplerFactory, announce_decoding, without_model_source
+from flatpeak.pipeline.components import (
+    CheckedSampler,
+    PlainSampler,
+    SamplerFactory,
+    announce_decoding,
+    without_model_source,
+)
 from flatpeak.pipeline.lifecycle import (
     RecipeSource,
-    ResumePoint,
     RunRequest,
     RunResult,
     open_run,
     resolve_config,
-    restore_trainer,
 )
 from flatpeak.pipeline.prompt_record import make_prompt_record
+from flatpeak.pipeline.resume_point import ResumePoint, restore_trainer
+from flatpeak.pipeline.shared_components import share_components
 from flatpeak.policy.loading import restore_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
+from flatpeak.policy.native_decoding import TORCH
 from flatpeak.policy.reference import snapshot
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Task
+from flatpeak.rollout.config import VLLMConfig
+from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name
 from flatpeak.runs.directory import RunPaths
@@ -100,16 +110,23 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
     notices: list[str] = []
     if objects.model is not None:
         config, notices = _without_source(config, request)
-    with open_run(request, config, metric=config.evaluation.metric, notices=notices) as run:
+    with (
+        open_ranks(config.distributed) as ranks,
+        open_run(request, config, metric=config.evaluation.metric, notices=notices, ranks=ranks) as run,
+    ):
         point = run.resume_point
-        reference_checkpoint = _reference_checkpoint(config, point)
-        components = run.resources.enter_context(
-            closing(build_components(config, objects, checkpoint=point.model, progress=run.progress))
-        )
-        announce_decoding(
-            components.policy, components.test, run.progress, max_new_tokens=config.rollout.max_new_tokens
-        )
+        with ranks.together():
+            reference_checkpoint = _reference_checkpoint(config, point)
+            components = run.resources.enter_context(
+                closing(build_components(config, objects, checkpoint=point.model, progress=run.progress))
+            )
+        if not isinstance(config.rollout.engine, VLLMConfig):
+            announce_decoding(
+                components.policy, components.test, run.progress, max_new_tokens=config.rollout.max_new_tokens
+            )
         point.announce_engine(components.policy, run.progress)
+        decoder = _decoder(components.sampler, components.policy)
+        components = share_components(components, config, objects, ranks)
         training = config.training
         run.resources.enter_context(
             training_layers(
@@ -123,6 +140,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             zero_advantages=_zero_advantages(config, components, run.progress),
             # Rewards check themselves once the run's name is taken, since a judge is paid.
             prepare=components.prepare,
+            decoder=decoder,
         )
         components.attach(run.directory.path, run.stop)
         with run.training():
@@ -133,6 +151,15 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             if "train" in stages and not recorder.stopped:
                 run_rl(config, components, recorder, point.train, reference_checkpoint)
     return run.result
+
+
+def _decoder(sampler: Sampler, policy: Policy) -> str:
+    """The name of what draws rollouts, for the manifest."""
+    if isinstance(sampler, NativeEngine):
+        return policy.decoded_with or TORCH
+    if isinstance(sampler, CheckedSampler):
+        return type(sampler.sampler).__name__
+    return "generate" if isinstance(sampler, PlainSampler) else "vllm"
 
 
 def run_sft(config: RunConfig, components: Components, recorder: Recorder, checkpoint: CheckpointState | None) -> None:
@@ -167,6 +194,7 @@ def run_rl(
         micro_batch_tokens=config.training.micro_batch_tokens,
         notice=recorder.progress.notice,
         seed=derive_seed(config.run.seed, "gradient_regularization"),
+        ranks=recorder.ranks,
     )
     trainer = Trainer(
         learner,

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
+from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import UserError, brief
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.pipeline.lifecycle import (
@@ -20,9 +21,9 @@ from flatpeak.pipeline.lifecycle import (
     RunResult,
     open_run,
     resolve_config,
-    restore_trainer,
 )
 from flatpeak.pipeline.prompt_record import make_prompt_record
+from flatpeak.pipeline.resume_point import restore_trainer
 from flatpeak.policy.loading import (
     build_tokenizer,
     cast_weights,
@@ -92,6 +93,7 @@ def train_reward_model(
 def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any = None) -> RunResult:
     """Train a reward model as requested, from where it was left."""
     resolved = resolve_config(request.recipe, request.settings)
+    check_alone(resolved.distributed, "reward models")
     with open_run(request, resolved, metric="accuracy") as run:
         checkpoint = run.resume_point.train
         components = build_reward_model_components(

@@ -33,7 +33,7 @@ class Probed(Protocol):
         """The hidden states of a packed row."""
         ...
 
-    def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
+    def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> Any:
         """Memory for a request; see protocols.Decoder."""
         ...
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
+from flatpeak.kernels.native.decode import NativeCache, PackedModel
 from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
 from flatpeak.policy.kv_cache import KeyValueCache, fitting_buckets, graded_buckets
 from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.model_settings import ModelSettings, plain_layers, register_holder, scoring, unregister_holder
+from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts, padded_token_logprobs
+from flatpeak.policy.precision import below_float32, master_weight
 from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedContext, register_attention
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import PackedCompletions
@@ -28,8 +32,6 @@ from flatpeak.utils.adapters import dropout_modules, save_adapter
 from flatpeak.utils.host_memory import HostMemory, OffloadedWeights
 from flatpeak.utils.huggingface import no_progress_bar
 
-COARSE_PRECISIONS = frozenset({"tf32", "bf16"})
-"""Values of torch's `fp32_precision` that round the factors of a float32 product."""
 KEY_MULTIPLE = 16
 """On a CPU keys come in multiples of this, so that a slot's attention sums in the same order whatever its neighbours'
 lengths."""
@@ -37,29 +39,6 @@ SMALLEST_PRODUCT = 400
 """torch multiplies matrices of fewer products than this by other code, with other bits."""
 GPU_KEY_MULTIPLE = 64
 """On a GPU keys come in multiples of this, as the kernel reads them."""
-
-
-def below_float32(model: nn.Module) -> bool:
-    """Whether anything on the way through a model rounds more coarsely than float32.
-
-    Weights in a lower precision do, those of a frozen or quantized base under float32 adapters included, and so do
-    autocast and matrix products in TF32 or bfloat16 (`torch.set_float32_matmul_precision`).
-    """
-    kinds = {(p.dtype, p.device.type) for p in model.parameters()}
-    buffers = {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()}
-    coarse = any(not dtype.is_floating_point or _coarse(dtype) for dtype, _ in kinds) or any(map(_coarse, buffers))
-    return coarse or any(_computes_below(device) for _, device in kinds)
-
-
-def _coarse(dtype: torch.dtype) -> bool:
-    return torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
-
-
-def _computes_below(device: str) -> bool:
-    # Read from each backend: torch.get_float32_matmul_precision raises where this newer interface has been used.
-    backend = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    precisions = {backend.fp32_precision, torch.backends.fp32_precision}  # type: ignore[attr-defined]
-    return torch.is_autocast_enabled(device) or not COARSE_PRECISIONS.isdisjoint(precisions)
 
 
 class Policy:
@@ -80,6 +59,13 @@ class Policy:
         self.context_length: int | None = getattr(self.causal.config, "max_position_embeddings", None)
         self.batch_invariant = True
         """Whether decoding on a CPU pads slots and keys, so that no bit of a completion depends on the others."""
+        self.kernels = KernelChoice()
+        """Whether decoding on a CPU goes through native kernels."""
+        self._packed: PackedModel | None = None
+        self.enter: Callable[[Callable[[], Any]], Any] = _call
+        """The way of a pass into the model: a sharded one gathers the weights of its root around it."""
+        self.gathered: Callable[[], AbstractContextManager[Policy]] | None = None
+        """Of a sharded model, a context with a whole copy."""
         self._kept_cache: KeyValueCache | None = None
         self._offloaded: OffloadedWeights | None = None
         self.notice = unsupported(self.causal)
@@ -125,8 +111,12 @@ class Policy:
         """
         for parameter in self.parameters():
             if parameter not in self._masters:
-                self._masters[parameter] = _master(parameter)
+                self._masters[parameter] = master_weight(parameter)
         return {parameter: self._masters[parameter] for parameter in self.parameters()}
+
+    def forget_masters(self) -> None:
+        """Drop the masters, whose weights have been replaced by others of the same values."""
+        self._masters.clear()
 
     @cached_property
     def _masters(self) -> dict[nn.Parameter, Tensor]:
@@ -142,6 +132,14 @@ class Policy:
         """
         if self.model.training != torch.is_grad_enabled():
             self.model.train(torch.is_grad_enabled())
+        scored: tuple[Tensor, Tensor] = self.enter(
+            lambda: self._token_logprobs(batch, temperature=temperature, twice_differentiable=twice_differentiable)
+        )
+        return scored
+
+    def _token_logprobs(
+        self, batch: PackedCompletions, *, temperature: float, twice_differentiable: bool
+    ) -> tuple[Tensor, Tensor]:
         if twice_differentiable:
             with self.plain_attention(), plain_layers(self.causal), sdpa_kernel(SDPBackend.MATH):
                 return padded_token_logprobs(self.causal, batch, temperature=temperature)
@@ -197,8 +195,17 @@ class Policy:
                 f"this model is not decoded natively ({self.notice}): sample with "
                 "flatpeak.pipeline.components.PlainSampler(policy, max_rows=64)"
             )
-        with packed_weights(self.causal):
-            yield
+        self._packed = self.kernels.pack(self)
+        try:
+            with nullcontext() if self._packed is not None else packed_weights(self.causal):
+                yield
+        finally:
+            self._packed = None
+
+    @property
+    def decoded_with(self) -> str | None:
+        """The decoder of rollouts, torch or a library of kernels; None where `generate` draws them."""
+        return self.kernels.name(self) if self.native else None
 
     @property
     def decoding_tensors(self) -> list[Tensor]:
@@ -213,8 +220,13 @@ class Policy:
         sizes = [1, 2, 4, 8, *range(16, slots + 16, 16)]
         return sizes[: 1 + next(index for index, size in enumerate(sizes) if size >= slots)]
 
-    def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> KeyValueCache:
+    def open(
+        self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int
+    ) -> KeyValueCache | NativeCache:
         """Memory for a request; see protocols.Decoder. On a GPU it is kept and only grows: graphs refer to it."""
+        if self._packed is not None:
+            longest = max(prompt_lengths)
+            return NativeCache(self._packed, slots=slots, longest_prompt=longest, new_tokens=new_tokens)
         if self.device.type == "cpu":
             multiple = key_multiple(self.causal.config) if self.batch_invariant else 1
             buckets = fitting_buckets(prompt_lengths, entries, multiple=multiple)
@@ -247,8 +259,12 @@ class Policy:
         cache.restart(new_tokens=new_tokens)
         return cache
 
-    def prefill(self, state: KeyValueCache, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
+    def prefill(
+        self, state: KeyValueCache | NativeCache, prompts: Sequence[Sequence[int]], entries: Sequence[int]
+    ) -> Tensor:
         """Read prompts into these entries of the cache; see protocols.Decoder."""
+        if isinstance(state, NativeCache):
+            return state.prefill(prompts, entries)
         self._evaluate()
         row = pack_prompts(prompts, device=self.device, multiple=state.key_multiple)
         context = PackedContext(row, keep_prompts=True)
@@ -256,8 +272,10 @@ class Policy:
         state.store(entries, context)
         return self.head.logits(fill(hidden_PD))[: len(prompts)]
 
-    def decode(self, state: KeyValueCache, tokens_R: Tensor) -> Tensor:
+    def decode(self, state: KeyValueCache | NativeCache, tokens_R: Tensor) -> Tensor:
         """Append a token to each of the first R slots; see protocols.Decoder."""
+        if isinstance(state, NativeCache):
+            return state.decode(tokens_R)
         self._evaluate()
         state.begin_token(len(tokens_R))
         hidden = self.trunk(
@@ -286,14 +304,40 @@ class Policy:
         self._before.restore()
         unregister_holder(self.causal, self)
 
+    @property
+    def adapted(self) -> bool:
+        """Whether the model is one of peft, with adapters on its base."""
+        return self.causal is not self.model
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of tokens that the output layer has logits of."""
+        return self.head.linear.weight.shape[0]
+
+    def saved_weights(self) -> list[nn.Parameter]:
+        """The weights that `save_weights` writes: all of them, or the adapters."""
+        return self.parameters() if self.adapted else self._own_weights()
+
+    def whole(self) -> AbstractContextManager[Policy]:
+        """A context with the policy as one that decodes and can be saved; of a sharded one all ranks enter it."""
+        return nullcontext(self) if self.gathered is None else self.gathered()
+
     def save(self, directory: Path) -> None:
         """Write model and tokenizer in Hugging Face format; of a model with adapters these alone, in peft's."""
-        with no_progress_bar():
-            if self.causal is not self.model:
-                save_adapter(self.model, directory)
-            else:
-                self.model.save_pretrained(directory)
+        self.save_weights(directory)
         self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
+
+    def save_weights(self, directory: Path, *, head: bool = False) -> None:
+        """Write the same without the tokenizer; `head`: an output layer tied to the embeddings by itself too."""
+        with no_progress_bar():
+            if self.adapted:
+                save_adapter(self.model, directory)
+                return
+            self.model.save_pretrained(directory)
+        if head and self.head.linear.weight is self.causal.get_input_embeddings().weight:
+            name = next(name for name, module in self.causal.named_modules() if module is self.head.linear)
+            weight = self.head.linear.weight.detach().cpu().contiguous()
+            save_file({f"{name}.weight": weight}, directory / "head.safetensors", metadata={"format": "pt"})
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, [S, D]."""
@@ -329,14 +373,8 @@ def make_adapted_layers_fast(causal: nn.Module) -> None:
         make_adapters_fast(causal)
 
 
-def _master(parameter: nn.Parameter) -> Tensor:
-    if parameter.dtype == torch.float16:
-        raise UserError(
-            "the model has trainable weights in float16, whose small gradients underflow, and flatpeak scales no loss: "
-            "give it in bfloat16 or float32, as model.to(torch.bfloat16) does"
-        )
-    precise = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter if parameter.dtype == precise else parameter.detach().to(precise)
+def _call(run: Callable[[], Any]) -> Any:
+    return run()
 
 
 def key_multiple(config: Any) -> int:

@@ -61,9 +61,19 @@ class Snapshot(Policy):
         return weights | {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def snapshot(policy: Policy) -> Snapshot:
-    """A frozen copy of the policy as it is now."""
-    return Snapshot(policy)
+def snapshot(policy: Policy) -> Policy:
+    """A frozen copy of the policy as it is now; of a sharded one a whole copy, which shares nothing with it."""
+    if policy.gathered is None:
+        return Snapshot(policy)
+    with policy.whole() as whole:
+        return whole_copy(whole)
+
+
+def whole_copy(policy: Policy) -> Policy:
+    """A frozen copy of a policy and all of its weights."""
+    with policy.plain_attention() as model:
+        duplicate = copy.deepcopy(model)
+    return Policy(duplicate.requires_grad_(False), policy.tokenizer)
 
 
 def renewed(reference: Policy, policy: Policy) -> Snapshot:

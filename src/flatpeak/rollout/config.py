@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from flatpeak.types import SamplingParams
 from flatpeak.utils.schema import StrictConfig
+
+
+class VLLMConfig(StrictConfig):
+    """vLLM servers that draw the completions, asked over HTTP (docs/engines.md); `flatpeak serve` starts one."""
+
+    type: Literal["vllm"]
+    urls: Annotated[tuple[str, ...], Field(min_length=1)] = ("http://127.0.0.1:8000",)
+    """The servers; requests go to the one with the fewest at work. Where they are may change on a resume."""
+    model: str | None = None
+    """The name under which the servers serve the model; null: the first that they list."""
+    sync: Literal["reload"] = "reload"
+    """reload: weights are written to `directory`, and the servers load them."""
+    directory: str | None = None
+    """A directory that trainer and servers share, for weights and adapters; null: a temporary one, for servers on the
+    trainer's machine."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that an answer may take, and that a run waits while no server can be reached."""
+    max_concurrency: Annotated[int, Field(ge=1)] = 64
+    """Most groups that one server is asked for at a time."""
+    api_key_env: str | None = None
+    """The environment variable that holds the servers' key; null: none."""
+
+    @field_validator("urls")
+    @classmethod
+    def _addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            _check_address(url)
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError(f"urls={list(urls)} has a server twice: name each once")
+        return urls
+
+
+def _check_address(url: str) -> None:
+    """ValueError for what is not the address of a server."""
+    try:
+        parts = urlsplit(url)
+        valid = url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, or a bracket without its other
+        valid = False
+    if valid and "@" in parts.netloc:
+        raise ValueError("urls: an address has a user or password in it: leave them out, and name a key by api_key_env")
+    if not valid or parts.query or parts.fragment or not url.isascii() or " " in url or not url.isprintable():
+        raise ValueError(f"urls: {url} is no address of a server: write http://HOST:PORT")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(f"urls: {url} is the address of the endpoints for chat: leave /v1 out")
+
+
+def _engine_kind(value: object) -> str:
+    """Whether an engine is given by its name or as a section."""
+    return "vllm" if isinstance(value, VLLMConfig | Mapping) else "name"
 
 
 class RolloutConfig(StrictConfig):
@@ -21,8 +73,18 @@ class RolloutConfig(StrictConfig):
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     stop: tuple[str, ...] = ()
-    engine: Literal["auto", "native", "generate"] = "auto"
-    """auto: native where the architecture is proven, else transformers' generate, with a notice."""
+    engine: Annotated[
+        Annotated[Literal["auto", "native", "generate"], Tag("name")] | Annotated[VLLMConfig, Tag("vllm")],
+        Discriminator(_engine_kind),
+    ] = "auto"
+    """auto: native where the architecture is proven, else transformers' generate, with a notice. A section of type vllm
+    names servers."""
+    staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: the next step's completions are drawn in a second process while the policy is updated, by the policy before
+    that update. 0: each step draws with the policy that it updates."""
+    kernels: Literal["auto", "torch", "native"] = "auto"
+    """The native engine's decoder on a CPU. auto: kernels in C++ where they serve the model, can be compiled or were
+    shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels or an error."""
     max_rows: Annotated[int, Field(ge=1)] = 512
     """Most completions decoded side by side."""
     batch_invariant: bool = True
@@ -37,6 +99,24 @@ class RolloutConfig(StrictConfig):
                 f"rollout.min_new_tokens={self.min_new_tokens} exceeds rollout.max_new_tokens={self.max_new_tokens}, "
                 "so that every completion would be cut off: lower one or raise the other"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _served_sampling(self) -> RolloutConfig:
+        """Refuse filters whose log-probabilities a server gives of the filtered distribution alone, and staleness."""
+        if isinstance(self.engine, VLLMConfig):
+            if self.staleness:
+                raise ValueError(
+                    f"rollout.staleness={self.staleness} with rollout.engine.type=vllm: rollouts ahead are drawn by a "
+                    "second process of the native engine; set rollout.staleness=0, or rollout.engine=auto"
+                )
+            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_new_tokens", 0)):
+                if getattr(self, name) != off:
+                    raise ValueError(
+                        f"rollout.{name}={getattr(self, name)} with rollout.engine.type=vllm: a server gives the "
+                        "log-probs of the restricted distribution only, and training needs those of the full one: set "
+                        f"rollout.{name}={off:g}, or rollout.engine=auto"
+                    )
         return self
 
     def sampling(self) -> SamplingParams:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flatpeak.protocols import StreamingSampler
 from flatpeak.rollout.randomness import completion_keys
 from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots, check_request
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from flatpeak.protocols import Decoder
 
 
-class NativeEngine:
+class NativeEngine(StreamingSampler):
     """A Sampler over a Decoder, on the trainer's own weights.
 
     A token depends on its slot's logits and on (seed, prompt id, index in group, position). Where the decoder's logits
@@ -60,13 +61,6 @@ class NativeEngine:
         self._kept_slots: DecodeSlots | None = None
         self.expected_lengths: dict[str, float] = {}
         """By example, the mean length of the completions drawn for it last: the longest are begun first."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
-    ) -> list[Group]:
-        """One group per prompt, in order."""
-        groups = dict(self.stream(prompts, group_size=group_size, sampling=sampling, seed=seed))
-        return [groups[p] for p in range(len(prompts))]
 
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int

@@ -74,6 +74,22 @@ class CompletionBuffer:
         histories = [self._tokens_NT, self._logprobs_NT, self._keys_N, self._eos_K]
         return [*self.step_state, *histories, *([] if self._filtered_NT is None else [self._filtered_NT])]
 
+    @property
+    def plain_draws(self) -> dict[str, Any] | None:
+        """The inputs and outputs of a draw, by name; None where it is not one from softmax(logits / temperature)."""
+        if self._sampling.temperature == 0 or self._sampling.filtered or self._sampling.min_new_tokens:
+            return None
+        return {
+            "keys": self._keys_N,
+            "ends": self._eos_K,
+            "tokens": self._tokens_NT,
+            "lengths": self.lengths_N,
+            "logprobs": self._logprobs_NT,
+            "ended": self.ended_N,
+            "stopped": self._stopped_N,
+            "temperature": self._sampling.temperature,
+        }
+
     def restart(self, keys_N: Tensor) -> None:
         """Draw anew, for as many completions, in the same memory."""
         self._keys_N[:-1] = keys_N.to(self._keys_N.device)
@@ -185,6 +201,7 @@ class DecodeSlots:
         self._decoder = decoder
         self.cache: Any = None
         """The decoder's memory of keys and values (a DecodeState)."""
+        self._draw_tokens = buffer.draw
         self._dummy = buffer.count
         self._completion_S = torch.full((slots,), self._dummy, device=decoder.device)
         self._tokens_S = torch.zeros_like(self._completion_S)
@@ -201,18 +218,20 @@ class DecodeSlots:
     def open(self, cache: Any) -> None:
         """Begin a request on this memory."""
         self.cache = cache
+        drawing = getattr(cache, "drawing", None)
+        self._draw_tokens = self.buffer.draw if drawing is None else drawing(self.buffer)
         self._completion_S.fill_(self._dummy)
         self._tokens_S.zero_()
         self.graph.begin()
 
     def close(self) -> None:
         """Free the memory now: an object that refers to itself would wait for the garbage collector."""
-        del self.graph, self.cache, self.buffer
+        del self.graph, self.cache, self.buffer, self._draw_tokens
 
     def begin(self, slots: Sequence[int], completions: Sequence[int], logits_KV: Tensor) -> None:
         """Put these completions into these slots, and draw their first tokens from the logits after their prompts."""
         completion_K, slots_K = self._index(completions), self._index(slots)
-        self._tokens_S[slots_K] = self.buffer.draw(logits_KV, completion_K)
+        self._tokens_S[slots_K] = self._draw_tokens(logits_KV, completion_K)
         self._completion_S[slots_K] = self._unless_ended(completion_K)
 
     def step(self, batch_size: int) -> None:
@@ -243,7 +262,7 @@ class DecodeSlots:
 
     def _draw(self, logits_RV: Tensor) -> None:
         completion_R = self._completion_S[: len(logits_RV)]
-        self._tokens_S[: len(logits_RV)] = self.buffer.draw(logits_RV, completion_R)
+        self._tokens_S[: len(logits_RV)] = self._draw_tokens(logits_RV, completion_R)
         self._completion_S[: len(logits_RV)] = self._unless_ended(completion_R)
 
     def _unless_ended(self, completion_R: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ RUN_FILES = (
     "rollouts",
     "evaluations",
     "judge",
+    "tracking",
     "checkpoints",
     "summary.json",
     "report.html",
@@ -171,6 +172,7 @@ class RunDirectory(RunPaths):
         command: Sequence[str] | None = None,
         chosen: Mapping[str, Any] | None = None,
         before: Callable[[], None] = lambda: None,
+        decoder: str | None = None,
     ) -> RunDirectory:
         """Take `config.directory/config.name` and write config.yaml and manifest.json.
 
@@ -178,7 +180,7 @@ class RunDirectory(RunPaths):
         refused without `resume` or `overwrite`; with `resume`, a run that does not exist yet is started, so that one
         command can be repeated until it is done. A run that failed before its first step was done is replaced.
         `before` is called once the lock is taken and before anything is deleted or written: an error in it leaves an
-        earlier run as it was.
+        earlier run as it was. `decoder` is for the manifest.
         Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
         """
         path = _run_path(config, resume=resume, overwrite=overwrite)
@@ -195,7 +197,7 @@ class RunDirectory(RunPaths):
             before()
             if replaced:
                 run._clear()
-            run._start(_as_existing_files(resolved), command, chosen)
+            run._start(_as_existing_files(resolved), describe_start(command, decoder=decoder), chosen)
         except BaseException:
             lock.release()
             raise
@@ -209,8 +211,8 @@ class RunDirectory(RunPaths):
             else:
                 path.unlink()
 
-    def _start(self, resolved: dict[str, Any], command: Sequence[str] | None, chosen: Mapping[str, Any] | None) -> None:
-        start = redact(describe_start(command))
+    def _start(self, resolved: dict[str, Any], facts: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> None:
+        start = redact(facts)
         if self.resumed:
             changed = _check_recipe(self, resolved, chosen)
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))

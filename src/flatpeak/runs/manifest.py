@@ -37,24 +37,34 @@ CHANGEABLE = frozenset(
         "sft.optimizer.offload",
         "reward_model.optimizer.offload",
         "reference.offload",
+        "distributed.processes",
+        "distributed.strategy",
+        "distributed.shard_size",
     }
 )
-"""Keys that may change between the starts of one run: directory, checkpoints, logs, threads, length and memory.
+"""Keys that may change between the starts of one run: directory, checkpoints, logs, threads, length, memory
+and processes.
 
 None of them alters what an earlier or later row of metrics.jsonl means.
 """
-# Of a reward: its connection and its budget, none of which alters a score.
-_CHANGEABLE_OF_A_REWARD = re.compile(
-    r"rewards\.[^.]+\.(timeout|deadline|retries|retry_delay|concurrency|requests_per_minute|tokens_per_minute|cache"
+# Of servers: where they are, and how they are asked. Of a reward: its connection and its budget, none of which alters a
+# score. Trackers, which change nothing of a run.
+_CHANGEABLE_SECTIONS = re.compile(
+    r"rollout\.engine\.(urls\.\d+|model|sync|directory|timeout|max_concurrency|api_key_env)"
+    r"|rewards\.[^.]+\.(timeout|deadline|retries|retry_delay|concurrency|requests_per_minute|tokens_per_minute|cache"
     r"|(budget|breaker)\..+|backend\.(base_url|api_key_env|price_input|price_output|device))"
+    r"|tracking(\..+)?"
 )
 _ABSENT = "(absent)"
 _GIB = 2**30
 
 
-def describe_start(command: Sequence[str] | None) -> dict[str, Any]:
-    """The facts of one start of a run, as JSON; `command` is the command line, None for a start from Python."""
-    return {
+def describe_start(command: Sequence[str] | None, *, decoder: str | None = None) -> dict[str, Any]:
+    """The facts of one start of a run, as JSON; `command` is the command line, None for a start from Python.
+
+    `decoder` is what draws its rollouts: torch, a library of native kernels, generate, vllm, or a caller's sampler.
+    """
+    facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv if command is None else command),
         "versions": {"flatpeak": flatpeak.__version__, "python": platform.python_version()}
@@ -62,6 +72,7 @@ def describe_start(command: Sequence[str] | None) -> dict[str, Any]:
         "commit": {"flatpeak": git_commit(Path(flatpeak.__file__)), "working_directory": git_commit(Path.cwd())},
         "hardware": hardware(),
     }
+    return facts if decoder is None else facts | {"decoder": decoder}
 
 
 def hardware() -> dict[str, Any]:
@@ -137,7 +148,7 @@ def check_resumable(
     refused = [
         f"{key}: {change}"
         for key, change in changed.items()
-        if key not in allowed and not _CHANGEABLE_OF_A_REWARD.fullmatch(key)
+        if key not in allowed and not _CHANGEABLE_SECTIONS.fullmatch(key)
     ]
     if refused:
         raise UserError(

@@ -42,7 +42,7 @@ class MetricsWriter:
             self._notice_once("file", f"{self.path}: {error.strerror}; metrics are lost until there is room again")
         for tracker in self._trackers:
             try:
-                tracker.log(metrics, step=step)
+                tracker.log(metrics, step=step, stage=stage)
             # A tracker is foreign code over a network: whatever it raises, training continues.
             except Exception as error:
                 name = type(tracker).__name__
@@ -54,14 +54,8 @@ class MetricsWriter:
             self._notice(text)
 
     def close(self) -> None:
-        """Close the file and the trackers."""
+        """Close the file; the trackers stay open for the report, which comes after the last row."""
         self._lines.close()
-        for tracker in self._trackers:
-            try:
-                tracker.close()
-            except Exception as error:
-                name = type(tracker).__name__
-                self._notice_once(f"{name}.close", f"{name} could not be closed ({error})")
 
     def __enter__(self) -> MetricsWriter:
         return self

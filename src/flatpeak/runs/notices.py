@@ -39,6 +39,8 @@ class NoticeLog:
         self._waiting: list[Row] = []
         self._written_before: frozenset[str] = frozenset()
         self._position: Row = {"stage": START, "step": 0}
+        self.forward: Callable[[str], None] = lambda text: None
+        """A function that gets the text of every notice which is written."""
 
     def open(self, path: Path, *, stage: str = START, step: int = 0) -> None:
         """Write the waiting rows, dated by `step` of `stage`; from here on every notice is written at once.
@@ -72,6 +74,7 @@ class NoticeLog:
     def _write(self, row: Row) -> None:
         if self._lines is None or row["text"] in self._written_before:
             return
+        self.forward(row["text"])
         try:
             self._lines.write(row)
         except OSError as error:

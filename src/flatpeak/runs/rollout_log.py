@@ -39,6 +39,7 @@ def rollout_rows(
                 "rewards": {name: _finite(values[p][g]) for name, values in scores.parts.items()},
                 "advantage": _finite(advantages[p][g]),
                 "gold": gold,
+                **({} if completion.weight_version is None else {"weight_version": completion.weight_version}),
             }
 
 

@@ -26,6 +26,14 @@ class StopSignals:
         """The exit code, 128 + the signal's number (130 for SIGINT, 143 for SIGTERM); 0 where none came."""
         return 0 if self.signal is None else 128 + self.signal
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal asks this process to stop, also before `agree`."""
+        return self.signal is not None
+
+    def agree(self) -> None:
+        """Take up signals at the end of a step; here each is taken up as it comes."""
+
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._receive) for number in _CAUGHT}

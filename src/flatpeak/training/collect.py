@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flatpeak.protocols import Sampler, StreamingSampler
+from flatpeak.protocols import MeasuredSampler, Sampler, StreamingSampler
 from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
@@ -41,7 +41,7 @@ class Rollouts:
     timed_out: Mapping[str, int] = field(default_factory=dict)
     """By reward component, the answers scored for having run out of time or memory; likewise."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that the reward reports of itself: a judge's calls, cost, distance from the truth."""
+    """Metrics that reward and sampler report of themselves: a judge's calls and cost, a server's weight updates."""
 
 
 def collect(
@@ -67,8 +67,8 @@ def collect(
         wanted = config.prompts_per_step - len(kept)
         prompts = take_prompts(phase.prompts, cursor, wanted)
         cursor, drawn = cursor + wanted, drawn + wanted
-        started, round_seed = time.perf_counter(), derive_seed(seed, "rollout", round_)
-        graded = _graded(sampler, phase.reward, prompts, config, seed=round_seed, budget=budget)
+        started = time.perf_counter()
+        graded = _graded(sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget)
         groups, scores = graded.groups, graded.scores
         timed_out.update({name: sum(map(sum, flags)) for name, flags in scores.timed_out.items()})
         rollout_seconds += graded.sampled_at - started
@@ -89,10 +89,15 @@ def collect(
         pass_rate=sum(accuracies) / len(accuracies) if accuracies else 0.0,
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
-        measured=phase.reward.measured(scores),
+        measured={**phase.reward.measured(scores), **sampler_metrics(sampler)},
         timed_out=dict(timed_out),
         failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
     )
+
+
+def rollout_seed(seed: int, round_: int = 0) -> int:
+    """The seed of a round of rollouts in the step with this seed."""
+    return derive_seed(seed, "rollout", round_)
 
 
 def _scores(drawn: Sequence[_Drawn]) -> Scores:
@@ -101,6 +106,11 @@ def _scores(drawn: Sequence[_Drawn]) -> Scores:
         total=[scores.total[index] for _, index, scores in drawn],
         parts={name: [scores.parts[name][index] for _, index, scores in drawn] for name in drawn[0][2].parts},
     )
+
+
+def sampler_metrics(sampler: Sampler) -> Mapping[str, float]:
+    """The metrics that a sampler reports of itself, if it does."""
+    return sampler.measured() if isinstance(sampler, MeasuredSampler) else {}
 
 
 def failures(reward: RewardSet) -> dict[str, int]:

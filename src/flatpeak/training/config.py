@@ -39,6 +39,21 @@ class AdvantageConfig(StrictConfig):
         return self
 
 
+class SamplerCorrectionConfig(StrictConfig):
+    """Importance weights for a sampler whose probabilities are not the trainer's; see functional.sampler_correction."""
+
+    type: Literal["none", "truncate", "mask"] = "none"
+    """truncate: weights are bounded by the cap. mask: weights above it are 0."""
+    level: Literal["token", "sequence"] = "token"
+    """sequence: one weight per completion, the product over its tokens."""
+    cap: Annotated[float, Field(ge=1)] = 2.0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether tokens have weights."""
+        return self.type != "none"
+
+
 class ObjectiveConfig(StrictConfig):
     """The per-token loss and how tokens are weighted."""
 
@@ -57,6 +72,8 @@ class ObjectiveConfig(StrictConfig):
     """Completions cut at max_new_tokens: keep; mask (out of the loss and its denominators, still in the group's
     baseline); zero_reward; soft_penalty (DAPO's soft overlong punishment over the last `overlong_buffer` tokens)."""
     overlong_buffer: Annotated[int, Field(ge=1)] = 32
+    sampler_correction: SamplerCorrectionConfig = SamplerCorrectionConfig()
+    """Weights of the policy loss where another policy samples than is trained: another engine, dtype or version."""
 
 
 class KLConfig(StrictConfig):

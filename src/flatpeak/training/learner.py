@@ -10,14 +10,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from flatpeak.distributed.ranks import ALONE, Ranks
+from flatpeak.errors import RunError
 from flatpeak.gradreg.guard import Report
+from flatpeak.gradreg.shards import full_tensor
 from flatpeak.policy.model import Policy
-from flatpeak.training.batch import micro_batches
+from flatpeak.protocols import SavesModel
 from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.data_parallel import UNDIVIDED, DataParallel
 from flatpeak.training.objective import Objective, TokenStatistics, with_old_logprobs
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics
 from flatpeak.training.peak_memory import PeakMemory
 from flatpeak.types import Batch, PackedCompletions
+
+ABSURD_GAP = 1.0
+"""Nats per token: another dtype or an older version is far below, another template or model above."""
+JUDGED_TOKENS = 16
+"""The fewest tokens of an update by which a sampler is judged: of fewer, one that is unlikely decides the mean."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,9 +56,11 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         temperature: float,
         micro_batch_tokens: int | None,
         measured: Sequence[nn.Parameter] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         """Build the optimizer. `measured` are the parameters whose gradient's norm is reported by itself."""
         super().__init__(policy.masters(), optimizer)
+        self.parallel = DataParallel(ranks=ranks)
         self.policy = policy
         self.objective = objective
         self.measured = measured
@@ -63,9 +74,20 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         """Whether the policy is trained packed rather than padded."""
         return self.policy.native
 
+    @property
+    def kernels(self) -> str | None:
+        """The decoder of the policy's rollouts."""
+        return self.policy.decoded_with
+
     def save_model(self, directory: Path) -> None:
         """Write the policy's model and tokenizer in Hugging Face format."""
         self.policy.save(directory)
+
+    @contextmanager
+    def whole(self) -> Iterator[SavesModel]:
+        """A context with the means to save the policy; see BaseLearner.whole."""
+        with self.policy.whole() as policy:
+            yield policy.save
 
     def divide(self, minibatch: Batch) -> tuple[Batch, ...]:
         """The subsets of a minibatch that an update cuts into micro-batches by themselves, in their order; here one.
@@ -82,7 +104,12 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
                 loss.backward()
         if self.measured:
             grads = [p.grad for p in self.measured if p.grad is not None]
-            statistics.g1_norm = float(torch.nn.utils.get_total_norm(grads))
+            statistics.g1_norm = float(full_tensor(torch.nn.utils.get_total_norm(grads)))
+        return self.joined(statistics)
+
+    def joined(self, statistics: PolicyStatistics) -> PolicyStatistics:
+        """An update's statistics over all ranks."""
+        statistics.loss, statistics.tokens = self.parallel.joined(statistics.loss, statistics.tokens)
         return statistics
 
     def losses(self, minibatch: Batch, statistics: PolicyStatistics) -> Iterator[Tensor]:
@@ -91,14 +118,23 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
             logprobs_T, entropy_T = self.token_logprobs(micro_batch)
             loss_T, tokens = self.objective(logprobs_T, entropy_T, with_old_logprobs(micro_batch, logprobs_T))
             loss = weighted_sum(loss_T, micro_batch)
-            yield loss
+            yield self.parallel.scale(loss)
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
 
+    def check(self, statistics: PolicyStatistics) -> None:
+        """Raise RunError where a correction is asked of a sampler that is another model altogether."""
+        if self.objective.corrects_sampler:
+            check_sampler(statistics.tokens)
+
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        """For every pass of an update. The plain model, which exact curvature goes through, pads."""
+        """For every pass of an update; gradients are averaged over the ranks after the last one's backward pass.
+
+        The plain model, which exact curvature goes through, pads.
+        """
         padded = not self.policy.native or self.twice_differentiable
-        return micro_batches(batch, self.micro_batch_tokens, padded=padded)
+        yield from self.parallel.micro_batches(batch, self.micro_batch_tokens, padded=padded)
+        self.parallel.average_gradients(self.policy.parameters())
 
     def token_logprobs(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
         """The policy's log-probabilities and entropies, the same way in every pass of an update."""
@@ -115,6 +151,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
                 temperature=self.temperature,
                 micro_batch_tokens=self.micro_batch_tokens,
                 twice_differentiable=self.twice_differentiable,
+                parallel=self.parallel,
             )
 
 
@@ -126,6 +163,18 @@ def token_budget(wanted: int | None, device: torch.device) -> int:
 def weighted_sum(loss_T: Tensor, batch: Batch) -> Tensor:
     """sum_i w_i sum_t loss_it."""
     return (loss_T * batch.weights_N.index_select(0, batch.sequence_T)).sum()
+
+
+def check_sampler(tokens: Sequence[TokenStatistics]) -> None:
+    """Raise RunError where the sampler's log-probabilities are too far from the trainer's for importance weights."""
+    gap, count = sum(float(one.sampler.gap) for one in tokens if one.sampler is not None), sum(s.tokens for s in tokens)
+    if count >= JUDGED_TOKENS and (mean := gap / count) > ABSURD_GAP:
+        raise RunError(
+            f"the sampler's log-probabilities are {mean:.3g} nats per token from the trainer's on average, more than "
+            f"the {ABSURD_GAP:g} up to which objective.sampler_correction can weigh what it draws: give it the same "
+            "prompt template, the same weights and dtype and the same temperature, and let it return log-probabilities "
+            "over the whole vocabulary at that temperature"
+        )
 
 
 @contextmanager
@@ -143,25 +192,27 @@ def score(
     temperature: float,
     micro_batch_tokens: int,
     twice_differentiable: bool = False,
+    parallel: DataParallel = UNDIVIDED,
 ) -> Tensor:
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
     scores, padded = [], twice_differentiable or not policy.native
     with policy.on_device():
-        for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded):
+        for micro_batch in parallel.micro_batches(batch, micro_batch_tokens, padded=padded):
             with policy.scoring():
                 logprobs_T, _ = policy.token_logprobs(
                     micro_batch, temperature=temperature, twice_differentiable=twice_differentiable
                 )
             scores.append(logprobs_T.detach())
-    return torch.cat(scores) if scores else torch.zeros(0, device=batch.tokens_T.device)
+    own_T = torch.cat(scores) if scores else torch.zeros(0, device=batch.tokens_T.device)
+    return parallel.in_order(batch, own_T)
 
 
-def uses_trainer_logprobs(policy: Policy) -> bool:
+def uses_trainer_logprobs(learner: Learner) -> bool:
     """Whether the old log-probabilities are the trainer's own rather than the sampler's; decided here and nowhere else.
 
-    A sampler with other weights than the trainer's (another engine, another machine) has to be distinguished here.
+    A correction of the sampler weighs by the distance of the two, so that the ratio has to be without it.
     """
-    return policy.below_float32
+    return learner.policy.below_float32 or learner.objective.corrects_sampler
 
 
 def score_minibatches(
@@ -172,7 +223,7 @@ def score_minibatches(
     Where the trainer's own are the old ones, those of the first minibatch are left to the update itself, whose pass
     computes them anyway; all others are computed before the first is yielded, while no weight has changed.
     """
-    if not uses_trainer_logprobs(learner.policy):
+    if not uses_trainer_logprobs(learner):
         yield from map(learner.divide, minibatches)
         return
     divided = [learner.divide(minibatch) for minibatch in minibatches]

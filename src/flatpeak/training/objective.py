@@ -13,6 +13,22 @@ from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 
 KL_ESTIMATORS = {"k1": F.kl_k1, "k2": F.kl_k2, "k3": F.kl_k3}
+CORRECTIONS = {"truncate": F.truncated_importance_weights, "mask": F.masked_importance_weights}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerStatistics:
+    """Distance of the sampler's log-probabilities log mu from the trainer's log p, over the tokens of a micro-batch."""
+
+    gap: Tensor
+    """Sum of |log p - log mu|."""
+    max_gap: Tensor
+    kl: Tensor
+    """Sum of the KL of the sampler to the trainer, by k3."""
+    weight: Tensor | None
+    """Sum of the importance weights; None where the sampler is not corrected."""
+    capped: Tensor | None
+    """Tokens whose importance weight was above the cap; likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +41,8 @@ class TokenStatistics:
     clipped: Tensor
     kl: Tensor | None
     max_ratio_gap: Tensor
-    sampler_gap: Tensor | None = None
-    """Sum of |log p - the sampler's|; None where nothing was sampled."""
-    max_sampler_gap: Tensor | None = None
+    sampler: SamplerStatistics | None = None
+    """None where nothing was sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +90,18 @@ class Objective:
             loss_T = loss_T + others_T
         return loss_T, self.statistics(logprobs_T, entropy_T, batch)
 
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether the policy loss has importance weights for what the sampler drew."""
+        return self.config.sampler_correction.enabled
+
     def policy_loss(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
-        """The term of the loss that the advantages drive."""
-        return self._of_tokens(self.loss.value, logprobs_T, batch)
+        """The term of the loss that the advantages drive, the sampler corrected."""
+        return self.corrected(self._of_tokens(self.loss.value, logprobs_T, batch), batch)
 
     def policy_loss_with_curvature(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The same gradient, from a loss whose second derivative is the curvature that belongs to it."""
-        return self._of_tokens(self.loss.with_curvature or self.loss.value, logprobs_T, batch)
+        return self.corrected(self._of_tokens(self.loss.with_curvature or self.loss.value, logprobs_T, batch), batch)
 
     def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The tokens whose policy gradient the clip takes away (or, for CISPO, caps)."""
@@ -90,6 +110,24 @@ class Objective:
     def _of_tokens(self, function: TokenFunction, logprobs_T: Tensor, batch: Batch) -> Tensor:
         advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
         return function(logprobs_T, self.ratio(logprobs_T, batch), advantages_T, self.config)
+
+    def corrected(self, loss_T: Tensor, batch: Batch) -> Tensor:
+        """w_T * loss_T with the importance weights of what the sampler drew; loss_T itself without a correction.
+
+        The old log-probabilities are constants, the same in every pass of an update, and so are the weights.
+        """
+        if not self.corrects_sampler:
+            return loss_T
+        config = self.config.sampler_correction
+        return CORRECTIONS[config.type](self.sampler_ratio(batch), cap=config.cap) * loss_T
+
+    def sampler_ratio(self, batch: Batch) -> Tensor:
+        """p_old / mu of every token, before a bound, by the correction's level."""
+        old_T, sampled_T = _old(batch), batch.sampler_logprobs_T
+        assert sampled_T is not None  # demonstrations alone have none, and SFT has no correction
+        if self.config.sampler_correction.level == "token":
+            return F.importance_ratio(old_T, sampled_T)
+        return F.sequence_probability_ratio(old_T, sampled_T, batch.sequence_T, len(batch.lengths_N))
 
     def other_terms(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> Tensor | None:
         """The KL and entropy terms; None where the loss has neither."""
@@ -107,8 +145,6 @@ class Objective:
         """Sums over the tokens of a micro-batch, for the metrics."""
         ratio_T = self.ratio(logprobs_T, batch)
         token_ratio_T = F.importance_ratio(logprobs_T, _old(batch))
-        sampled_T = batch.sampler_logprobs_T
-        gap_T = None if sampled_T is None else (logprobs_T - sampled_T).abs()
         return TokenStatistics(
             tokens=len(logprobs_T),
             entropy=entropy_T.sum(),
@@ -116,8 +152,23 @@ class Objective:
             clipped=self.clipped(logprobs_T, batch).sum(),
             kl=None if batch.reference_logprobs_T is None else self._kl(logprobs_T, batch).sum(),
             max_ratio_gap=(token_ratio_T - 1).abs().max() if len(logprobs_T) else torch.zeros(()),
-            sampler_gap=None if gap_T is None else gap_T.sum(),
-            max_sampler_gap=None if gap_T is None else gap_T.max() if len(gap_T) else torch.zeros(()),
+            sampler=self._sampler_statistics(logprobs_T, batch),
+        )
+
+    def _sampler_statistics(self, logprobs_T: Tensor, batch: Batch) -> SamplerStatistics | None:
+        sampled_T = batch.sampler_logprobs_T
+        if sampled_T is None:
+            return None
+        # With a correction the old ones are the trainer's own, whatever the step's updates have changed since.
+        trainer_T = _old(batch) if self.corrects_sampler else logprobs_T
+        gap_T = (trainer_T - sampled_T).abs()
+        above_T = self.sampler_ratio(batch) > self.config.sampler_correction.cap if self.corrects_sampler else None
+        return SamplerStatistics(
+            gap=gap_T.sum(),
+            max_gap=gap_T.max() if len(gap_T) else torch.zeros(()),
+            kl=F.kl_k3(sampled_T, trainer_T).sum(),
+            weight=self.corrected(torch.ones_like(gap_T), batch).sum() if self.corrects_sampler else None,
+            capped=None if above_T is None else above_T.sum(),
         )
 
     def ratio(self, logprobs_T: Tensor, batch: Batch) -> Tensor:

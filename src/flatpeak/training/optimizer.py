@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flatpeak.errors import DIVERGED, DivergedError, UserError
+from flatpeak.gradreg.shards import distribute_like, full_tensor, gathered
+from flatpeak.protocols import SavesModel
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.utils.host_memory import HostMemory
 
@@ -77,9 +79,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by "<parameter index>.<name>"."""
+    """The optimizer's state by "<parameter index>.<name>", whole: with shards every rank has to call it."""
     return {
-        f"{index}.{name}": torch.as_tensor(value)
+        f"{index}.{name}": gathered(torch.as_tensor(value))
         for index, parameter in enumerate(_parameters(optimizer))
         for name, value in optimizer.state.get(parameter, {}).items()
     }
@@ -90,9 +92,14 @@ def load_optimizer_tensors(
 ) -> None:
     """Put back the state that `optimizer_tensors` returned, with `host` into the memory that `step_in_buckets` uses."""
     state: dict[int, dict[str, Tensor]] = {}
+    parameters = list(_parameters(optimizer))
     for key, value in tensors.items():
         index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value if host else value.clone()
+        parameter = parameters[int(index)]
+        alike = value.shape == parameter.shape and name != "step"
+        state.setdefault(int(index), {})[name] = (
+            value if host else distribute_like(value, parameter) if alike else value.clone()
+        )
     torchs_own = isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD)
     if torchs_own and host is None:
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -239,7 +246,7 @@ class MasterWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """The masters for a checkpoint, by the position of their weight."""
-        return {str(index): master for index, (_, master) in self.pairs.items()}
+        return {str(index): gathered(master) for index, (_, master) in self.pairs.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from saved masters, and round them into the weights."""
@@ -250,7 +257,7 @@ class MasterWeights:
                 f"{len(own)}: resume with the model and the model.dtype that the run began with"
             )
         for name, master in own.items():
-            master.copy_(tensors[name])
+            master.copy_(distribute_like(tensors[name], master))
         self.write()
 
 
@@ -288,13 +295,26 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         """Whether the model is trained packed rather than padded; None where there is no choice."""
         return None
 
+    @property
+    def kernels(self) -> str | None:
+        """The decoder of rollouts; None where nothing is decoded."""
+        return None
+
     @abstractmethod
     def accumulate_gradients(self, *batches: Data) -> Statistics:
         """Add the gradient of the loss to `.grad`, one micro-batch at a time."""
 
+    def check(self, statistics: Statistics) -> None:
+        """Raise RunError for an update that is to change nothing, judged by its passes."""
+
     @abstractmethod
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format."""
+
+    @contextmanager
+    def whole(self) -> Iterator[SavesModel]:
+        """A context with the means to save the model; of a sharded one all ranks have to enter it."""
+        yield self.save_model
 
     def update(self, *batches: Data, rate: float) -> Statistics:
         """Step the optimizer once, with the gradient of all the batches together.
@@ -305,7 +325,9 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         set_learning_rate(self.optimizer, rate)
         self.zero_grad()
         statistics = self.accumulate_gradients(*batches)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.masters.weights, self.config.max_grad_norm or float("inf"))
+        self.check(statistics)
+        limit = self.config.max_grad_norm or float("inf")
+        grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.masters.weights, limit))
         statistics.grad_norm = float(grad_norm)
         statistics.skipped = not bool(torch.isfinite(grad_norm))
         if not statistics.skipped:
@@ -347,7 +369,7 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
 def check_finite(optimizer: torch.optim.Optimizer, *, step: int) -> None:
     """Raise DivergedError where a trained weight is NaN or infinite: such a checkpoint could not be trained on."""
     weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    if not all(bool(torch.isfinite(weight).all()) for weight in weights):
+    if not all(bool(full_tensor(torch.isfinite(weight).all())) for weight in weights):
         raise DivergedError(f"the weights are NaN or infinite after step {step} and are not saved: {DIVERGED}")
 
 

@@ -6,15 +6,16 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator
-from flatpeak.protocols import Progress
+from flatpeak.protocols import Progress, SavesModel, Tracker
 from flatpeak.runs.checkpoints import (
     BEST,
     LAST,
@@ -29,96 +30,21 @@ from flatpeak.runs.directory import RunDirectory
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.notices import NoticeLog
-from flatpeak.runs.rollout_log import RolloutLog
+from flatpeak.runs.rollout_log import RolloutLog, rollout_rows
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import Rollouts
+from flatpeak.training.completed_step import CompletedStep, History, Stage
 from flatpeak.training.diagnostics import (
     LogprobGapMonitor,
     MissingRewardMonitor,
     SkippedUpdateMonitor,
     ZeroAdvantageMonitor,
 )
-from flatpeak.training.optimizer import BaseLearner, check_finite
+from flatpeak.training.optimizer import check_finite
 
 SAMPLER_STATE = "expected_lengths"
 """Key of the sampler's state in a stage's; named after the native engine's, which are the lengths it expects."""
-
-
-class Stage(Protocol):
-    """A part of a run that takes steps and can be saved."""
-
-    name: str
-
-    @property
-    def learner(self) -> BaseLearner[Any, Any]:
-        """The optimizer and the model that it trains."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Everything but weights and learner that the next step depends on, as JSON."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that it depends on and is in tensors, but the policy's weights."""
-        ...
-
-
-@dataclass(kw_only=True, slots=True)
-class History:
-    """The history of a run so far, saved in every checkpoint for the resumed run."""
-
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    best_step: int | None = None
-    best_value: float | None = None
-    last_step: int = 0
-    seconds: float = 0.0
-    """Wall time of SFT and RL, their evaluations and checkpoints included."""
-
-    def copy(self) -> History:
-        """Copy the present state; evaluations are replaced in the list, never changed."""
-        return replace(self, evaluations=list(self.evaluations))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletedStep:
-    """State at the end of a step, without its tensors: it can be saved until an update changes these.
-
-    The state is taken at once because sampling moves what decides the order of work, and an evaluation may fail
-    halfway.
-    """
-
-    stage: Stage
-    step: int
-    evaluated: bool
-    """Whether the evaluation that was due after the step, if one was, is in the history."""
-    state: Mapping[str, Any]
-    learner_state: Mapping[str, Any]
-    history: History
-    updates: int
-    """The learner's updates so far."""
-
-    @classmethod
-    def capture(cls, stage: Stage, step: int, *, evaluated: bool, history: History) -> CompletedStep:
-        """Capture the present state of a stage."""
-        return cls(
-            stage=stage,
-            step=step,
-            evaluated=evaluated,
-            state=stage.state(),
-            learner_state=stage.learner.state(),
-            history=history.copy(),
-            updates=stage.learner.updates,
-        )
-
-    def intact(self, *, interrupted: bool) -> bool:
-        """Whether weights and optimizer are still as the step left them.
-
-        An error in an update is raised before the optimizer steps, once perturbed weights are put back. An interrupt
-        may have come while they were.
-        """
-        learner = self.stage.learner
-        return learner.updates == self.updates and not (interrupted and learner.updating)
 
 
 class Recorder:
@@ -137,8 +63,11 @@ class Recorder:
         history: History,
         zero_advantages: ZeroAdvantageMonitor | None = None,
         evaluated: bool = True,
+        tracker: Tracker | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.run = run
+        self.ranks = ranks
         self.config = config
         self.evaluation = evaluation
         self.evaluator = evaluator
@@ -146,7 +75,8 @@ class Recorder:
         self.progress = progress
         self.notices = notices
         self.history = history
-        self.metrics = MetricsWriter(run.metrics, notice=progress.notice)
+        self.tracker = tracker
+        self.metrics = MetricsWriter(run.metrics, trackers=[tracker] if tracker else [], notice=progress.notice)
         self.rollout_log = RolloutLog(run.rollouts, notice=progress.notice)
         self.missing_rewards = MissingRewardMonitor(progress.notice)
         self.zero_advantages = zero_advantages
@@ -177,6 +107,7 @@ class Recorder:
         self, stage: Stage, step: int, total: int, metrics: Mapping[str, float], *, evaluation_due: bool
     ) -> None:
         """Log and show a completed step. It can be saved from here on, whatever happens before the next update."""
+        self.stop.agree()
         self.metrics.write(step, stage.name, metrics)
         self.logprob_gaps.observe(metrics)
         if stage.name == "train" and self.config.log_rollouts_every:
@@ -200,6 +131,9 @@ class Recorder:
             self.zero_advantages.observe(rollouts, advantages_PG)
         if self.config.log_rollouts_every and step % self.config.log_rollouts_every == 0:
             self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
+        if self.tracker is not None and self.tracker.wants_completions(step):
+            rows = rollout_rows(rollouts.groups, rollouts.scores, advantages_PG.tolist())
+            self.tracker.log_completions(rows, step=step)
 
     def begin(self, stage: Stage, *, goal: float | None = None) -> bool:
         """Evaluate and save the model before the first step of RL: it is the first candidate for the best checkpoint.
@@ -246,6 +180,8 @@ class Recorder:
             self._write_rows(f"{stage}_{step:06d}_perturbed", perturbed)
         named = {f"eval/{evaluation.task}/{name}": value for name, value in results["metrics"].items()}
         self.record("eval", step, step, {**named, "time/eval": seconds})
+        if self.tracker is not None:
+            self.tracker.log_evaluation({"task": evaluation.task, **results}, evaluation.rows, step=step)
         if stage == "train":
             self._consider(step, choice)
         return choice
@@ -328,33 +264,50 @@ class Recorder:
         check_finite(stage.learner.optimizer, step=step)
         self._count_time()
         history = replace(done.history.copy(), last_step=step, seconds=self.history.seconds)
+        tensors = stage.tensors()
+        with stage.learner.whole() as save_model:
+
+            def write() -> None:
+                self._write(done, history, save_model=save_model, tensors=tensors)
+
+            self.ranks.first(write)
+        self.history = history  # only now: a summary names steps that are on disk
+        self._completed = None
+
+    def _write(
+        self, done: CompletedStep, history: History, *, save_model: SavesModel, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Write the checkpoint of a step, link it, and delete those that are no longer kept."""
+        stage, step = done.stage, done.step
         parent = self.run.checkpoints if stage.name == "train" else self.run.checkpoints / stage.name
         path = write_checkpoint(
             parent,
             step,
-            save_model=stage.learner.save_model,
-            tensors=stage.tensors(),
+            save_model=save_model,
+            tensors=tensors,
             state={
                 "stage": done.state,
                 "learner": done.learner_state,
                 "history": asdict(history),
                 "evaluated": done.evaluated,
-                "native": stage.learner.native,  # a probe decides anew in a resumed run
+                "native": stage.learner.native,  # a probe decides anew in a resumed run, and of kernels a self-test
+                "kernels": stage.learner.kernels,
             },
             texts=self.run.checkpoint_texts,
         )
-        self.history = history  # only now: a summary names steps that are on disk
         link_checkpoint(parent, LAST, path)
         if stage.name == "train" and history.best_step == step:
             link_checkpoint(parent, BEST, path)
         prune(parent, keep=self.config.keep_checkpoints)
-        self._completed = None
 
     def point_at(self, newest: Path) -> None:
         """Set the links of a resumed run again: a kill may have come between a checkpoint and its links.
 
         Where the best checkpoint is not at hand (a fork has only some), it is the best of those that are.
         """
+        self.history = self.ranks.first(lambda: self._point_at(newest))
+
+    def _point_at(self, newest: Path) -> History:
         link_checkpoint(newest.parent, LAST, newest)
         at_hand = checkpoint_steps(self.run.checkpoints)
         if self.history.best_step is not None and self.history.best_step not in at_hand:
@@ -365,6 +318,7 @@ class Recorder:
                     self._consider(step, row["choice"])
         if self.history.best_step is not None:
             link_checkpoint(self.run.checkpoints, BEST, self.run.checkpoints / checkpoint_name(self.history.best_step))
+        return self.history
 
     def summarize(self, status: Status) -> RunSummary:
         """Write summary.json and return its content."""

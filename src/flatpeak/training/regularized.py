@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatpeak import functional as F
+from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig, RatioMode
 from flatpeak.gradreg.gradients import backward
@@ -93,8 +94,11 @@ class RegularizedLearner(Learner):
         micro_batch_tokens: int | None,
         notice: Callable[[str], None],
         seed: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(
+            policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens, ranks=ranks
+        )
         self.regularizer = GradientRegularizer(policy.model, config, masters=policy.masters(), seed=seed, notice=notice)
         perturbed = set(self.regularizer.parameters)
         self.outside = [p for p in self.regularizer.trainable if p not in perturbed]
@@ -124,7 +128,7 @@ class RegularizedLearner(Learner):
         if self.penalized is not self.objective:
             for batch in (chosen, *others):
                 backward(self.other_losses(batch, statistics))
-        return statistics
+        return self.joined(statistics)
 
     def first_pass(self, batch: Batch, statistics: PolicyStatistics, recorded: list[FirstPass]) -> Iterator[Tensor]:
         """The losses of the plain update; appends to `recorded` the results that the second pass needs."""
@@ -134,7 +138,7 @@ class RegularizedLearner(Learner):
             loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro_batch)
             recorded.append(record_first_pass(self.penalized, logprobs_T, micro_batch))
             loss = weighted_sum(loss_T, micro_batch)
-            yield loss
+            yield self.parallel.scale(loss)
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
 
@@ -148,7 +152,7 @@ class RegularizedLearner(Learner):
                 loss_T = second_pass_loss(
                     self.penalized, first, logprobs_T, entropy_T, micro_batch, mode=config.ratio_mode
                 )
-                yield weighted_sum(loss_T, micro_batch)
+                yield self.parallel.scale(weighted_sum(loss_T, micro_batch))
 
     def other_losses(self, batch: Batch, statistics: PolicyStatistics) -> Iterator[Tensor]:
         """The KL and entropy terms by themselves, where the penalty is to leave them out."""
@@ -158,7 +162,7 @@ class RegularizedLearner(Learner):
             if others_T is None:
                 return
             loss = weighted_sum(others_T, micro_batch)
-            yield loss
+            yield self.parallel.scale(loss)
             statistics.loss += float(loss.detach())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -200,6 +204,7 @@ def build_learner(
     micro_batch_tokens: int | None,
     notice: Callable[[str], None],
     seed: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Learner:
     """Build the learner, the plain one at strength 0, which only measures the gradient that would be penalized.
 
@@ -213,6 +218,7 @@ def build_learner(
             temperature=temperature,
             micro_batch_tokens=micro_batch_tokens,
             measured=parameters_to_measure(policy.model, regularization),
+            ranks=ranks,
         )
     return RegularizedLearner(
         policy,
@@ -223,6 +229,7 @@ def build_learner(
         micro_batch_tokens=micro_batch_tokens,
         notice=notice,
         seed=seed,
+        ranks=ranks,
     )
 
 

@@ -73,7 +73,12 @@ class SFTTrainer:
         recorder: Recorder,
     ) -> None:
         self.learner = Learner(
-            policy, LIKELIHOOD, config.optimizer, temperature=1.0, micro_batch_tokens=micro_batch_tokens
+            policy,
+            LIKELIHOOD,
+            config.optimizer,
+            temperature=1.0,
+            micro_batch_tokens=micro_batch_tokens,
+            ranks=recorder.ranks,
         )
         self.stream = stream
         self.longest = max(len(demonstration.target_ids) for demonstration in stream.items)

@@ -10,7 +10,7 @@ from flatpeak.functional import kl_k3
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.learner import PolicyStatistics
 from flatpeak.training.reward_tensors import RewardTensors, informative
-from flatpeak.types import PackedCompletions, Score
+from flatpeak.types import Group, PackedCompletions, Score
 
 
 class Clock:
@@ -86,20 +86,32 @@ def policy_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]:
 
 
 def sampler_gap_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]:
-    """Distance of the sampler's log-probabilities from the trainer's, over the tokens of the step's first update.
+    """Distance of the sampler's log-probabilities from the trainer's, and the weights that correct it, over the tokens
+    of the step's first update.
 
     Later updates train other weights than those that sampled.
     """
     first = next((update.tokens for update in updates if update.tokens), [])
-    gaps = [(s.sampler_gap, s.max_sampler_gap) for s in first]
-    sums = [float(total) for total, _ in gaps if total is not None]
-    largest = [float(most) for _, most in gaps if most is not None]
-    if not sums:
+    sampler = [statistics.sampler for statistics in first if statistics.sampler is not None]
+    if not sampler:
         return {}
-    return {
-        "rollout/logprob_gap_mean": sum(sums) / sum(s.tokens for s in first),
-        "rollout/logprob_gap_max": max(largest),
+    count = sum(statistics.tokens for statistics in first)
+    metrics = {
+        "rollout/logprob_gap_mean": sum(float(s.gap) for s in sampler) / count,
+        "rollout/logprob_gap_max": max(float(s.max_gap) for s in sampler),
+        "rollout/kl_sampler_trainer": sum(float(s.kl) for s in sampler) / count,
     }
+    weights = [(float(s.weight), float(s.capped)) for s in sampler if s.weight is not None and s.capped is not None]
+    if weights:
+        metrics["rollout/correction_mean"] = sum(weight for weight, _ in weights) / count
+        metrics["rollout/correction_capped"] = sum(capped for _, capped in weights) / count
+    return metrics
+
+
+def staleness_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float]:
+    """Mean age of the step's groups, in versions of the policy; empty where no group has one."""
+    ages = [version - group.version for group in groups if group.version is not None]
+    return {"rollout/staleness": _mean(ages)} if ages else {}
 
 
 def kl_metrics(completions: PackedCompletions) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,23 +13,26 @@ from torch import Tensor
 from flatpeak.functional import group_advantages
 from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import ResumableSampler, Sampler
+from flatpeak.protocols import AheadSampler, ResumableSampler, Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.batch import collate, minibatches, take
-from flatpeak.training.collect import Rollouts, collect
+from flatpeak.training.collect import Rollouts, collect, rollout_seed
 from flatpeak.training.config import AdvantageConfig, TrainingConfig
-from flatpeak.training.curriculum import Phase, Progression
+from flatpeak.training.curriculum import Phase, Progression, take_prompts
 from flatpeak.training.diagnostics import SkippedUpdateMonitor
 from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, seeded, uses_trainer_logprobs
 from flatpeak.training.optimizer import learning_rate, split_prefix
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.reference_resets import PREFIX, ReferenceResets
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
-from flatpeak.training.step_metrics import Clock, kl_metrics, step_metrics
+from flatpeak.training.step_metrics import Clock, kl_metrics, staleness_metrics, step_metrics
 from flatpeak.training.stop_condition import STATE as STOP_WHEN
 from flatpeak.training.stop_condition import StopCondition
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
+
+DRAWN = "drawn"
+"""Key of what the sampler has drawn ahead, in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +123,7 @@ class Trainer:
         rate = learning_rate(self.learner.config, step=step, total_steps=self.config.training.steps)
         minibatches = self.minibatches(step, completions, rewards, advantages_PG)
         scored = score_minibatches(self.learner, minibatches, reference=self.reference)
-        with self.learner.memory.phase("update"):
+        with self.learner.memory.phase("update"), self.next_rollouts(step + 1):
             updates = [self.learner.update(*batches, rate=rate) for batches in scored]
 
         metrics = step_metrics(rollouts, rewards, updates, clock=clock, learning_rate=rate)
@@ -129,6 +133,8 @@ class Trainer:
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
         progression = self.progression
+        if isinstance(self.sampler, AheadSampler):
+            self.sampler.use_version(step - 1)
         resamples = self.config.training.dynamic_sampling.max_resamples
         with self.learner.memory.phase("rollout"):
             rollouts = collect(
@@ -136,13 +142,31 @@ class Trainer:
                 self.phases[progression.phase],
                 self.config.rollout,
                 cursor=progression.cursors[progression.phase],
-                seed=derive_seed(self.config.seed, "step", step),
+                seed=self.step_seed(step),
                 has_signal=self.has_signal,
                 # Without a baseline a group of equal rewards has a gradient like any other.
                 max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
             )
         progression.cursors[progression.phase] = rollouts.cursor
         return rollouts
+
+    def next_rollouts(self, step: int) -> AbstractContextManager[None]:
+        """A context in which a later step's groups are drawn by the policy as it is on entry, where the sampler can."""
+        if not isinstance(self.sampler, AheadSampler) or step > self.config.training.steps:
+            return nullcontext()
+        rollout, progression = self.config.rollout, self.progression
+        # Where the curriculum moves on before that step, these prompts are not asked for, and nothing of them is used.
+        stream, cursor = self.phases[progression.phase].prompts, progression.cursors[progression.phase]
+        return self.sampler.ahead(
+            take_prompts(stream, cursor, rollout.prompts_per_step),
+            group_size=rollout.group_size,
+            sampling=rollout.sampling(),
+            seed=rollout_seed(self.step_seed(step)),
+        )
+
+    def step_seed(self, step: int) -> int:
+        """The seed of all that a step samples."""
+        return derive_seed(self.config.seed, "step", step)
 
     def has_signal(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
         """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them."""
@@ -166,7 +190,7 @@ class Trainer:
         Where each minibatch is scored by itself, only a KL in the reward needs the reference beforehand.
         """
         completions = collate(groups, rewards.valid_PG, device=self.learner.policy.device)
-        by_minibatch = uses_trainer_logprobs(self.learner.policy)
+        by_minibatch = uses_trainer_logprobs(self.learner)
         if self.reference is None or (by_minibatch and not self.learner.objective.kl_in_reward):
             return completions
         return replace(completions, reference_logprobs_T=self.learner.score(self.reference, completions))
@@ -190,7 +214,7 @@ class Trainer:
         trained_N = rewards.trained_PG[rewards.valid_PG]
         if not bool(trained_N.all()):
             completions = take(completions, torch.nonzero(trained_N)[:, 0])
-        by_minibatch = uses_trainer_logprobs(self.learner.policy)
+        by_minibatch = uses_trainer_logprobs(self.learner)
         for epoch in range(self.config.training.epochs_per_rollout):
             yield from minibatches(
                 completions,
@@ -207,9 +231,10 @@ class Trainer:
     def kl_metrics(self, completions: PackedCompletions) -> dict[str, float]:
         """The KL over all sampled tokens, where the log-probabilities at hand can be compared.
 
-        Below float32 the sampler's round otherwise than the reference's, which are there for some tokens only.
+        Where the old ones are the trainer's own, the sampler's are not comparable with the reference's, which are there
+        for some tokens only.
         """
-        return {} if uses_trainer_logprobs(self.learner.policy) else kl_metrics(completions)
+        return {} if uses_trainer_logprobs(self.learner) else kl_metrics(completions)
 
     def finish(
         self,
@@ -224,7 +249,10 @@ class Trainer:
         self.recorder.rollouts(step, rollouts, advantages_PG)
         self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
         self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
-        return {**metrics, **self.resets.metrics(), **self.learner.memory.metrics()}
+        staleness = staleness_metrics(rollouts.groups, version=step - 1)
+        # The first rank's: conditions on them, also on times, then hold on all ranks or on none.
+        own = {**metrics, **staleness, **self.resets.metrics(), **self.learner.memory.metrics()}
+        return self.learner.parallel.ranks.first(lambda: own)
 
     def state(self) -> dict[str, Any]:
         """The position in curriculum and data; steps derive all their randomness from their number."""
@@ -234,6 +262,7 @@ class Trainer:
             "skipped_updates": self.skipped.state(),
             **self.condition.state(),
             SAMPLER_STATE: dict(self.sampler.state()) if isinstance(self.sampler, ResumableSampler) else {},
+            **({DRAWN: self.sampler.drawn()} if isinstance(self.sampler, AheadSampler) else {}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -250,6 +279,9 @@ class Trainer:
         progression.pop("skipped_updates", None)
         self.condition.load(progression.pop(STOP_WHEN, None))
         progression.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
+        drawn = progression.pop(DRAWN, None)
+        if isinstance(self.sampler, AheadSampler):
+            self.sampler.restore(drawn)
         self.reference = self.resets.load(
             progression.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
         )

@@ -118,15 +118,15 @@ class Secret:
         self._value = value
 
     @classmethod
-    def from_environment(cls, variable: str | None) -> Secret:
-        """Read the key from a variable; UserError if it is not set."""
+    def from_environment(cls, variable: str | None, *, where: str = "backend.api_key_env") -> Secret:
+        """Read the key from a variable, which the setting `where` names; UserError if it is not set."""
         if variable is None:
             return cls(NO_KEY)
         value = os.environ.get(variable, "").strip()
         if not value:
-            raise UserError(f"backend.api_key_env={variable}: set this environment variable to the endpoint's key")
+            raise UserError(f"{where}={variable}: set this environment variable to the endpoint's key")
         if not value.isascii() or not value.isprintable():
-            raise UserError(f"backend.api_key_env={variable}: its value has characters that no key has")
+            raise UserError(f"{where}={variable}: its value has characters that no key has")
         return cls(value)
 
     def reveal(self) -> str:

@@ -55,8 +55,14 @@ def test_the_tracker_counts_what_is_alive() -> None:
 @pytest.mark.parametrize("accumulated", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize(
     "model",
-    [{}, {"dtype": "bfloat16"}, {"lora": {}}, {"lora": {"rank": 4}, "dtype": "bfloat16"}],
-    ids=["float32", "bfloat16", "lora", "lora bfloat16"],
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"lora": {}},
+        {"lora": {"rank": 4}, "dtype": "bfloat16"},
+        {"lora": {}, "quantization": "nf4", "dtype": "bfloat16"},
+    ],
+    ids=["float32", "bfloat16", "lora", "lora bfloat16", "qlora"],
 )
 def test_a_dry_run_takes_what_a_real_pass_takes(
     tmp_path: Path, model: dict[str, Any], accumulated: bool, recompute: bool

@@ -14,14 +14,13 @@ from functools import cache
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers.pytorch_utils import Conv1D
 
 from flatpeak.functional.logprobs import chunk_tokens, token_logprobs
+from flatpeak.pipeline.planning.fake_quantization import expand_adapted, quantize
 from flatpeak.pipeline.planning.inventory import quantized_layers
 from flatpeak.pipeline.planning.memory_tracker import MemoryTracker
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of
@@ -107,8 +106,8 @@ def fake_policy(settings: PassSettings, layers: int) -> Iterator[FakePolicy]:
     modules = settings.model.build(layers)
     causal = causal_of(modules)
     head = read_head(causal)
-    for layer in list(quantized_layers(settings.model, modules)):
-        layer.__class__ = _QuantizedLinear if isinstance(layer, nn.Linear) else _QuantizedConv1D
+    quantized = list(quantized_layers(settings.model, modules))
+    quantize(quantized)
     if not settings.dropout:
         silence_dropout(modules, keep=dropout_modules(modules))
     padded = settings.model.fallback is not None
@@ -122,6 +121,8 @@ def fake_policy(settings: PassSettings, layers: int) -> Iterator[FakePolicy]:
             make_fast(causal)
         if not padded:
             make_adapted_layers_fast(causal)
+            if quantized and settings.on_cpu:
+                expand_adapted(causal)
     modules.train()
     with training_layers(causal, recompute=settings.recompute, compiled=False), mode:
         yield FakePolicy(modules=modules, head=head, on_cpu=settings.on_cpu, padded=padded)
@@ -254,33 +255,3 @@ class _Attention(torch.autograd.Function):
         assert ctx.saved_tensors is not None  # asked for, so that recomputation fills it
         torch.empty(ctx.size.backward, dtype=torch.uint8)
         return (*(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.states), None)
-
-
-class _QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is expanded from 4 bits for each product, and again in the backward pass."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return input W^T + b."""
-        output: Tensor = _Expanded.apply(input, self.weight, self.bias)
-        return output
-
-
-class _QuantizedConv1D(Conv1D):
-    """GPT-2's linear layer likewise, whose weight is transposed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x W + b."""
-        output: Tensor = _Expanded.apply(x, self.weight.t(), self.bias)
-        return output
-
-
-class _Expanded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        return F.linear(input, torch.empty_like(weight), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        (weight,) = ctx.saved_tensors
-        return grad @ torch.empty_like(weight), None, None

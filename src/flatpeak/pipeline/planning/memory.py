@@ -129,7 +129,7 @@ class _Estimator:
         kept = {} if self.on_cpu else cache  # captured graphs refer to that memory
         reference = self._staying_reference()
         if self.on_cpu:
-            yield self._phase("loading", {"files": self.inventory.files})
+            yield self._phase("loading", {"files": self.inventory.files}, computes=False)
         if self.sft_minibatch is not None:
             named = reference if config.reference.model is not None else {}
             yield from self._update("sft ", self.sft_minibatch, config.sft.optimizer, named | kept)
@@ -142,7 +142,7 @@ class _Estimator:
             )
         if not work.steps:
             return
-        if self.reference or self.model.below_float32:
+        if self.reference or self.model.below_float32 or config.objective.sampler_correction.enabled:
             scored = self._scoring()
             yield self._phase("scoring", state | self.reference | kept | {"activations": scored}, transient=scored)
         yield from self._update("", self.minibatch, config.optimizer, reference | kept, regularized=True)
@@ -171,10 +171,12 @@ class _Estimator:
         if step:
             yield self._phase(f"{stage}step", resident | {"optimizer step": step})
 
-    def _phase(self, name: str, items: dict[str, int], *, transient: int = 0, kept: int = 0) -> Phase:
+    def _phase(
+        self, name: str, items: dict[str, int], *, transient: int = 0, kept: int = 0, computes: bool = True
+    ) -> Phase:
         """A phase of these items, the weights, and what a CPU's libraries take; `kept` of it by the C library."""
         kept += transient // GAPS + self.quantizing
-        own = {"kernels": KERNELS, "kept by the C library": kept} if self.on_cpu else {}
+        own = {"kernels": KERNELS * computes, "kept by the C library": kept} if self.on_cpu else {}
         held = self._weights() | items | own
         return Phase(name=name, items={item: size for item, size in held.items() if size})
 

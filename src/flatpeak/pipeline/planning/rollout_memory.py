@@ -21,6 +21,7 @@ from flatpeak.policy.kv_cache import fitting_buckets, graded_buckets, round_up
 from flatpeak.policy.linears import TOGETHER
 from flatpeak.policy.model import GPU_KEY_MULTIPLE, key_multiple
 from flatpeak.policy.packing import ROW_MULTIPLE
+from flatpeak.rollout.config import VLLMConfig
 
 PREFILL_TOKENS: Final = 8192
 """Tokens of prompts that the engine reads in one pass."""
@@ -77,6 +78,9 @@ def request_memory(request: Request, config: RunConfig, settings: PassSettings) 
     """The memory of one request, all of whose completions are as long as they may be."""
     rows = min(config.rollout.max_rows, len(request.prompt_lengths) * request.group_size)
     first = request.prompt_lengths[: -(-rows // request.group_size)]
+    if isinstance(config.rollout.engine, VLLMConfig):  # keys, values and logits are the servers'
+        tokens = len(request.prompt_lengths) * request.group_size * request.new_tokens
+        return RolloutMemory(keys_and_values=0, decoding=TOKEN_RECORD * tokens)
     if settings.model.fallback is not None or config.rollout.engine == "generate":
         return _generated(request, rows, config, settings.model)
     multiple = key_multiple(settings.model.shape) if config.rollout.batch_invariant else 1

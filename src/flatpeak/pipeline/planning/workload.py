@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UnreachableDataError, UserError
-from flatpeak.pipeline.build import longest_prompt
+from flatpeak.pipeline.evaluators import longest_prompt
 from flatpeak.pipeline.planning.planned_model import PlannedModel, new_model, read_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import adapter_source, build_tokenizer

@@ -149,6 +149,17 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """A tensor as a checkpoint holds it: a sharded one whole, in the first rank's host memory alone.
+
+    Every rank has to call it; the others get nothing.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = full_tensor(tensor)
+    return whole.detach().cpu() if dist.get_rank() == 0 else torch.empty(0)
+
+
 def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Copy a whole tensor into the sharding and placement of a parameter."""
     copied = tensor.to(device=parameter.device, copy=True)

@@ -1,0 +1,69 @@
+"""The command `serve`: a vLLM server that a recipe can name."""
+
+from __future__ import annotations
+
+import json
+import signal
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from flatpeak.cli.common import AsJson
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="RUN-OR-MODEL", help="A run, a directory, or a model on the Hub.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- VLLM-ARGUMENTS]", help="Further arguments of vLLM's server.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="A Python that has vLLM. Default: FLATPEAK_VLLM_PYTHON, .venv-vllm, this one."
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="The type of the weights. Default: the run's.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of prompt and completion.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Take adapters of up to this rank.")] = None,
+    sleep: Annotated[
+        bool, typer.Option("--sleep", help="Share one GPU with the trainer: sleep between rollouts.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 1800.0,
+    as_json: AsJson = False,
+) -> None:
+    """Start a vLLM server for rollouts, and print what to put into the recipe."""
+    from flatpeak.pipeline.serve import ServeConfig, ServerProcess, find_python
+
+    config = ServeConfig(
+        model=model,
+        host=host,
+        port=port,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        lora_rank=lora_rank,
+        sleep=sleep,
+        arguments=tuple(arguments or ()),
+    )
+    program = find_python(python)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, _interrupt)
+    with ServerProcess(config, python=program) as server:
+        typer.echo(f"serve: starting vLLM for {model} (pid {server.pid})", err=as_json)
+        server.wait_until_healthy(timeout=timeout)
+        if as_json:
+            typer.echo(json.dumps({"url": server.url, "pid": server.pid}))
+        else:
+            typer.echo(f"serve: ready at {server.url}; in the recipe, or on the command line:")
+            typer.echo(f"rollout.engine.type=vllm rollout.engine.urls='[{server.url}]'")
+        code = server.wait()
+        typer.echo(f"serve: vLLM ended with exit code {code}; its last words:\n{server.log_tail()}", err=True)
+    raise typer.Exit(1)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End the server as Ctrl-C does."""
+    raise KeyboardInterrupt

@@ -1,0 +1,53 @@
+"""Settings that several processes do not serve: refused when a recipe is read, before a process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def refuse_undistributable(config: Any) -> None:
+    """Raise ValueError at the first setting of a RunConfig that its processes cannot serve."""
+    if config.distributed.processes == 1:
+        return
+    for problem in _problems(config):
+        raise ValueError(f"distributed.processes={config.distributed.processes}: {problem}")
+
+
+def _problems(config: Any) -> Iterator[str]:
+    regularization, training = config.gradient_regularization, config.training
+    if not isinstance(config.rollout.engine, str):
+        yield f"every rank would update the servers of rollout.engine.type={config.rollout.engine.type}; use native"
+    if config.rollout.staleness:
+        yield "rollout.staleness does not go with several ranks, each of which samples its share; set it to 0"
+    if regularization.enabled and regularization.difference == "exact":
+        yield "gradient_regularization.difference=exact does not average over ranks; use forward or central"
+    adapter_dropout = config.model.lora is not None and config.model.lora.dropout > 0
+    if regularization.enabled and regularization.group_fraction < 1 and (config.model.dropout or adapter_dropout):
+        yield (
+            "gradient_regularization.group_fraction draws groups after dropout has drawn numbers, other ones on every "
+            "rank; leave it at 1, or switch dropout off"
+        )
+    if not config.distributed.sharded:
+        return
+    strategy = f"distributed.strategy={config.distributed.strategy}"
+    if config.model.quantization is not None:
+        yield f"{strategy} does not shard the packed weights of model.quantization; use distributed.strategy=ddp"
+    if config.model.dtype != "float32":
+        yield (
+            f"{strategy} does not go with model.dtype={config.model.dtype}, whose float32 masters it would not shard; "
+            "use model.dtype=float32, or distributed.strategy=ddp"
+        )
+    for name, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):
+        if optimizer.name == "adamw_8bit":
+            yield f"{strategy} does not shard the states of {name}.name=adamw_8bit; use adamw, or strategy=ddp"
+        if optimizer.offload:
+            yield f"{strategy} does not go with {name}.offload; each process holds a share of the states already"
+    if training.compile:
+        yield f"{strategy} does not go with training.compile; set it to false"
+    if config.reference.resets:
+        yield f"{strategy} does not go with reference.resets; use distributed.strategy=ddp"
+    if config.evaluation.sharpness is not None:
+        yield f"{strategy} does not go with evaluation.sharpness; measure it with flatpeak eval on one device"
+    if config.evaluation.choices == "rank":
+        yield f"{strategy} does not go with evaluation.choices=rank; use evaluation.choices=generate"

@@ -1,0 +1,45 @@
+"""The precision of a model: what rounds below float32, and the precise values behind weights that do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flatpeak.errors import UserError
+
+COARSE_PRECISIONS = frozenset({"tf32", "bf16"})
+"""Values of torch's `fp32_precision` that round the factors of a float32 product."""
+
+
+def below_float32(model: nn.Module) -> bool:
+    """Whether anything on the way through a model rounds more coarsely than float32.
+
+    Weights in a lower precision do, those of a frozen or quantized base under float32 adapters included, and so do
+    autocast and matrix products in TF32 or bfloat16 (`torch.set_float32_matmul_precision`).
+    """
+    kinds = {(p.dtype, p.device.type) for p in model.parameters()}
+    buffers = {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()}
+    coarse = any(not dtype.is_floating_point or _coarse(dtype) for dtype, _ in kinds) or any(map(_coarse, buffers))
+    return coarse or any(_computes_below(device) for _, device in kinds)
+
+
+def _coarse(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+
+
+def _computes_below(device: str) -> bool:
+    # Read from each backend: torch.get_float32_matmul_precision raises where this newer interface has been used.
+    backend = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    precisions = {backend.fp32_precision, torch.backends.fp32_precision}  # type: ignore[attr-defined]
+    return torch.is_autocast_enabled(device) or not COARSE_PRECISIONS.isdisjoint(precisions)
+
+
+def master_weight(parameter: nn.Parameter) -> Tensor:
+    """The precise value of a weight: a float32 copy where it is stored below, else itself; UserError for float16."""
+    if parameter.dtype == torch.float16:
+        raise UserError(
+            "the model has trainable weights in float16, whose small gradients underflow, and flatpeak scales no loss: "
+            "give it in bfloat16 or float32, as model.to(torch.bfloat16) does"
+        )
+    precise = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter if parameter.dtype == precise else parameter.detach().to(precise)

@@ -1,0 +1,169 @@
+"""Rollouts ahead: the completions of the next step, drawn elsewhere by the policy of now while the trainer updates it.
+
+Step t trains on what version t - 2 of the policy drew, beside a trainer at version t - 1: one version old. Groups carry
+the version that drew them, and what is older than the bound, or was drawn for another request, is not used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from flatpeak.protocols import ResumableSampler, Sampler, StreamingSampler
+from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
+
+JSON = dict[str, Any]
+
+
+class Background(Protocol):
+    """Draws one request at a time, by the policy's weights as they are when it begins, beside the caller."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process that draws; None where there is none, or none yet."""
+        ...
+
+    def begin(self, request: JSON) -> None:
+        """Take the weights of now and start drawing."""
+        ...
+
+    def result(self) -> JSON:
+        """Wait for the answer of `answer_request`. RunError where there will be none."""
+        ...
+
+    def close(self) -> None:
+        """End whatever draws; a later request starts anew."""
+        ...
+
+
+class RolloutsAhead(StreamingSampler):
+    """A sampler that has the next request drawn in the background; all else is drawn at once by the sampler it wraps.
+
+    The trainer states the policy's version, the number of its steps. Log-probabilities are of the policy that drew.
+    """
+
+    def __init__(self, sampler: Sampler, background: Background, *, staleness: int) -> None:
+        """`staleness`: the most versions that a group may be old."""
+        self.sampler = sampler
+        self.background = background
+        self.staleness = staleness
+        self.version = 0
+        self._drawn: JSON | None = None
+
+    def use_version(self, version: int) -> None:
+        """Set the version of the policy as it is now."""
+        self.version = version
+
+    @contextmanager
+    def ahead(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[None]:
+        """A context, left when a later request is drawn by the policy as it was on entry."""
+        self._drawn = None
+        request = encode_request(prompts, group_size=group_size, sampling=sampling, seed=seed)
+        self.background.begin(request | {"state": self.state()})
+        try:
+            yield
+        except BaseException:
+            self.background.close()
+            raise
+        answer = self.background.result()
+        if isinstance(self.sampler, ResumableSampler):
+            self.sampler.load(answer["state"])
+        self._drawn = {"request": digest(request), "version": self.version, "groups": answer["groups"]}
+
+    def stream(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[tuple[int, Group]]:
+        """Pairs (index of the prompt, its group): what was drawn ahead for this request, or as it is drawn now."""
+        drawn = self._drawn
+        if drawn is not None and self.version - drawn["version"] <= self.staleness:
+            request = encode_request(prompts, group_size=group_size, sampling=sampling, seed=seed)
+            if digest(request) == drawn["request"]:
+                self._drawn = None
+                groups = decode_groups(drawn["groups"], prompts)
+                yield from enumerate(replace(group, version=drawn["version"]) for group in groups)
+                return
+        for p, group in _stream(self.sampler, prompts, group_size=group_size, sampling=sampling, seed=seed):
+            yield p, replace(group, version=self.version)
+
+    def state(self) -> Mapping[str, Any]:
+        """The state of the wrapped sampler."""
+        return self.sampler.state() if isinstance(self.sampler, ResumableSampler) else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put back a state of the wrapped sampler."""
+        if isinstance(self.sampler, ResumableSampler):
+            self.sampler.load(state)
+
+    def drawn(self) -> JSON | None:
+        """Groups that were drawn ahead and not asked for yet, for a checkpoint; the weights that drew them are gone."""
+        return self._drawn
+
+    def restore(self, drawn: JSON | None) -> None:
+        """Put back groups that were drawn ahead."""
+        self._drawn = drawn
+
+    def close(self) -> None:
+        """End the process that draws."""
+        self.background.close()
+
+
+def _stream(
+    sampler: Sampler, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+) -> Iterator[tuple[int, Group]]:
+    if isinstance(sampler, StreamingSampler):
+        return sampler.stream(prompts, group_size=group_size, sampling=sampling, seed=seed)
+    return iter(enumerate(sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)))
+
+
+def encode_request(prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int) -> JSON:
+    """The arguments of `Sampler.generate` as JSON; of prompts what a sampler reads."""
+    return {
+        "prompts": [[prompt.id, prompt.example.id, list(prompt.token_ids)] for prompt in prompts],
+        "group_size": group_size,
+        "sampling": asdict(sampling) | {"stop": list(sampling.stop)},
+        "seed": seed,
+    }
+
+
+def digest(request: JSON) -> str:
+    """A fingerprint of a request."""
+    return blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def answer_request(sampler: Sampler, request: JSON) -> JSON:
+    """Draw a request with a sampler that begins and ends with the state in it: its groups, as JSON, and that state."""
+    prompts = [
+        Prompt(id=name, token_ids=tuple(ids), text="", example=Example(id=example, question="", gold=""))
+        for name, example, ids in request["prompts"]
+    ]
+    sampling = SamplingParams(**request["sampling"] | {"stop": tuple(request["sampling"]["stop"])})
+    if isinstance(sampler, ResumableSampler):
+        sampler.load(request["state"])
+    groups = sampler.generate(prompts, group_size=request["group_size"], sampling=sampling, seed=request["seed"])
+    state = dict(sampler.state()) if isinstance(sampler, ResumableSampler) else {}
+    return {"groups": [[asdict(c) for c in group.completions] for group in groups], "state": state}
+
+
+def decode_groups(groups: Sequence[Sequence[JSON]], prompts: Sequence[Prompt]) -> list[Group]:
+    """The groups of an answer, with the prompts of the request."""
+    return [
+        Group(prompt=prompt, completions=tuple(map(_completion, completions)))
+        for prompt, completions in zip(prompts, groups, strict=True)
+    ]
+
+
+def _completion(fields: JSON) -> Completion:
+    filtered = fields["filtered_logprobs"]
+    return Completion(
+        token_ids=tuple(fields["token_ids"]),
+        logprobs=tuple(fields["logprobs"]),
+        finish_reason=fields["finish_reason"],
+        text=fields["text"],
+        filtered_logprobs=None if filtered is None else tuple(filtered),
+    )

@@ -1,0 +1,167 @@
+"""Runs whose completions come from servers: built, trained, evaluated, resumed elsewhere, and closed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatpeak.config.load import apply_settings, parse_config
+from flatpeak.errors import RunError, UserError
+from flatpeak.pipeline.lifecycle import resolve_config
+from flatpeak.pipeline.served_sampler import served_sampler
+from flatpeak.policy.model import Policy
+from flatpeak.rollout.config import VLLMConfig
+from flatpeak.runs.manifest import check_resumable
+from flatpeak.utils.adapters import LoraConfig, add_adapters
+from support.models import letter_tokenizer, tiny_model
+from support.vllm_server import Fault, VLLMServer, unused_url
+
+
+def lengths(completions, **columns):
+    """A reward that differs among the scripted completions, so that every step changes the weights."""
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.fixture
+def served(recipe, tmp_path, monkeypatch):
+    """`served(*servers, **sections)`: a tiny recipe that is sampled by these servers."""
+    # The scripted server reads a number where a real one reads weights.
+    monkeypatch.setattr("support.vllm_server.read_weights", lambda directory: -float(len(str(directory)) > 0))
+
+    def make(*servers, **sections):
+        engine = {"type": "vllm", "urls": [server.url for server in servers], "directory": str(tmp_path / "weights")}
+        rollout = {**sections.pop("rollout", {}), "engine": {**engine, "timeout": 5.0}}
+        return recipe(rollout=rollout, **sections)
+
+    return make
+
+
+def test_a_run_is_trained_and_evaluated_by_servers(served, train, tmp_path):
+    with VLLMServer() as server:
+        result = train(served(server, training={"steps": 2}, evaluation={"every": 1}), reward=lengths)
+        asked = server.generated()
+    assert result.exit_code == 0
+    rows = [json.loads(line) for line in (result.path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "time/weight_update" in json.dumps(row)]
+    assert len(steps) == 2
+    assert {call.body["sampling_params"]["temperature"] for call in asked} == {0.0, 1.0}
+    written = [json.loads(line) for line in (result.path / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    assert {row["weight_version"] for row in written} == {2}
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_run_goes_on_with_servers_elsewhere(served, train):
+    with VLLMServer() as server:
+        recipe = served(server, training={"steps": 1})
+        train(recipe)
+    with VLLMServer() as other:
+        recipe = served(other, training={"steps": 2})
+        result = train(recipe, resume=True)
+        assert other.generated()
+    assert result.summary.last_step == 2
+
+
+def test_a_run_without_its_server_does_not_begin(served, train, tmp_path):
+    class Nowhere:
+        url = unused_url()
+
+    with pytest.raises(UserError, match="flatpeak serve"):
+        train(served(Nowhere))
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_a_run_that_loses_its_servers_leaves_a_checkpoint(served, train):
+    def script(call):
+        server.lost = server.lost or (call.path == "/update_weight_version" and call.earlier == 1)
+        return Fault(reset=True) if server.lost else None
+
+    with VLLMServer(script) as server:
+        recipe = served(server, training={"steps": 3}, evaluation={"every": 0})
+        recipe["rollout"]["engine"]["timeout"] = 0.5
+        with pytest.raises(RunError, match="--resume"):
+            train(recipe, reward=lengths)
+    checkpoints = Path(recipe["run"]["directory"]) / "tiny" / "checkpoints"
+    assert (checkpoints / "last").resolve().name == "step_000001"
+
+
+def test_type_vllm_over_the_default_and_over_a_name_makes_a_section():
+    expected = VLLMConfig(type="vllm", urls=("http://a:1",))
+    settings = ["rollout.engine.urls=[http://a:1]", "rollout.engine.type=vllm"]
+    for recipe in ({}, {"rollout": {"engine": "auto"}}, {"rollout": {"engine": {"type": "vllm", "model": None}}}):
+        assert parse_config(apply_settings(recipe, settings)).rollout.engine == expected
+    back = apply_settings({"rollout": {"engine": expected.model_dump(mode="json")}}, ["rollout.engine=native"])
+    assert parse_config(back).rollout.engine == "native"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("rollout.top_p=0.9", "rollout.top_p=0.9"),
+        ("rollout.top_k=5", "rollout.top_k=5"),
+        ("rollout.min_new_tokens=2", "rollout.min_new_tokens=2"),
+        ("rollout.engine.urls=[localhost:8000]", "http://HOST:PORT"),
+        ("rollout.engine.urls=[http://a:1,http://a:1/]", "twice"),
+        ("rollout.engine.urls=['http://a:port']", "http://HOST:PORT"),
+        ("rollout.engine.urls=['http://a:99999']", "http://HOST:PORT"),
+        ("rollout.engine.urls=['http://[::1']", "http://HOST:PORT"),
+        ("rollout.engine.urls=['http://:8000']", "http://HOST:PORT"),
+        ("rollout.engine.urls=['http://a b:8000']", "http://HOST:PORT"),
+        ("rollout.engine.urls=['http://a:1?key=2']", "http://HOST:PORT"),
+        ("rollout.engine.urls=['http://a:1/v1/']", "leave /v1 out"),
+        ("rollout.engine.url=http://a:1", "urls"),
+        ("rollout.engine.type=sglang", "rollout.engine.type=sglang: allowed values are vllm"),
+        ("rollout.engine.sync=nccl", "rollout.engine.sync=nccl"),
+    ],
+)
+def test_settings_that_servers_cannot_honour_are_refused(setting, said):
+    with pytest.raises(UserError, match=said):
+        parse_config(apply_settings({}, ["rollout.engine.type=vllm", setting]))
+
+
+def test_credentials_in_an_address_are_refused_and_not_repeated():
+    with pytest.raises(UserError, match="api_key_env") as caught:
+        parse_config({"rollout": {"engine": {"type": "vllm", "urls": ["http://me:of-mine@a:1"]}}})
+    assert "of-mine" not in str(caught.value)
+
+
+def test_where_servers_are_may_change_and_the_engine_may_not():
+    def resolved(*settings):
+        return parse_config(apply_settings({}, list(settings))).model_dump(mode="json")
+
+    before = resolved("rollout.engine.type=vllm", "rollout.engine.urls=[http://a:1]")
+    after = resolved(
+        "rollout.engine.type=vllm", "rollout.engine.urls=[http://b:2,http://c:3]", "rollout.engine.timeout=9"
+    )
+    assert set(check_resumable(before, after)) == {
+        "rollout.engine.timeout",
+        "rollout.engine.urls.0",
+        "rollout.engine.urls.1",
+    }
+    with pytest.raises(UserError, match=r"rollout\.engine"):
+        check_resumable(before, resolved())
+
+
+def test_a_resolved_recipe_reads_as_it_was():
+    config = parse_config(apply_settings({}, ["rollout.engine.type=vllm", "rollout.engine.sync=reload"]))
+    assert resolve_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("setting", [{"dora": True}, {"modules_to_save": ("lm_head",)}])
+def test_adapters_that_vllm_does_not_load_are_refused(setting):
+    model = add_adapters(tiny_model("llama", tie_word_embeddings=False), LoraConfig(rank=2, **setting), seed=0)
+    with pytest.raises(UserError, match=f"model.lora.{next(iter(setting))}"):
+        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"))
+
+
+@pytest.mark.parametrize("pattern", [{"rank_pattern": {"q_proj": 4}}, {"alpha_pattern": {"q_proj": 1}}])
+def test_adapters_that_vllm_would_scale_otherwise_are_refused(pattern):
+    model = add_adapters(tiny_model("llama"), LoraConfig(rank=2), seed=0)
+    vars(model.active_peft_config).update(pattern)
+    with pytest.raises(UserError, match=next(iter(pattern))):
+        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"))
+
+
+def test_a_base_in_4_bits_is_refused():
+    policy = Policy(tiny_model(), letter_tokenizer())
+    with pytest.raises(UserError, match=r"model.quantization=nf4 with rollout.engine.type=vllm"):
+        served_sampler(policy, VLLMConfig(type="vllm"), quantization="nf4")

@@ -1,0 +1,149 @@
+"""Rollouts ahead: drawn by the weights of then, used for the request they were drawn for, and no later than allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from flatpeak.protocols import AheadSampler, ResumableSampler, StreamingSampler
+from flatpeak.rollout.ahead import RolloutsAhead, answer_request
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.types import Completion, Prompt, SamplingParams
+from support.training import prompt, tiny_policy
+
+PROMPTS = [prompt("a", (3, 7, 12)), prompt("b", (20, 5)), prompt("c@1", (8,))]
+OTHERS = [prompt("a", (3, 7, 13)), *PROMPTS[1:]]
+SAMPLING = SamplingParams(temperature=0.8, max_new_tokens=6, top_k=12, stop=("qq",))
+Drawn = list[tuple[Completion, ...]]
+
+
+class Inline:
+    """A background that draws when it is asked to, by the weights of then."""
+
+    def __init__(self, policy: Any) -> None:
+        self.engine = NativeEngine(policy)
+        self.closed = 0
+        self.pid = None
+        self.answer: Any = None
+
+    def begin(self, request: dict[str, Any]) -> None:
+        self.answer = json.dumps(answer_request(self.engine, json.loads(json.dumps(request))))
+
+    def result(self) -> Any:
+        return json.loads(self.answer)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def sampler(policy: Any, *, staleness: int = 1) -> RolloutsAhead:
+    return RolloutsAhead(NativeEngine(policy), Inline(policy), staleness=staleness)
+
+
+@torch.no_grad()
+def move(policy: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in policy.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+
+
+def draw(source: Any, prompts: Sequence[Prompt] = PROMPTS, *, seed: int = 5) -> Drawn:
+    groups = source.generate(prompts, group_size=3, sampling=SAMPLING, seed=seed)
+    assert [group.prompt for group in groups] == list(prompts)
+    return [group.completions for group in groups]
+
+
+def versions(source: Any, *, seed: int = 5) -> set[int | None]:
+    return {group.version for group in source.generate(PROMPTS, group_size=3, sampling=SAMPLING, seed=seed)}
+
+
+def ahead(source: RolloutsAhead, *, seed: int = 5) -> Any:
+    return source.ahead(PROMPTS, group_size=3, sampling=SAMPLING, seed=seed)
+
+
+def test_what_is_drawn_ahead_is_what_the_weights_of_then_draw() -> None:
+    policy = tiny_policy()
+    source, before = sampler(policy), draw(NativeEngine(policy))
+    with ahead(source):
+        move(policy)
+    after = draw(NativeEngine(policy))
+    source.use_version(1)
+    assert draw(source) == before != after
+    assert draw(source) == after  # it is handed out once
+
+
+def test_every_group_has_the_version_that_drew_it() -> None:
+    source = sampler(tiny_policy())
+    source.use_version(4)
+    assert versions(source) == {4}
+    with ahead(source):
+        pass
+    source.use_version(5)
+    assert versions(source) == {4}
+    assert versions(source) == {5}
+
+
+@pytest.mark.parametrize("change", ["seed", "prompt"])
+def test_another_request_is_drawn_by_the_policy_of_now(change: str) -> None:
+    policy = tiny_policy()
+    source = sampler(policy)
+    with ahead(source):
+        move(policy)
+    other: dict[str, Any] = {"seed": 6} if change == "seed" else {"prompts": OTHERS}
+    assert draw(source, **other) == draw(NativeEngine(policy), **other)
+
+
+@pytest.mark.parametrize(("staleness", "age", "used"), [(1, 1, True), (1, 2, False), (0, 0, True), (0, 1, False)])
+def test_groups_older_than_the_bound_are_not_used(staleness: int, age: int, used: bool) -> None:
+    policy = tiny_policy()
+    source, before = sampler(policy, staleness=staleness), draw(NativeEngine(policy))
+    with ahead(source):
+        move(policy)
+    source.use_version(age)
+    assert draw(source) == (before if used else draw(NativeEngine(policy)))
+
+
+def test_what_is_drawn_survives_a_checkpoint() -> None:
+    policy = tiny_policy()
+    source, before = sampler(policy), draw(NativeEngine(policy))
+    with ahead(source):
+        move(policy)
+    saved = json.loads(json.dumps([source.drawn(), dict(source.state())]))
+    resumed = sampler(policy)
+    resumed.restore(saved[0])
+    resumed.load(saved[1])
+    resumed.use_version(1)
+    assert draw(resumed) == before
+    assert resumed.drawn() is None
+
+
+def test_the_wrapped_samplers_state_goes_to_the_background_and_comes_back() -> None:
+    policy = tiny_policy()
+    source, inline = sampler(policy), NativeEngine(policy)
+    source.load({"a": 9.0})
+    inline.load({"a": 9.0})
+    with ahead(source):
+        pass
+    draw(inline)
+    assert source.state() == inline.state()
+    assert set(source.state()) == {"a", "b", "c@1"}
+
+
+def test_an_error_in_the_update_ends_the_background() -> None:
+    source = sampler(tiny_policy())
+    with pytest.raises(KeyboardInterrupt), ahead(source):
+        raise KeyboardInterrupt
+    assert source.background.closed == 1  # type: ignore[attr-defined]
+    assert source.drawn() is None
+
+
+def test_it_streams_and_resumes_as_the_sampler_it_wraps() -> None:
+    source = sampler(tiny_policy())
+    assert isinstance(source, AheadSampler)
+    assert isinstance(source, StreamingSampler)
+    assert isinstance(source, ResumableSampler)
+    assert not isinstance(source.sampler, AheadSampler)
