@@ -101,6 +101,21 @@ def test_a_lost_directory_is_told_once_and_changes_nothing(
     assert "tracking.tensorboard failed (FileNotFoundError" in message
 
 
+def test_runs_of_one_name_have_event_files_of_their_own(recipe: Any, train: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from support.tracked_runs import read_tensorboard
+
+    events = tmp_path / "events"
+    tracking = {"tensorboard": {"directory": str(events)}}
+    for folder, steps in (("here", 3), ("there", 2)):
+        sections = {"run": {"name": "same", "directory": str(tmp_path / folder), "checkpoint_every": 1}}
+        train(recipe(**sections, training={"steps": steps}, tracking=tracking))
+    train(recipe(**sections, training={"steps": 4}, tracking=tracking), resume=True)
+    assert sorted(path.name for path in events.iterdir()) == ["same", "same-2"]
+    steps_of = {path.name: sorted(read_tensorboard(path).curves["reward/mean"]) for path in events.iterdir()}
+    assert steps_of == {"same": [1, 2, 3], "same-2": [1, 2, 3, 4]}
+
+
 def test_only_the_first_rank_writes(recipe: Any, train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Raising())
     monkeypatch.setenv("RANK", "1")

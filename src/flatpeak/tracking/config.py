@@ -45,7 +45,8 @@ class TensorBoardConfig(StrictConfig):
     """Event files of TensorBoard."""
 
     directory: str | None = None
-    """The directory that gets a folder named after the run; null: `tracking/tensorboard` in the run's own."""
+    """The directory that gets a folder named after the run, with -2 where another has it; null: `tracking/tensorboard`
+    in the run's own."""
 
 
 class TrackioConfig(_ProjectConfig):

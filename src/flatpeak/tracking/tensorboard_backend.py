@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import socket
@@ -29,8 +31,12 @@ class TensorBoardBackend:
 
     def __init__(self, config: TensorBoardConfig, facts: RunFacts, identity: str | None, *, folder: Path) -> None:
         own = Path(config.directory) / facts.name if config.directory else folder / "tensorboard"
-        self.identity = "event files"
-        own.mkdir(parents=True, exist_ok=True)
+        if identity is not None:
+            own = own.with_name(identity)
+            own.mkdir(parents=True, exist_ok=True)
+        else:
+            own = _make_new(own)
+        self.identity = own.name
         # The library's own writer has a thread, whose errors end it with a traceback on the terminal.
         self._path = own / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = self._path.open("wb")
@@ -90,6 +96,16 @@ class TensorBoardBackend:
         """Hand everything to the system. OSError where the file is gone, which lets a writer go on with it."""
         self._file.flush()
         check_writable(self._path)
+
+
+def _make_new(path: Path) -> Path:
+    """Make a folder that no other run writes to: `path`, or with -2, -3, ... behind its name."""
+    for number in itertools.count(1):
+        own = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            own.mkdir(parents=True)
+            return own
+    raise AssertionError
 
 
 def _as_code(content: object) -> str:
