@@ -182,6 +182,3 @@ def test_samplers_that_no_second_process_has_are_refused(stale: Any, train: Any)
         train(stale(), sampler=Lagging)
     with pytest.raises(UserError, match=r"rollout.staleness"):
         train(stale(), settings={"rollout.staleness": 2})
-    servers = {"type": "vllm", "urls": ["http://127.0.0.1:1"]}
-    with pytest.raises(UserError, match=r"rollout.staleness=1 with rollout.engine.type=vllm"):
-        train(stale(), settings={"rollout.engine": servers})

@@ -1,6 +1,8 @@
 """Runs whose completions come from servers: built, trained, evaluated, resumed elsewhere, and closed."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from flatpeak.rollout.config import VLLMConfig
 from flatpeak.runs.manifest import check_resumable
 from flatpeak.utils.adapters import LoraConfig, add_adapters
 from support.models import letter_tokenizer, tiny_model
+from support.runs import Watcher
 from support.vllm_server import Fault, VLLMServer, unused_url
 
 
@@ -82,6 +85,57 @@ def test_a_run_that_loses_its_servers_leaves_a_checkpoint(served, train):
             train(recipe, reward=lengths)
     checkpoints = Path(recipe["run"]["directory"]) / "tiny" / "checkpoints"
     assert (checkpoints / "last").resolve().name == "step_000001"
+
+
+STALE = {"rollout": {"staleness": 1}, "evaluation": {"every": 0}}
+
+
+def rows_of(path, name):
+    return [json.loads(line) for line in (path / name).read_text().splitlines()]
+
+
+def test_servers_draw_the_next_step_ahead_by_the_weights_before_the_update(served, train):
+    with VLLMServer() as server:
+        result = train(
+            served(server, training={"steps": 4}, run={"log_rollouts_every": 1, "threads": 1}, **STALE), reward=lengths
+        )
+    rows = [row for row in rows_of(result.path, "metrics.jsonl") if row["stage"] == "train"]
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
+    logs = [rows_of(result.path, f"rollouts/step_{step:06d}.jsonl") for step in (1, 2, 3, 4)]
+    assert [{row["weight_version"] for row in log} for log in logs] == [{1}, {1}, {2}, {3}]
+    assert json.loads((result.path / "manifest.json").read_text())["decoder"] == "vllm"
+
+
+def test_a_run_that_is_stopped_with_rollouts_ahead_goes_on_to_the_same_weights(served, train):
+    def stale(name):
+        return served(server, training={"steps": 4}, run={"name": name, "threads": 1}, **STALE)
+
+    def weights(result):
+        return (result.path / "checkpoints" / "last" / "model.safetensors").read_bytes()
+
+    with VLLMServer() as server:
+        whole = train(stale("whole"), reward=lengths)
+        watcher = Watcher({("train", 2): lambda: os.kill(os.getpid(), signal.SIGINT)})
+        stopped = train(stale("stopped"), reward=lengths, progress=watcher)
+        assert (stopped.exit_code, stopped.summary.last_step) == (130, 2)
+        half = weights(stopped)
+        resumed = train(stale("stopped"), reward=lengths, resume=True)
+    assert weights(resumed) == weights(whole) != half
+
+
+def test_a_run_that_loses_its_servers_while_they_draw_ahead_saves_the_step_of_the_update(served, train):
+    def script(call):
+        # The first weights draw the evaluation at the start, step 1 and step 2; the second ones step 3.
+        server.lost = server.lost or (call.path == "/update_weight_version" and call.earlier == 1)
+        return Fault(reset=True) if server.lost and call.path.endswith("generate") else None
+
+    with VLLMServer(script) as server:
+        recipe = served(server, training={"steps": 5}, **STALE)
+        recipe["rollout"]["engine"]["timeout"] = 0.5
+        with pytest.raises(RunError, match="--resume"):
+            train(recipe, reward=lengths)
+    checkpoints = Path(recipe["run"]["directory"]) / "tiny" / "checkpoints"
+    assert (checkpoints / "last").resolve().name == "step_000002"
 
 
 def test_type_vllm_over_the_default_and_over_a_name_makes_a_section():

@@ -147,7 +147,7 @@ def test_what_fails_is_asked_again_with_the_same_seed(sample, honest, fault, ret
         return fault if call.path.endswith("generate") and call.earlier in (1, 4) else None
 
     with VLLMServer(script) as server:
-        sampler = sample(server, timeout=0.6)
+        sampler = sample(server, timeout=0.6 if fault.wait or fault.drops else 10.0)
         groups = draw(sampler)
     assert tokens(groups) == honest
     assert logprobs(groups) == {-0.5}

@@ -80,8 +80,8 @@ class RolloutConfig(StrictConfig):
     """auto: native where the architecture is proven, else transformers' generate, with a notice. A section of type vllm
     names servers."""
     staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: the next step's completions are drawn in a second process while the policy is updated, by the policy before
-    that update. 0: each step draws with the policy that it updates."""
+    """1: the next step's completions are drawn while the policy is updated, by the policy before that update, on servers
+    or in a second process. 0: each step draws with the policy that it updates."""
     kernels: Literal["auto", "torch", "native"] = "auto"
     """The native engine's decoder on a CPU. auto: kernels in C++ where they serve the model, can be compiled or were
     shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels or an error."""
@@ -103,13 +103,8 @@ class RolloutConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _served_sampling(self) -> RolloutConfig:
-        """Refuse filters whose log-probabilities a server gives of the filtered distribution alone, and staleness."""
+        """Refuse filters whose log-probabilities a server gives of the filtered distribution alone."""
         if isinstance(self.engine, VLLMConfig):
-            if self.staleness:
-                raise ValueError(
-                    f"rollout.staleness={self.staleness} with rollout.engine.type=vllm: rollouts ahead are drawn by a "
-                    "second process of the native engine; set rollout.staleness=0, or rollout.engine=auto"
-                )
             for name, off in (("top_p", 1.0), ("top_k", 0), ("min_new_tokens", 0)):
                 if getattr(self, name) != off:
                     raise ValueError(

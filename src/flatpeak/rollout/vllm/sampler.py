@@ -70,8 +70,20 @@ class VLLMSampler(StreamingSampler):
     ) -> Iterator[tuple[int, Group]]:
         """Pairs (index of the prompt, its group), in the order in which groups are complete."""
         check_request(prompts, group_size, sampling, 1)
-        if not prompts:
-            return
+        if prompts:
+            version = self.update()
+            yield from self.stream_by(version, prompts, group_size=group_size, sampling=sampling, seed=seed)
+
+    def stream_by(
+        self,
+        version: WeightVersion,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> Iterator[tuple[int, Group]]:
+        """The groups of `stream`, drawn by the last published weights, whatever has become of the policy since."""
         request = CompletionRequest(
             group_size=group_size,
             sampling=sampling,
@@ -81,7 +93,6 @@ class VLLMSampler(StreamingSampler):
             vocabulary_size=self._policy.vocabulary_size,
             stop_strings=StopStrings(sampling.stop, self._policy.tokenizer) if sampling.stop else None,
         )
-        version = self.update()
         abandoned = threading.Event()
         count = min(len(prompts), self._config.max_concurrency * len(self._pool.servers))
         try:
