@@ -12,6 +12,7 @@ from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.lifecycle import resolve_config
 from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.model import Policy
+from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.runs.manifest import check_resumable
 from flatpeak.utils.adapters import LoraConfig, add_adapters
@@ -51,6 +52,18 @@ def test_a_run_is_trained_and_evaluated_by_servers(served, train, tmp_path):
     written = [json.loads(line) for line in (result.path / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
     assert {row["weight_version"] for row in written} == {2}
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_run_by_servers_chooses_no_decoder_of_its_own(served, train, monkeypatch):
+    monkeypatch.setattr(KernelChoice, "pack", lambda choice, policy: pytest.fail("kernels were chosen"))
+    with VLLMServer() as server:
+        recipe = served(server, training={"steps": 1})
+        result = train(recipe)
+        state = json.loads((result.path / "checkpoints" / "last" / "trainer" / "state.json").read_text())
+        assert state["kernels"] is None
+        watcher = Watcher()
+        train(recipe, settings={"training.steps": 2}, resume=True, progress=watcher)
+    assert not [notice for notice in watcher.notices if "kernels" in notice]
 
 
 def test_a_run_goes_on_with_servers_elsewhere(served, train):

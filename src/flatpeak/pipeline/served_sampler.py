@@ -21,6 +21,7 @@ def served_sampler(policy: Policy, config: VLLMConfig, *, quantization: str | No
             "as it was before; leave model.quantization out, or use rollout.engine=auto"
         )
     _check_adapters(policy)
+    policy.kernels.idle = True
     return VLLMSampler(policy, config)
 
 
