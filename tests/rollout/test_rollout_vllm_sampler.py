@@ -2,9 +2,11 @@
 
 import math
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm import VLLMSampler
+from flatpeak.rollout.vllm.http_client import UnreachableError
 from flatpeak.types import Example, Group, Prompt, SamplingParams
 from support.vllm_server import EOS, Call, Fault, ScriptedPolicy, VLLMServer, unused_url
 
@@ -196,7 +199,11 @@ def with_logprob(value: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (choice(weight_versions=None), "which weights"),
         (choice(finish_reason="length"), "max-model-len"),
         (
-            choice(token_ids=lambda ids: ids[:-1], logprobs=lambda content: {"content": content["content"][:-1]}),
+            choice(
+                token_ids=lambda ids: ids[:-1],
+                logprobs=lambda content: {"content": content["content"][:-1]},
+                weight_versions=lambda spans: [spans[0] | {"end": spans[0]["end"] - 1}],
+            ),
             "serve",
         ),
         (lambda answer: answer | {"prompt_token_ids": [1, *answer["prompt_token_ids"]]}, "token ids as they are"),
@@ -250,6 +257,42 @@ def test_completions_of_other_weights_are_dropped_and_drawn_anew(sample, honest)
         assert tokens(draw(sampler)) == honest
         assert sampler.measured()["rollout/stale_completions"] == 6
         assert sampler.measured()["rollout/stale_completions"] == 0
+
+
+def cut(spans: list[dict[str, Any]], **changed: Any) -> list[dict[str, Any]]:
+    return [spans[0] | changed]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        lambda spans: [{"version": "older", "start": 0, "end": 1}, spans[0] | {"start": 1}],
+        lambda spans: cut(spans, start=1),
+        lambda spans: cut(spans, end=spans[0]["end"] - 1),
+        lambda spans: cut(spans, end=spans[0]["end"] + 1),
+        lambda spans: cut(spans, end=1) + cut(spans, start=2),
+        lambda spans: [{"version": spans[0]["version"]}],
+    ],
+    ids=["two versions", "no beginning", "no end", "too long", "a gap", "no span"],
+)
+def test_a_completion_whose_version_does_not_cover_all_of_it_is_drawn_anew(sample, honest, spans):
+    first = iter([True])
+
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        return choice(weight_versions=spans)(answer) if next(first, False) else answer
+
+    with VLLMServer(edit=edit) as server:
+        sampler = sample(server)
+        assert tokens(draw(sampler)) == honest
+        assert sampler.measured()["rollout/stale_completions"] == 3
+
+
+def test_versions_that_follow_one_another_cover_a_completion(sample, honest):
+    def split(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return cut(spans, end=1) + cut(spans, start=1)
+
+    with VLLMServer(edit=choice(weight_versions=split)) as server:
+        assert tokens(draw(sample(server))) == honest
 
 
 def test_a_server_that_never_has_the_weights_ends_the_run(sample):
@@ -308,6 +351,49 @@ def test_other_servers_do_the_work_of_one_that_died(sample, honest):
         one.stop()
         assert tokens(draw(sampler)) == honest
         assert len(other.generated()) == len(PROMPTS)
+
+
+def test_a_server_that_has_vanished_holds_up_no_update_after_the_first(sample):
+    policy = ScriptedPolicy()
+    # Vanished: it takes connections, and says nothing any more. Each look at it takes the two seconds of the timeout.
+    with VLLMServer(lambda call: Fault(wait=30.0) if one.lost else None) as one, VLLMServer() as other:
+        sampler = sample(one, other, policy=policy, timeout=2.0)
+        draw(sampler)
+        one.lost = True
+        policy.step()
+        draw(sampler)
+        started = time.monotonic()
+        for _ in range(5):
+            policy.step()
+            groups = draw(sampler)
+            assert logprobs(groups) == {policy.weight.item()}
+        assert time.monotonic() - started < 6
+        asked = len(one.generated())
+        one.lost = False
+        deadline = time.monotonic() + 30
+        while len(one.generated()) == asked and time.monotonic() < deadline:
+            policy.step()
+            groups = draw(sampler)
+            assert logprobs(groups) == {policy.weight.item()}
+        assert len(one.generated()) > asked
+
+
+def test_an_address_that_takes_no_connection_is_given_up_soon(sample, monkeypatch):
+    monkeypatch.setattr("flatpeak.rollout.vllm.http_client.CONNECT_SECONDS", 0.5)
+    with socket.socket() as full, VLLMServer() as server, ExitStack() as callers:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # nobody accepts them, and once the queue is full the next one hears nothing
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
+        sampler = sample(server)
+        port = full.getsockname()[1]
+        monkeypatch.setattr(sampler._pool.servers[0]._client, "_address", f"127.0.0.1:{port}")
+        started = time.monotonic()
+        with pytest.raises(UnreachableError):
+            sampler._pool.servers[0].look()
+        assert time.monotonic() - started < 5  # the timeout for answers is 10
 
 
 def test_a_run_without_servers_fails_once_the_timeout_is_over(sample):
@@ -435,6 +521,23 @@ def test_adapters_are_swapped_without_an_update_of_the_weights(sample):
         assert server.paths() == [*loads, loads[0], "/v1/unload_lora_adapter", *loads[1:]]
 
 
+def test_adapters_that_earlier_runs_and_broken_requests_left_are_dropped(sample):
+    policy = ScriptedPolicy(adapted=True)
+    resets = iter([True])
+
+    def script(call: Call) -> Fault | None:
+        return Fault(reset=True) if call.path.endswith("generate") and next(resets, False) else None
+
+    with VLLMServer(script, lora=True) as server:
+        server.adapters |= {"flatpeak-adapter-of-an-earlier-run": -1.0, "of-somebody-else": -2.0}
+        sampler = sample(server, policy=policy)
+        draw(sampler)  # a reset: what is known of the server is taken back
+        policy.step()
+        assert logprobs(draw(sampler)) == {-0.75}
+        last = [call.body["lora_name"] for call in server.calls if call.path.endswith("/load_lora_adapter")][-1]
+        assert set(server.adapters) == {"of-somebody-else", last}
+
+
 def test_an_adapter_that_a_new_process_lacks_is_loaded_again(sample, honest):
     def script(call: Call) -> None:
         if call.path.endswith("generate") and call.earlier == 2:
@@ -537,6 +640,7 @@ def test_what_comes_after_a_stop_string_is_cut_off(sample):
         rows = [{"token_id": token, "logprob": -0.5} for token in (4, 5, 6, 7)]
         for one in answer["choices"]:
             one |= {"token_ids": [4, 5, 6, 7], "logprobs": {"content": rows}, "finish_reason": "stop"}
+            one["weight_versions"][0]["end"] = 4
         return answer
 
     with VLLMServer(edit=edit) as server:

@@ -117,13 +117,15 @@ class CompletionRequest:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
             raise UnfinishedError(f"a completion was broken off ({reason})")
-        _check_version(choice.get("weight_versions"), tag)
+        versions = choice.get("weight_versions")
+        _check_versions(versions, tag)
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list) or not tokens or not all(self._is_token(token) for token in tokens):
             raise UserError(
                 f"the server returned the tokens {_beginning(tokens)}; the vocabulary has {self.vocabulary_size}: does "
                 "it serve the model that is trained?"
             )
+        _check_covered(versions, tag, length=len(tokens))
         logprobs = _logprobs(choice.get("logprobs"), tokens)
         kept, stopped = self._end(tokens, reason)
         return tokens[:kept], logprobs[:kept], stopped
@@ -160,8 +162,8 @@ class CompletionRequest:
         return len(tokens), False
 
 
-def _check_version(versions: Any, tag: str) -> None:
-    """Raise StaleWeightsError unless every token was drawn by the weights of this tag."""
+def _check_versions(versions: Any, tag: str) -> None:
+    """Raise StaleWeightsError where tokens were drawn by other weights than those of this tag."""
     if not isinstance(versions, list) or not versions or not all(isinstance(one, Mapping) for one in versions):
         raise UserError(
             "the server does not say which weights drew a completion: training on it would be guesswork; it needs vLLM "
@@ -170,6 +172,21 @@ def _check_version(versions: Any, tag: str) -> None:
     others = [str(one.get("version")) for one in versions if one.get("version") != tag]
     if others:
         raise StaleWeightsError(f"a completion of the weights {others[0]}, where {tag} are current")
+
+
+def _check_covered(versions: Sequence[Mapping[str, Any]], tag: str, *, length: int) -> None:
+    """Raise StaleWeightsError unless the spans [start, end) of the versions are all tokens, one span after the other.
+
+    vLLM leaves out tokens whose weights it had no name of.
+    """
+    covered = 0
+    for one in versions:
+        start, end = one.get("start"), one.get("end")
+        if start != covered or type(end) is not int:
+            break
+        covered = end
+    if covered != length:
+        raise StaleWeightsError(f"a completion of {length} tokens, of which the weights {tag} have drawn {covered}")
 
 
 def _logprobs(content: Any, tokens: Sequence[int]) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from flatpeak.errors import UserError
 from flatpeak.rollout.vllm.http_client import HTTPClient, ServerError, StatusError
 from flatpeak.rollout.vllm.responses import GENERATE
-from flatpeak.rollout.vllm.weight_files import WHOLE, WeightVersion
+from flatpeak.rollout.vllm.weight_files import ADAPTER, WHOLE, WeightVersion
 from flatpeak.utils.redaction import Secret
 
 PROBE_SECONDS: Final = 60.0
@@ -39,7 +39,6 @@ class Server:
         self._sleeps = False
         self._asleep = False
         self._tag: str | None = None
-        self._adapter: str | None = None
         self._lock = threading.Lock()
 
     def connect(self) -> None:
@@ -90,6 +89,11 @@ class Server:
         answer = self._client.get("/weight_info", timeout=PROBE_SECONDS)
         return str(answer.get("weight_version")) if isinstance(answer, Mapping) else "unknown"
 
+    def look(self) -> None:
+        """Return if it answers anything at all; ServerError where it does not. What is known of it stays as it is."""
+        with suppress(StatusError):
+            self._client.get("/health", timeout=PROBE_SECONDS)
+
     def _is_asleep(self) -> bool:
         answer = self._client.get("/is_sleeping", timeout=PROBE_SECONDS)
         return isinstance(answer, Mapping) and bool(answer.get("is_sleeping"))
@@ -111,7 +115,6 @@ class Server:
             if self._tag != version.tag and self.weights() != version.tag:
                 self._update(version)
             self._tag = version.tag
-            self._adapter = version.tag if version.adapter else None
             return name
 
     def generate(self, body: Mapping[str, Any]) -> Any:
@@ -139,7 +142,7 @@ class Server:
     def lost(self) -> None:
         """Note that the server may have died: when it answers again, it is a new one."""
         with self._lock:
-            self._tag, self._model, self._asleep, self._adapter = None, None, False, None
+            self._tag, self._model, self._asleep = None, None, False
 
     def _update(self, version: WeightVersion) -> None:
         if version.adapter:
@@ -164,15 +167,16 @@ class Server:
                 self._client.post("/resume")
 
     def _load_adapter(self, version: WeightVersion) -> None:
-        """Load the version as an adapter of its own name, then drop the one before."""
+        """Load the version as an adapter of its own name, then drop those before, of whichever run."""
         try:
             self._client.post("/v1/load_lora_adapter", {"lora_name": version.tag, "lora_path": str(version.path)})
         except StatusError as error:
             if "already been loaded" not in error.text:
                 raise _unreadable(self.url, version, error) from error
-        if self._adapter not in (None, version.tag):
-            with suppress(StatusError):  # it is gone already
-                self._client.post("/v1/unload_lora_adapter", {"lora_name": self._adapter})
+        for name in _model_names(self._client.get("/v1/models", timeout=PROBE_SECONDS)):
+            if name.startswith(ADAPTER) and name != version.tag:
+                with suppress(StatusError):  # it is gone already
+                    self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
         self._reset_prefix_cache()
         self._client.post("/update_weight_version", {"new_version": version.tag})
 
@@ -188,13 +192,18 @@ class Server:
 
 def _choose_model(answer: Any, wanted: str | None, *, url: str) -> str:
     """The name to ask for."""
-    rows = answer.get("data") if isinstance(answer, Mapping) else None
-    names = [str(row.get("id")) for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    names = _model_names(answer)
     if not names:
         raise UserError(f"{url} lists no models: is it a vLLM server? {START_WITH}")
     if wanted is not None and wanted not in names:
         raise UserError(f"rollout.engine.model={wanted}: {url} serves {', '.join(names)}; name one of them, or null")
     return wanted or names[0]
+
+
+def _model_names(answer: Any) -> list[str]:
+    """The names in a list of models, those of adapters after the model's own."""
+    rows = answer.get("data") if isinstance(answer, Mapping) else None
+    return [str(row.get("id")) for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
 
 
 def _unreadable(url: str, version: WeightVersion, error: StatusError) -> Exception:
