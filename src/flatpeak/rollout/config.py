@@ -80,8 +80,8 @@ class RolloutConfig(StrictConfig):
     """auto: native where the architecture is proven, else transformers' generate, with a notice. A section of type vllm
     names servers."""
     staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: the next step's completions are drawn while the policy is updated, by the policy before that update; servers or
-    a second process draw them. 0: each step draws with the policy that it updates."""
+    """1: the next step's completions are drawn while the policy is updated, by the policy before that update: by
+    servers or in a second process. 0: each step draws with the policy that it updates."""
     kernels: Literal["auto", "torch", "native"] = "auto"
     """The native engine's decoder on a CPU. auto: kernels in C++ where they serve the model, can be compiled or were
     shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels or an error."""

@@ -117,8 +117,7 @@ class CompletionRequest:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
             raise UnfinishedError(f"a completion was broken off ({reason})")
-        versions = choice.get("weight_versions")
-        _check_versions(versions, tag)
+        versions = _versions(choice.get("weight_versions"), tag)
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list) or not tokens or not all(self._is_token(token) for token in tokens):
             raise UserError(
@@ -162,8 +161,8 @@ class CompletionRequest:
         return len(tokens), False
 
 
-def _check_versions(versions: Any, tag: str) -> None:
-    """Raise StaleWeightsError where tokens were drawn by other weights than those of this tag."""
+def _versions(versions: Any, tag: str) -> list[Mapping[str, Any]]:
+    """The versions of a completion. Raises StaleWeightsError where any of them is not this tag's."""
     if not isinstance(versions, list) or not versions or not all(isinstance(one, Mapping) for one in versions):
         raise UserError(
             "the server does not say which weights drew a completion: training on it would be guesswork; it needs vLLM "
@@ -172,6 +171,7 @@ def _check_versions(versions: Any, tag: str) -> None:
     others = [str(one.get("version")) for one in versions if one.get("version") != tag]
     if others:
         raise StaleWeightsError(f"a completion of the weights {others[0]}, where {tag} are current")
+    return versions
 
 
 def _check_covered(versions: Sequence[Mapping[str, Any]], tag: str, *, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Servers that share the work: each request goes to the one with the fewest; those that are down are looked for again."""
+"""Servers that share the work: each request goes to the one with the fewest; those that are away are looked for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Absence:
     """Time of the next try."""
     reason: str
     away: bool
-    """Whether nothing is asked of it until a look has found it again: an answer may be as long in coming as is allowed."""
+    """Whether nothing is asked of it until a look has found it again, since that may take as long as an answer may."""
     looking: bool = False
 
 
