@@ -15,6 +15,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.runs.manifest import check_resumable
+from flatpeak.types import SamplingParams
 from flatpeak.utils.adapters import LoraConfig, add_adapters
 from support.models import letter_tokenizer, tiny_model
 from support.runs import Watcher
@@ -163,9 +164,6 @@ def test_type_vllm_over_the_default_and_over_a_name_makes_a_section():
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("rollout.top_p=0.9", "rollout.top_p=0.9"),
-        ("rollout.top_k=5", "rollout.top_k=5"),
-        ("rollout.min_new_tokens=2", "rollout.min_new_tokens=2"),
         ("rollout.engine.urls=[localhost:8000]", "http://HOST:PORT"),
         ("rollout.engine.urls=[http://a:1,http://a:1/]", "twice"),
         ("rollout.engine.urls=['http://a:port']", "http://HOST:PORT"),
@@ -183,6 +181,22 @@ def test_type_vllm_over_the_default_and_over_a_name_makes_a_section():
 def test_settings_that_servers_cannot_honour_are_refused(setting, said):
     with pytest.raises(UserError, match=said):
         parse_config(apply_settings({}, ["rollout.engine.type=vllm", setting]))
+
+
+@pytest.mark.parametrize("setting", ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_new_tokens=2"])
+def test_filters_by_servers_take_temperature_1(setting):
+    settings = ["rollout.engine.type=vllm", setting]
+    parse_config(apply_settings({}, settings))
+    with pytest.raises(UserError, match=f"{setting} .*rollout.temperature=0.5.*set rollout.temperature=1"):
+        parse_config(apply_settings({}, [*settings, "rollout.temperature=0.5"]))
+
+
+def test_a_run_with_a_filter_needs_a_server_with_raw_log_probs(served, train):
+    rollout = {"top_k": 5}
+    with VLLMServer() as server, pytest.raises(UserError, match="--logprobs-mode=raw_logprobs"):
+        train(served(server, rollout=rollout))
+    with VLLMServer(logprobs_mode="raw_logprobs") as server:
+        assert train(served(server, rollout=rollout, training={"steps": 1})).exit_code == 0
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated():
@@ -217,7 +231,7 @@ def test_a_resolved_recipe_reads_as_it_was():
 def test_adapters_that_vllm_does_not_load_are_refused(setting):
     model = add_adapters(tiny_model("llama", tie_word_embeddings=False), LoraConfig(rank=2, **setting), seed=0)
     with pytest.raises(UserError, match=f"model.lora.{next(iter(setting))}"):
-        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"))
+        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"), sampling=SamplingParams())
 
 
 @pytest.mark.parametrize("pattern", [{"rank_pattern": {"q_proj": 4}}, {"alpha_pattern": {"q_proj": 1}}])
@@ -225,10 +239,10 @@ def test_adapters_that_vllm_would_scale_otherwise_are_refused(pattern):
     model = add_adapters(tiny_model("llama"), LoraConfig(rank=2), seed=0)
     vars(model.active_peft_config).update(pattern)
     with pytest.raises(UserError, match=next(iter(pattern))):
-        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"))
+        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"), sampling=SamplingParams())
 
 
 def test_a_base_in_4_bits_is_refused():
     policy = Policy(tiny_model(), letter_tokenizer())
     with pytest.raises(UserError, match=r"model.quantization=nf4 with rollout.engine.type=vllm"):
-        served_sampler(policy, VLLMConfig(type="vllm"), quantization="nf4")
+        served_sampler(policy, VLLMConfig(type="vllm"), sampling=SamplingParams(), quantization="nf4")

@@ -32,14 +32,16 @@ def sample(tmp_path) -> Iterator[MakeSampler]:
     """`sample(*servers, policy=..., **settings)`: a sampler over them, closed at the end."""
     samplers = []
 
-    def make(*servers: VLLMServer, policy: Any = None, **settings: Any) -> VLLMSampler:
+    def make(
+        *servers: VLLMServer, policy: Any = None, sampling: SamplingParams = SAMPLING, **settings: Any
+    ) -> VLLMSampler:
         config = VLLMConfig(
             type="vllm",
             urls=tuple(server.url for server in servers),
             directory=str(tmp_path),
             **{"timeout": 10.0, **settings},
         )
-        samplers.append(VLLMSampler(policy or ScriptedPolicy(), config, first_delay=0.01))
+        samplers.append(VLLMSampler(policy or ScriptedPolicy(), config, sampling=sampling, first_delay=0.01))
         return samplers[-1]
 
     yield make
@@ -577,7 +579,7 @@ def test_a_prefix_cache_in_use_is_reset_again(sample):
 @pytest.mark.parametrize(
     ("settings", "adapted", "said"),
     [
-        ({"logprobs_mode": "raw_logprobs"}, False, "--logprobs-mode processed_logprobs"),
+        ({"logprobs_mode": "raw_logits"}, False, "--logprobs-mode processed_logprobs"),
         ({"development": False}, False, "VLLM_SERVER_DEV_MODE"),
         ({}, True, "--enable-lora"),
         ({"device": "cpu"}, False, "--no-enable-chunked-prefill"),
@@ -587,6 +589,20 @@ def test_a_prefix_cache_in_use_is_reset_again(sample):
 def test_a_server_that_cannot_serve_the_run_is_refused_at_the_start(sample, settings, adapted, said):
     with VLLMServer(**settings) as server, pytest.raises(UserError, match=said):
         sample(server, policy=ScriptedPolicy(adapted=adapted))
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "said"),
+    [
+        ("raw_logprobs", SamplingParams(temperature=0.5), "--logprobs-mode processed_logprobs"),
+        ("processed_logprobs", SamplingParams(top_p=0.9), "--logprobs-mode=raw_logprobs"),
+        ("processed_logprobs", SamplingParams(top_k=3), "--logprobs-mode=raw_logprobs"),
+        ("processed_logprobs", SamplingParams(min_new_tokens=1), "--logprobs-mode=raw_logprobs"),
+    ],
+)
+def test_a_server_with_other_log_probs_than_training_needs_is_refused(sample, mode, sampling, said):
+    with VLLMServer(logprobs_mode=mode) as server, pytest.raises(UserError, match=said):
+        sample(server, sampling=sampling)
 
 
 def test_a_server_on_a_cpu_is_given_a_tied_output_layer_by_itself(sample):
@@ -656,6 +672,38 @@ def test_log_probs_under_a_filter_are_never_taken_for_those_of_the_full_distribu
     completion = groups[0].completions[0]
     assert all(math.isnan(logprob) for logprob in completion.logprobs)
     assert set(completion.filtered_logprobs or ()) == {-0.5}
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.9}, {"top_k": 4}, {"min_new_tokens": 1}], ids=["top_p", "top_k", "min"]
+)
+def test_raw_log_probs_at_temperature_1_are_those_of_the_full_distribution_under_a_filter(sample, filters):
+    sampling = SamplingParams(max_new_tokens=6, **filters)
+    with VLLMServer(logprobs_mode="raw_logprobs") as server:
+        groups = draw(sample(server, sampling=sampling), sampling=sampling)
+        sent = server.generated()[0].body["sampling_params"]
+    assert logprobs(groups) == {-0.5}
+    assert {completion.filtered_logprobs for group in groups for completion in group.completions} == {None}
+    assert (sent["top_p"], sent["top_k"], sent["min_tokens"]) == (
+        filters.get("top_p", 1.0),
+        filters.get("top_k", 0),
+        filters.get("min_new_tokens", 0),
+    )
+
+
+def test_raw_log_probs_are_no_log_probs_at_another_temperature(sample):
+    with VLLMServer(logprobs_mode="raw_logprobs") as server:
+        sampler = sample(server)
+        warm = draw(sampler, sampling=SamplingParams(max_new_tokens=6, temperature=0.5))
+        greedy = draw(sampler, sampling=SamplingParams(max_new_tokens=6, temperature=0.0))
+    assert all(math.isnan(logprob) for logprob in logprobs(warm))
+    assert logprobs(greedy) == {-0.5}
+
+
+def test_a_ban_on_early_ends_makes_processed_log_probs_those_of_another_distribution(sample):
+    with VLLMServer() as server:
+        groups = draw(sample(server), sampling=SamplingParams(max_new_tokens=6, min_new_tokens=1))
+    assert all(math.isnan(logprob) for logprob in logprobs(groups))
 
 
 def test_greedy_completions_are_drawn_once_a_group(sample):

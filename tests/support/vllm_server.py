@@ -154,10 +154,11 @@ class VLLMServer:
             self.most_at_once = max(self.most_at_once, self._now)
         fault = self.script(call)
         try:
-            _send(handler, fault or self._answer(call))
+            answer = fault or self._answer(call)
         finally:
-            with self._lock:
+            with self._lock:  # before the client can ask for more
                 self._now -= 1
+        _send(handler, answer)
 
     def _answer(self, call: Call) -> Fault:
         name = call.path.rpartition("/")[2]

@@ -11,9 +11,12 @@ from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm.drawing_thread import DrawingThread
 from flatpeak.rollout.vllm.sampler import VLLMSampler
+from flatpeak.types import SamplingParams
 
 
-def served_sampler(policy: Policy, config: VLLMConfig, *, quantization: str | None = None) -> VLLMSampler:
+def served_sampler(
+    policy: Policy, config: VLLMConfig, *, sampling: SamplingParams, quantization: str | None = None
+) -> VLLMSampler:
     """A sampler over servers; UserError where they are not there, or cannot sample for this policy."""
     if quantization is not None:
         raise UserError(
@@ -22,7 +25,7 @@ def served_sampler(policy: Policy, config: VLLMConfig, *, quantization: str | No
         )
     _check_adapters(policy)
     policy.kernels.idle = True
-    return VLLMSampler(policy, config)
+    return VLLMSampler(policy, config, sampling=sampling)
 
 
 def stop_waiting(sampler: Sampler, stopping: Callable[[], bool]) -> None:

@@ -103,14 +103,15 @@ class RolloutConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _served_sampling(self) -> RolloutConfig:
-        """Refuse filters whose log-probabilities a server gives of the filtered distribution alone."""
-        if isinstance(self.engine, VLLMConfig):
+        """Refuse filters at temperatures at which a server gives the log-probabilities of what is left alone."""
+        if isinstance(self.engine, VLLMConfig) and self.temperature != 1:
             for name, off in (("top_p", 1.0), ("top_k", 0), ("min_new_tokens", 0)):
                 if getattr(self, name) != off:
                     raise ValueError(
-                        f"rollout.{name}={getattr(self, name)} with rollout.engine.type=vllm: a server gives the "
-                        "log-probs of the restricted distribution only, and training needs those of the full one: set "
-                        f"rollout.{name}={off:g}, or rollout.engine=auto"
+                        f"rollout.{name}={getattr(self, name)} with rollout.engine.type=vllm at "
+                        f"rollout.temperature={self.temperature:g}: a server gives the log-probs of the restricted "
+                        "distribution, or those at temperature 1, and training needs those of the full one: set "
+                        f"rollout.temperature=1, rollout.{name}={off:g}, or rollout.engine=auto"
                     )
         return self
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from typing import Any, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rollout.vllm.http_client import HTTPClient, ServerError, StatusError
-from flatpeak.rollout.vllm.responses import GENERATE
+from flatpeak.rollout.vllm.responses import GENERATE, PROCESSED, RAW
 from flatpeak.rollout.vllm.weight_files import ADAPTER, WHOLE, WeightVersion
 from flatpeak.utils.redaction import Secret
 
@@ -25,13 +25,21 @@ RESET_PAUSE: Final = 0.1
 class Server:
     """A server, the weights that it was last known to have, and the number of requests it works on."""
 
-    def __init__(self, url: str, *, timeout: float, key: Secret, model: str | None, adapted: bool) -> None:
-        """`model` is the name that the server serves its model under; None: the first of its list."""
+    def __init__(
+        self, url: str, *, timeout: float, key: Secret, model: str | None, adapted: bool, modes: Set[str]
+    ) -> None:
+        """`model` is the name that the server serves its model under; None: the first of its list.
+
+        `modes` are vLLM's modes of log-probabilities that serve the run.
+        """
         self.url = url
         self.in_flight = 0
         """Requests that wait for its answer; the pool counts them."""
         self.on_cpu = False
         """Whether it computes on a CPU."""
+        self.mode = PROCESSED
+        """The log-probabilities that it gives."""
+        self._modes = modes
         self._client = HTTPClient(url, timeout=timeout, key=key)
         self._wanted_model = model
         self._adapted = adapted
@@ -60,12 +68,9 @@ class Server:
             ) from None
         config = info.get("vllm_config", {}) if isinstance(info, Mapping) else {}
         model, lora = config.get("model_config") or {}, config.get("lora_config")
-        mode = model.get("logprobs_mode")
-        if mode != "processed_logprobs":
-            raise UserError(
-                f"{self.url} gives {mode or 'unknown log-probs'}, which leave the temperature out: {START_WITH}, or "
-                "with --logprobs-mode processed_logprobs"
-            )
+        self.mode = str(model.get("logprobs_mode"))
+        if self.mode not in self._modes:
+            raise UserError(_unfit_mode(self.url, self.mode, self._modes))
         if self._adapted and not lora:
             raise UserError(f"{self.url} takes no adapters: {START_WITH} --lora-rank R, or with --enable-lora")
         self._sleeps = bool(model.get("enable_sleep_mode"))
@@ -198,6 +203,16 @@ def _choose_model(answer: Any, wanted: str | None, *, url: str) -> str:
     if wanted is not None and wanted not in names:
         raise UserError(f"rollout.engine.model={wanted}: {url} serves {', '.join(names)}; name one of them, or null")
     return wanted or names[0]
+
+
+def _unfit_mode(url: str, mode: str, modes: Set[str]) -> str:
+    """What to do about a server whose log-probabilities are not those that training needs."""
+    if PROCESSED in modes:
+        return f"{url} gives {mode}, which leave the temperature out: {START_WITH}, or with --logprobs-mode {PROCESSED}"
+    return (
+        f"{url} gives {mode}, which are those of what rollout.top_p, top_k and min_new_tokens leave: start it with "
+        f"flatpeak serve MODEL -- --logprobs-mode={RAW}"
+    )
 
 
 def _model_names(answer: Any) -> list[str]:
