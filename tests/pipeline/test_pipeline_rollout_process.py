@@ -92,7 +92,10 @@ def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
         return directories[-1]
 
     monkeypatch.setattr(RolloutProcess, "_start", recorded)
-    ours = train(stale("process"), reward=first_token)
+    files = list[str]()
+    look = Watcher({("train", 2): lambda: files.extend(file.name for file in directories[0].glob("*.safetensors"))})
+    ours = train(stale("process"), reward=first_token, progress=look)
+    assert files == ["weights.safetensors"]  # the model's own, which lie in memory, are read and deleted
     monkeypatch.setattr(rollout_process, "RolloutProcess", Inline)
     inline = train(stale("inline"), reward=first_token)
     lagging = train(

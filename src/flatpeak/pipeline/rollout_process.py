@@ -191,6 +191,8 @@ def _load(section: dict[str, Any], directory: Path) -> tuple[Policy, Any]:
     config = RunConfig.model_validate(section)
     torch.set_num_threads(config.run.threads or 1)
     policy = load_policy(resumed_source(config.model, directory), texts=(), seed=0)
+    for file in directory.glob("*model*.safetensors"):
+        file.unlink()  # they lie in memory, and are read
     return policy, build_sampler(policy, config)
 
 
