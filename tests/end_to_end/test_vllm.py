@@ -248,7 +248,8 @@ def test_a_server_that_is_killed_and_started_anew_loses_a_run_nothing(checkpoint
     assert retried > 0
 
 
-# Four heads learn less than the demo's sixteen, and stay below this.
+# Eight heads of 32: the demo's sixteen are of 8, which vLLM's attention on CPUs lacks, and four learn less than this goal.
+# Adapters take a larger rate than the recipe's.
 @pytest.mark.parametrize(
     ("architecture", "lora", "rate", "goal"),
     [("wide gpt2", None, 3e-4, 0.9), ("wide qwen2", LORA, 2e-3, 0.9)],
