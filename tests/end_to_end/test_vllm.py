@@ -248,7 +248,7 @@ def test_a_server_that_is_killed_and_started_anew_loses_a_run_nothing(checkpoint
     assert retried > 0
 
 
-# Eight heads of 32: the demo's sixteen are of 8, which vLLM's attention on CPUs lacks, and four learn less than this goal.
+# Eight heads of 32: the demo's sixteen are of 8, which vLLM's attention on CPUs lacks, and four learn less than this.
 # Adapters take a larger rate than the recipe's.
 @pytest.mark.parametrize(
     ("architecture", "lora", "rate", "goal"),

@@ -193,7 +193,7 @@ class _Estimator:
         return Phase(name=name, items={item: size for item, size in held.items() if size})
 
     def _second_process(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What stays of the process that draws rollouts ahead, and what it draws in."""
+        """The memory that the process which draws rollouts ahead keeps, and the memory of its drawing."""
         if not has_second_process(self.config) or not self.work.steps:
             return {}, {}
         drawn = request_memory(step_request(self.work), self.config, self._settings(self.minibatch))

@@ -206,7 +206,7 @@ def _choose_model(answer: Any, wanted: str | None, *, url: str) -> str:
 
 
 def _unfit_mode(url: str, mode: str, modes: Set[str]) -> str:
-    """What to do about a server whose log-probabilities are not those that training needs."""
+    """The error for a server whose log-probabilities are not those that training needs."""
     if PROCESSED in modes:
         return f"{url} gives {mode}, which leave the temperature out: {START_WITH}, or with --logprobs-mode {PROCESSED}"
     return (
