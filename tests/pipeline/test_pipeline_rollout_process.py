@@ -110,6 +110,8 @@ def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
     assert max(row.get("rollout/logprob_gap_mean", 0.0) for row in rows) > 1e-4
     assert len(directories) == 1
     assert not directories[0].exists()
+    drawn_by = [json.loads((run.path / "manifest.json").read_text())["decoder"] for run in (ours, now)]
+    assert drawn_by[0] == drawn_by[1] != "vllm"
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5])
