@@ -120,6 +120,13 @@ def test_servers_draw_the_next_step_ahead_by_the_weights_before_the_update(serve
     assert json.loads((result.path / "manifest.json").read_text())["decoder"] == "vllm"
 
 
+def test_rollouts_ahead_by_a_server_that_sleeps_between_rollouts_are_refused(served, train):
+    with VLLMServer(sleep=True) as server:
+        with pytest.raises(UserError, match=r"rollout.staleness=1 with http.*without sleep mode"):
+            train(served(server, **STALE))
+        assert train(served(server, evaluation={"every": 0}, training={"steps": 1})).exit_code == 0
+
+
 def test_a_run_that_is_stopped_with_rollouts_ahead_goes_on_to_the_same_weights(served, train):
     def stale(name):
         return served(server, training={"steps": 4}, run={"name": name, "threads": 1}, **STALE)

@@ -142,6 +142,11 @@ def with_rollouts_ahead(sampler: Sampler, policy: Policy, config: RunConfig, *, 
     if not config.rollout.staleness:
         return sampler
     if isinstance(sampler, VLLMSampler):
+        if (url := sampler.sleeping_server) is not None:
+            raise UserError(
+                f"rollout.staleness={config.rollout.staleness} with {url}, which sleeps between rollouts to leave its "
+                "GPU to the trainer: set rollout.staleness=0, or start it without sleep mode on a device of its own"
+            )
         return RolloutsAhead(sampler, DrawingThread(sampler), staleness=config.rollout.staleness)
     adapters = config.model.lora is None and hasattr(policy.model, "peft_config")
     reasons = {

@@ -73,6 +73,11 @@ class VLLMSampler(StreamingSampler):
         self._counting = threading.Lock()
         self._update_seconds = 0.0
 
+    @property
+    def sleeping_server(self) -> str | None:
+        """The address of a server that sleeps between requests; None where none does."""
+        return next((server.url for server in self._pool.servers if server.sleeps), None)
+
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Raise StoppedError while waiting for a server, once `stopping()`."""
         self._pool.stopping = stopping

@@ -44,7 +44,8 @@ class Server:
         self._wanted_model = model
         self._adapted = adapted
         self._model: str | None = None
-        self._sleeps = False
+        self.sleeps = False
+        """Whether it has sleep mode."""
         self._asleep = False
         self._tag: str | None = None
         self._lock = threading.Lock()
@@ -73,9 +74,9 @@ class Server:
             raise UserError(_unfit_mode(self.url, self.mode, self._modes))
         if self._adapted and not lora:
             raise UserError(f"{self.url} takes no adapters: {START_WITH} --lora-rank R, or with --enable-lora")
-        self._sleeps = bool(model.get("enable_sleep_mode"))
+        self.sleeps = bool(model.get("enable_sleep_mode"))
         # Every run leaves it asleep, and so does one that was killed; asleep it has no memory to load weights into.
-        self._asleep = self._sleeps and self._is_asleep()
+        self._asleep = self.sleeps and self._is_asleep()
         self.on_cpu = "cpu" in str(config.get("device_config"))
         if self.on_cpu and (config.get("scheduler_config") or {}).get("enable_chunked_prefill"):
             raise UserError(
@@ -114,7 +115,7 @@ class Server:
             name = version.tag if version.adapter else str(self._model)
             if self._tag == version.tag and not self._asleep:
                 return name
-            if self._sleeps and self._asleep:
+            if self.sleeps and self._asleep:
                 self._client.post("/wake_up")
                 self._asleep = False
             if self._tag != version.tag and self.weights() != version.tag:
@@ -133,7 +134,7 @@ class Server:
 
     def sleep(self) -> None:
         """Give the GPU's memory back until the next request, if the server has sleep mode."""
-        if self._sleeps and not self._asleep:
+        if self.sleeps and not self._asleep:
             try:
                 self._client.post("/sleep", level="1", mode="wait")
                 self._asleep = True
