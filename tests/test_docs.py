@@ -25,6 +25,7 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.training.peak_memory import ProcessPeak
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from support.recipes import unsaid
+from support.reward_functions import varied
 from support.structure import LAYERS
 
 ROOT = Path(__file__).parents[1]
@@ -64,11 +65,6 @@ def general(name: str) -> str:
         name = name.replace(f"reward/{component}/", "reward/<part>/")
     head, _, last = name.rpartition("/")
     return f"{head}/<part>" if last in PARTS else name
-
-
-def varied(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within nearly every group, so that every metric has something to measure."""
-    return [sum(ids) / 100 for ids in completion_ids]
 
 
 class Faulty(Scorer):

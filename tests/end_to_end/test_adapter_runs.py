@@ -22,6 +22,7 @@ from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.runs.metrics import read_metrics
 from support.models import run_model, save_run_model
 from support.preferences import reward_model_recipe, write_pairs
+from support.reward_functions import varied_text
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "alpha": 8}},
@@ -38,10 +39,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def base(tmp_path: Path) -> Path:
     """A saved model with its tokenizer."""
     return save_run_model(tmp_path / "base")
-
-
-def varied(completions: list[str], **_: Any) -> list[float]:
-    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
 
 
 def digest(directory: Path) -> str:
@@ -65,7 +62,7 @@ def test_adapters_are_trained_and_saved_and_the_base_stays_as_it_is(
 ) -> None:
     before = digest(base)
     display = watch()
-    result = train(adapted(kind), reward=varied, progress=display)
+    result = train(adapted(kind), reward=varied_text, progress=display)
     files = {path.name for path in (result.path / "checkpoints" / "last").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "adapter_base.json"} <= files
     assert not {"model.safetensors", "pytorch_model.bin"} & files
@@ -84,14 +81,14 @@ def test_a_resumed_run_ends_in_the_same_bits(adapted: Any, train: Any, watch: An
     for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
         config = adapted(kind, run={"name": name}, training={"steps": 4})
         for resume in (False, True):
-            result = train(config, reward=varied, progress=watch({} if resume else stop), resume=resume)
+            result = train(config, reward=varied_text, progress=watch({} if resume else stop), resume=resume)
         ends.append((result.path / "checkpoints" / "last" / "adapter_model.safetensors").read_bytes())
     assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "whole_head", "bfloat16"])
 def test_peft_alone_loads_a_checkpoint_with_the_same_logits(adapted: Any, base: Path, train: Any, kind: str) -> None:
-    last = train(adapted(kind), reward=varied).path / "checkpoints" / "last"
+    last = train(adapted(kind), reward=varied_text).path / "checkpoints" / "last"
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), str(last)).eval()
     policy = load_policy(ModelConfig(path=str(last), device="cpu", dtype=KINDS[kind].get("dtype", "float32")))
@@ -122,7 +119,9 @@ def test_a_run_of_a_callers_named_adapter_resumes_in_the_same_bits_and_is_loaded
             adapted.set_adapter(names[-1])
             config = recipe(run={"name": run}, training={"steps": 4}, kl={"coefficient": 0.05})
             progress = watch({} if resume else stop)
-            result = train(config, model=adapted, tokenizer=tokenizer, reward=varied, progress=progress, resume=resume)
+            result = train(
+                config, model=adapted, tokenizer=tokenizer, reward=varied_text, progress=progress, resume=resume
+            )
         last = result.path / "checkpoints" / "last"
         ends.append((last / "adapter_model.safetensors").read_bytes())
     assert ends[0] == ends[1]
@@ -135,15 +134,15 @@ def test_a_run_of_a_callers_named_adapter_resumes_in_the_same_bits_and_is_loaded
 def test_a_run_that_trains_an_adapter_on_with_dropout_goes_on_from_its_own_recipe(
     adapted: Any, train: Any, watch: Any, tmp_path: Path
 ) -> None:
-    first = train(adapted("lora", training={"steps": 1}), reward=varied, progress=watch()).path
+    first = train(adapted("lora", training={"steps": 1}), reward=varied_text, progress=watch()).path
     source = {"path": str(first / "checkpoints" / "last"), "device": "cpu", "lora": {"dropout": 0.1}}
     config = {**adapted("lora", run={"name": "second", "checkpoint_every": 1}, training={"steps": 2}), "model": source}
-    second = train(config, reward=varied, progress=watch()).path
+    second = train(config, reward=varied_text, progress=watch()).path
     resumed = train(
-        str(second / "config.yaml"), settings={"training.steps": 3}, reward=varied, progress=watch(), resume=True
+        str(second / "config.yaml"), settings={"training.steps": 3}, reward=varied_text, progress=watch(), resume=True
     )
     assert resumed.summary.last_step == 3
-    assert fork(second, 1, name="forked", reward=varied, progress=watch()).summary.last_step == 3
+    assert fork(second, 1, name="forked", reward=varied_text, progress=watch()).summary.last_step == 3
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])
@@ -190,7 +189,9 @@ def test_a_reward_model_begins_from_a_plain_model_or_from_the_adapter_of_a_rewar
         return train_reward_model(config, progress=watch()).path / "checkpoints" / "last"
 
     language = (
-        train(adapted("lora", training={"steps": 1}), reward=varied, progress=watch()).path / "checkpoints" / "last"
+        train(adapted("lora", training={"steps": 1}), reward=varied_text, progress=watch()).path
+        / "checkpoints"
+        / "last"
     )
     for index, model in enumerate(({"path": str(language)}, {"lora": {"adapter": str(language)}})):
         with pytest.raises(UserError, match="is the adapter of a language model, without a score head"):

@@ -19,14 +19,11 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline import train as pipeline_train
 from flatpeak.pipeline import train_reward_model
 from flatpeak.types import Example, Group
+from support.reward_functions import asks_for_a_column, length, not_a_number, raises, wrong_length
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEN = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10)]
-
-
-def constant(completion: str) -> float:
-    return float(len(completion))
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def test_evaluation_must_name_what_there_is(expect_refusal: Callable[..., None],
 
 
 def test_the_accuracy_must_be_among_the_callers_rewards(expect_refusal: Callable[..., None]) -> None:
-    expect_refusal("evaluation.accuracy=correctness", {"reward": {"length": constant}})
+    expect_refusal("evaluation.accuracy=correctness", {"reward": {"length": length}})
 
 
 def test_the_accuracy_must_be_among_the_rewards_of_the_first_task(expect_refusal: Callable[..., None]) -> None:
@@ -187,22 +184,6 @@ def test_a_tokenizer_without_a_pad_token_just_works(
         assert train(config, model=model, tokenizer=tokenizer).exit_code == 0
 
 
-def wrong_length(completions: list[str]) -> list[float]:
-    return [0.0] * (len(completions) - 1)
-
-
-def not_a_number(completions: list[str]) -> list[float]:
-    return [float("nan")] * len(completions)
-
-
-def raises(completion: str) -> float:
-    raise KeyError("answer")
-
-
-def asks_for_a_column(completion: str, solution: str) -> float:
-    return 0.0
-
-
 def no_grader(groups: Sequence[Group]) -> Any:
     """The protocol's Reward, without what majority votes need."""
     from flatpeak.types import Scores
@@ -224,7 +205,7 @@ def test_a_reward_that_fails_at_its_first_call_leaves_nothing_in_the_way(
     expect_refusal: Callable[..., None], recipe: Callable[..., Any], train: Callable[..., Any], reward: Any, match: str
 ) -> None:
     expect_refusal(match, {"reward": reward})
-    assert train(recipe(), reward=constant).exit_code == 0
+    assert train(recipe(), reward=length).exit_code == 0
 
 
 def test_a_reward_that_fails_later_leaves_the_run_to_be_resumed(
@@ -251,12 +232,12 @@ def test_a_reward_that_tells_no_answers_lets_equal_texts_vote_together(
 def test_a_run_name_that_exists_is_refused_and_left_alone(
     recipe: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
-    first = train(recipe(), reward=constant)
+    first = train(recipe(), reward=length)
     before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(UserError, match=r"exists: continue it with --resume, delete it with --overwrite"):
-        train(recipe(), reward=constant)
+        train(recipe(), reward=length)
     assert before == {path: path.read_bytes() for path in before}
-    assert train(recipe(), reward=constant, overwrite=True).exit_code == 0
+    assert train(recipe(), reward=length, overwrite=True).exit_code == 0
 
 
 def test_short_contexts_are_enough_for_the_start_up_test(recipe: Callable[..., Any], tmp_path: Path) -> None:
@@ -264,7 +245,7 @@ def test_short_contexts_are_enough_for_the_start_up_test(recipe: Callable[..., A
     gpt2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
     config = recipe(model={"new": {"architecture": "gpt2", "config": None}})
     config["model"]["new"]["config"] = gpt2
-    assert flatpeak.train(config, reward=constant).exit_code == 0
+    assert flatpeak.train(config, reward=length).exit_code == 0
 
 
 COMMAND = """
@@ -340,12 +321,12 @@ def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
     sections: dict[str, Any],
     says: str,
 ) -> None:
-    train(recipe(training={"steps": 1}), reward=constant)
+    train(recipe(training={"steps": 1}), reward=length)
     monkeypatch.setattr(pipeline_train, "build_components", lambda *args, **settings: pytest.fail("loaded"))
     monkeypatch.setattr(train_reward_model, "load_preferences", lambda task: pytest.fail("loaded"))
     changed = recipe(**{"training": {"steps": 1}, **sections})
     with pytest.raises(UserError, match=says):
-        train(changed, reward=constant, **options)
+        train(changed, reward=length, **options)
     with pytest.raises(UserError, match=says if not sections else "changed recipe"):
         pairs = {**changed, "task": {"type": "preferences", "path": "x.jsonl"}}
         flatpeak.train_reward_model(pairs, **options)
@@ -354,7 +335,7 @@ def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
 def test_the_command_refuses_a_start_before_torch_is_imported(
     recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
 ) -> None:
-    train(recipe(training={"steps": 1}), reward=constant)
+    train(recipe(training={"steps": 1}), reward=length)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe(training={"steps": 1})))
     code = (
         "import sys\nfrom flatpeak.cli.main import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"

@@ -18,17 +18,13 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.training import learner
 from flatpeak.training.learner import Learner
+from support.reward_functions import odd
 
 IDS = torch.tensor([[3, 4, 5]])
 
 
 class ForeignError(Exception):
     """What no code of ours raises."""
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within most groups."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.checkpoints import read_checkpoint
 from flatpeak.types import Example, Prompt, SamplingParams
 from support.resumes import Death, Run, as_before, assert_same, die, outcome, steps_of
+from support.reward_functions import odd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
@@ -38,11 +39,6 @@ greedy = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8, detokenize=
 found = model.generate([{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])], greedy)
 print(json.dumps([list(one.outputs[0].token_ids) for one in found]))
 """
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within most groups."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def finished(recipe: Recipe, train: Train, **sections: Any) -> Path:

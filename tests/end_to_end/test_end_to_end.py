@@ -14,6 +14,7 @@ import flatpeak
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.rollout_log import read_rollouts
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
+from support.reward_functions import varied
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,11 +25,6 @@ TIMES = ("time/", "throughput/", "memory/")
 
 def chosen_fraction(completion_ids: list[list[int]]) -> list[float]:
     return [ids.count(CHOSEN) / len(ids) for ids in completion_ids]
-
-
-def varied(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within nearly every group."""
-    return [sum(ids) / 100 for ids in completion_ids]
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -11,12 +11,9 @@ from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.training.trainer import Trainer
+from support.reward_functions import varied
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def varied(completion_ids: list[list[int]]) -> list[float]:
-    return [sum(ids) / 100 for ids in completion_ids]
 
 
 def values(model: Any) -> dict[str, torch.Tensor]:

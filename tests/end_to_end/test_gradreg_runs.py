@@ -23,6 +23,7 @@ from flatpeak.runs.checkpoints import newest_valid
 from flatpeak.training import regularized
 from flatpeak.training.regularized import second_pass_loss
 from support.resumes import Death, Run, assert_same, die, outcome
+from support.reward_functions import parity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeRun = Callable[..., Run]
@@ -34,11 +35,6 @@ SPARING = {"strength": "ratio:0.3", "every": 2, "group_fraction": 0.5}
 """What a resumed run could lose: the tracked strength, the remembered penalty, and which groups are drawn."""
 STEPS = {"steps": 4, "epochs_per_rollout": 1, "minibatches": 3}
 """Three updates a step: every other step begins where the remembered penalty is due."""
-
-
-def parity(completion: str) -> float:
-    """Different within most groups, whatever a random model says."""
-    return float(sum(map(ord, completion)) % 2)
 
 
 def left_behind(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from support.host_memory import SimulatedHost, simulate_host
 from support.models import save_run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.resumes import Run, assert_same, outcome
+from support.reward_functions import varied_text
 from support.runs import speed_up_runs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,10 +79,6 @@ def base(tmp_path: Path) -> Path:
     return save_run_model(tmp_path / "base")
 
 
-def varied(completions: list[str], **_: Any) -> list[float]:
-    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
-
-
 @pytest.mark.parametrize(("kind", "optimizer"), [("float32", "adamw"), ("bfloat16", "adamw_8bit"), ("nf4", "adamw")])
 def test_adapters_with_a_penalty_end_in_the_same_bits_with_the_savers(
     hosts: list[SimulatedHost], recipe: Any, train: Any, base: Path, watch: Any, send: Any, kind: str, optimizer: str
@@ -100,9 +97,9 @@ def test_adapters_with_a_penalty_end_in_the_same_bits_with_the_savers(
     for name, sections in (("plain", {}), ("saved", SAVERS)):
         config = recipe(run={"name": name}, **merge(shared, sections))
         stop = {("train", 2): send(signal.SIGTERM)} if sections else {}
-        result = train(config, reward=varied, progress=watch(stop))
+        result = train(config, reward=varied_text, progress=watch(stop))
         if sections:
-            result = train(config, reward=varied, resume=True)
+            result = train(config, reward=varied_text, resume=True)
         assert result.summary.last_step == 3
         ends.append((result.path / "checkpoints" / "last" / "adapter_model.safetensors").read_bytes())
     assert ends[0] == ends[1]

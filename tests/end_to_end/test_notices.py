@@ -15,14 +15,10 @@ from flatpeak.report.page import page_content, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.notices import read_notices
 from support.resumes import Death, die, steps_of
+from support.reward_functions import odd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within most groups."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 class Failing:

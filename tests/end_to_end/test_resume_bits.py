@@ -11,14 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.reward_functions import odd
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"model": {"new": {"config": {"hidden_size": 64}}}}
 TIED = {"model": {"new": {"config": {"tie_word_embeddings": True}}}}
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within most groups."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,9 @@ from flatpeak.policy.native_decoding import SETTING, KernelChoice
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer
 from support.models import run_model
+from support.reward_functions import odd
 
 Recipe, Train, Watch = Callable[..., dict[str, Any]], Callable[..., Any], Callable[..., Any]
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within most groups."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def flip(path: Path) -> None:

@@ -18,14 +18,10 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Group, Prompt, SamplingParams
 from support.resumes import Death, die
+from support.reward_functions import odd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within most groups."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 class Wrapped:

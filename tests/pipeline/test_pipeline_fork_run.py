@@ -19,17 +19,13 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from flatpeak.training.recorder import Recorder
 from support.resumes import assert_same, diverge, outcome
+from support.reward_functions import odd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 KL = {"kl": {"coefficient": 0.1}}
 RESETS = {**KL, "reference": {"reset_every": 1}}
 REGULARIZED = {"gradient_regularization": {"strength": 0.1, "every": 2}}
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within most groups."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def run(recipe: Recipe, train: Train, **sections: Any) -> Path:

@@ -29,6 +29,7 @@ from flatpeak.rewards.sequence_classifier import load_model
 from support.models import run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.pushed_runs import PRINTED_KEY, STORED_KEY, contents, copied, python_of, quick_train
+from support.reward_functions import odd
 from support.runs import tiny_recipe
 
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -152,10 +153,6 @@ def base(tmp_path: Path) -> Path:
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def test_adapters_name_their_base_on_the_hub_and_peft_loads_them_with_equal_answers(base: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from flatpeak.rollout.ahead import answer_request
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Group, Prompt, SamplingParams
+from support.reward_functions import first_token
 from support.runs import Watcher
 
 
@@ -55,10 +56,6 @@ class Lagging:
         groups = self.before.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
         self.copy.follow(self.policy)
         return groups
-
-
-def first_token(completion_ids: list[list[int]]) -> list[float]:
-    return [float(ids[0] % 2) for ids in completion_ids]
 
 
 def weights_of(result: Any, checkpoint: str = "last") -> dict[str, torch.Tensor]:

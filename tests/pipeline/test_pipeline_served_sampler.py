@@ -18,13 +18,9 @@ from flatpeak.runs.manifest import check_resumable
 from flatpeak.types import SamplingParams
 from flatpeak.utils.adapters import LoraConfig, add_adapters
 from support.models import letter_tokenizer, tiny_model
+from support.reward_functions import lengths
 from support.runs import Watcher
 from support.vllm_server import Fault, VLLMServer, unused_url
-
-
-def lengths(completions, **columns):
-    """A reward that differs among the scripted completions, so that every step changes the weights."""
-    return [float(len(completion)) for completion in completions]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
 from flatpeak.pipeline.lifecycle import resolve_config
 from flatpeak.runs.metrics import read_metrics
+from support.reward_functions import odd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
@@ -21,11 +22,6 @@ CHANGED: dict[str, Any] = {
     "mapping": {"training.steps": 2, "rollout": {"group_size": 8}},
     "strings": ["training.steps=2", "rollout.group_size=8"],
 }
-
-
-def odd(completion_ids: list[list[int]]) -> list[float]:
-    """A reward that differs within most groups."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def put(path: Path, recipe: dict[str, Any]) -> Path:

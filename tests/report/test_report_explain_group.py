@@ -14,12 +14,8 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.pipeline.train import train
 from flatpeak.report.explain_group import ExplainedCompletion, Explanation, explain, render, visible_token
+from support.reward_functions import low_first_digit
 from support.runs import tiny_recipe
-
-
-def first_token(completion: str) -> float:
-    """Some completions of a group differ in their first character."""
-    return float(completion[:1] in "01234")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, rate in (("still", 0.0), ("moved", 3e-2)):
         recipe = tiny_recipe(directory, run={"name": name}, optimizer={"learning_rate": rate}, training={"steps": 3})
-        made[name] = train(recipe, reward=first_token).path
+        made[name] = train(recipe, reward=low_first_digit).path
     return made
 
 

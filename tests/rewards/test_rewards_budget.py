@@ -64,7 +64,7 @@ def test_a_budget_too_small_for_all_limits_gives_the_quick_ones_their_verdicts_a
     budget = GradingBudget(2.0)
     started = time.monotonic()
     result = grade_within(budget, late, clockwork, limit=1.0, workers=2)
-    assert time.monotonic() - started < 2.0 + 1.0
+    assert time.monotonic() - started < 2.0 + BUSY
     assert result[("0.35", "first")] is True  # not in its share of 0.33 s, but in its whole limit after it
     assert result[("0.01", "last")] is True
     assert True not in [result.get(pair) for pair in slow]

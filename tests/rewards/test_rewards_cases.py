@@ -90,9 +90,9 @@ def test_grouped_and_negative_numbers_are_not_cut(completion, prompt, extraction
 
 
 def test_countdown_rejects_a_tower_of_powers_at_once():
-    start = time.perf_counter()
+    start = time.process_time()
     assert evaluate("99**99**99") is None
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
 
 
 def test_countdown_rejects_floor_division(completion, prompt):

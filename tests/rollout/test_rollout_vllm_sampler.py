@@ -463,10 +463,11 @@ def test_an_interrupt_does_not_wait_for_answers(sample, interruptible):
 
 def test_requests_go_where_there_are_fewest(sample):
     def wait(call: Call) -> None:
-        if call.path.endswith("generate"):
-            time.sleep(0.4)
+        deadline = time.monotonic() + 20
+        while call.path.endswith("generate") and len(idle.generated()) < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
 
-    with VLLMServer(wait) as busy, VLLMServer() as idle:
+    with VLLMServer() as idle, VLLMServer(wait) as busy:
         draw(sample(busy, idle, max_concurrency=1))
         assert (len(busy.generated()), len(idle.generated())) == (1, 5)
 

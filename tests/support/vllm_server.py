@@ -152,11 +152,11 @@ class VLLMServer:
             self.calls.append(call)
             self._now += 1
             self.most_at_once = max(self.most_at_once, self._now)
-        fault = self.script(call)
         try:
-            answer = fault or self._answer(call)
+            answer = self.script(call) or self._answer(call)
+            time.sleep(answer.wait)
         finally:
-            with self._lock:  # before the client can ask for more
+            with self._lock:  # before the client can read its answer and send the next request
                 self._now -= 1
         _send(handler, answer)
 
@@ -294,7 +294,6 @@ def _json(content: Any, *, status: int = 200) -> Fault:
 
 
 def _send(handler: BaseHTTPRequestHandler, answer: Fault) -> None:
-    time.sleep(answer.wait)
     handler.close_connection = True
     if answer.reset:
         handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

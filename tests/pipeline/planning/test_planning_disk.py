@@ -17,6 +17,7 @@ from flatpeak.pipeline.planning.workload import plan_workload
 from flatpeak.runs.checkpoints import checkpoint_steps
 from flatpeak.training.config import OptimizerConfig
 from support.plans import planned, saved_model, sums_recipe
+from support.reward_functions import varied
 
 
 def counted(**sections: Any) -> tuple[int, int]:
@@ -45,11 +46,6 @@ def test_a_checkpoint_has_weights_masters_and_moments_and_of_adapters_no_base(tm
     assert checkpoint_bytes(half, adamw) == (2 + 4 + 8) * full.parameters
     assert checkpoint_bytes(adapted, adamw) == 12 * adapted.trained_parameters
     assert checkpoint_bytes(full, OptimizerConfig(name="sgd")) == 4 * full.parameters
-
-
-def varied(completion_ids: list[list[int]]) -> list[float]:
-    """Rewards that differ within nearly every group: without a gradient there are no moments."""
-    return [sum(ids) / 100 for ids in completion_ids]
 
 
 @pytest.fixture

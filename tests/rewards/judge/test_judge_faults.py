@@ -144,20 +144,20 @@ def test_a_key_that_is_refused_inside_stops_the_run_at_once():
 
 
 def test_a_slow_reply_is_given_up_and_asked_for_again():
-    with JudgeServer(lambda earlier, body: Answer(wait=0.6) if earlier == 0 else None) as server:
-        assert scores(reward(server.url, timeout=0.15)).scores == EXPECTED
+    with JudgeServer(lambda earlier, body: Answer(wait=5.0) if earlier == 0 else None) as server:
+        assert scores(reward(server.url, timeout=1.0)).scores == EXPECTED
         assert len(server.requests) == 2 * ASKED
 
 
 def test_what_has_no_reply_at_the_deadline_is_missing_and_the_rest_is_kept():
     def slow(earlier, body):
-        return Answer(wait=2.0) if "\n19\n" in body["messages"][1]["content"] else None
+        return Answer(wait=12.0) if "\n19\n" in body["messages"][1]["content"] else None
 
     with JudgeServer(slow) as server:
-        judge = reward(server.url, deadline=0.5)
+        judge = reward(server.url, deadline=1.5)
         started = time.monotonic()
         result = scores(judge)
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 8
     assert result.scores == [[1.0, None, 0.5, 0.0], [1.0, 0.0]]
     assert result.failed == 1
     assert "no reply before the deadline" in str(result.first_error)
@@ -286,7 +286,7 @@ def test_a_server_that_is_down_is_given_up_after_the_limit():
     started = time.monotonic()
     with pytest.raises(JudgeDownError, match="connection failed"):
         scores(judge)
-    assert 0.4 <= time.monotonic() - started < 3.0
+    assert 0.4 <= time.monotonic() - started < 20
 
 
 def test_a_server_that_comes_back_is_used_again_with_the_same_result():

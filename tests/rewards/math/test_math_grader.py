@@ -162,7 +162,7 @@ def test_a_verdict_that_takes_too_long_is_failed_once_and_changes_no_other(grade
     assert time.monotonic() - started < 1 + 6  # once the limit, once a new worker, on a busy machine
     started = time.monotonic()
     assert grader.grade(pairs) == [True, None, True, None]
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 1  # the limit, which grading them again would take
     (outcome,) = grader.compare([(SLOW, "2")])
     assert isinstance(outcome, WorkerError)
     assert outcome.reason == "timeout"

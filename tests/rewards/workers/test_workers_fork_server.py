@@ -40,7 +40,7 @@ def test_a_lost_worker_is_replaced_without_loading_its_function_again(pool: Work
     for _ in range(loads):
         assert reason(pool, os._exit, 7) == ("died", "a worker process died: exit code 7")
         assert pool.submit(Slow(), "0", "0").result()
-    assert time.monotonic() - started < 0.5 * loads  # each load of it takes a second
+    assert time.monotonic() - started < 0.9 * loads  # each load of it takes a second
 
 
 @pytest.mark.parametrize(

@@ -181,10 +181,10 @@ from flatpeak.rewards.workers import WorkerPool
 from support.worker_functions import huge_power
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born ignoring it
-pool = WorkerPool(3, timeout=8)  # a busy machine needs more than a second for a call that sleeps a third
+pool = WorkerPool(3, timeout=20)
 calls = [pool.submit(time.sleep, 0.3) for _ in range(3)]
 [call.result() for call in calls]
-calls = [pool.submit(os.getpid), pool.submit(huge_power), pool.submit(time.sleep, 1)]
+calls = [pool.submit(os.getpid), pool.submit(huge_power, timeout=1), pool.submit(time.sleep, 1)]
 calls[0].result()
 time.sleep(0.2)
 try:
