@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +91,20 @@ Serve = Callable[..., Any]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """`serve(model, port=0, lora_rank=None)`: a server that is ready; all end with the test."""
+    """`serve(model, port=0, lora_rank=None, arguments=())`: a server that is ready; all end with the test."""
     from flatpeak.pipeline.serve import ServeConfig, ServerProcess, find_python
 
     processes = []
 
-    def start(model: Path, *, port: int = 0, lora_rank: int | None = None) -> ServerProcess:
+    def start(
+        model: Path, *, port: int = 0, lora_rank: int | None = None, arguments: Sequence[str] = ()
+    ) -> ServerProcess:
         config = ServeConfig(
             model=str(model),
             port=port,
             dtype="float32",
             lora_rank=lora_rank,
-            arguments=("--enforce-eager", "--max-num-seqs=1024"),
+            arguments=("--enforce-eager", "--max-num-seqs=1024", *arguments),
         )
         process = ServerProcess(config, python=find_python(PYTHON), environment=ENVIRONMENT)
         processes.append(process)
@@ -146,6 +148,15 @@ def answers(groups: list[Group]) -> list[tuple[int, ...]]:
     return [completion.token_ids for group in groups for completion in group.completions]
 
 
+def largest_gap(groups: list[Group], others: list[Group]) -> float:
+    """The largest distance of two log-probabilities of first completions."""
+    return max(
+        abs(a - b)
+        for one, other in zip(groups, others, strict=True)
+        for a, b in zip(one.completions[0].logprobs, other.completions[0].logprobs, strict=True)
+    )
+
+
 def check_steps(path: Path) -> int:
     """Every step was sampled whole by the weights of the step before, whose log-probs agree; the number of steps."""
     rows = [row for row in read_metrics(path / "metrics.jsonl") if row["stage"] == "train"]
@@ -174,18 +185,36 @@ def test_after_every_update_the_servers_greedy_answers_are_the_trainers(
         own = native.generate(prompts, group_size=1, sampling=greedy, seed=0)
         assert answers(served) == answers(own)
         assert {completion.weight_version for group in served for completion in group.completions} == {version}
-        gaps = [
-            abs(a - b)
-            for one, other in zip(served, own, strict=True)
-            for a, b in zip(one.completions[0].logprobs, other.completions[0].logprobs, strict=True)
-        ]
-        assert max(gaps) < LARGEST_GAP
+        assert largest_gap(served, own) < LARGEST_GAP
         seen.add(tuple(answers(served)))
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version)) * 0.02)
     sampler.close()
     assert len(seen) > 1  # the updates changed answers
+
+
+def test_under_filters_raw_log_probs_are_those_of_the_trainers_full_distribution(checkpoint, serve, tmp_path):
+    start = checkpoint("gpt2")
+    server = serve(start, arguments=("--logprobs-mode=raw_logprobs",))
+    policy = load_policy(ModelConfig(path=str(start)))
+    config = VLLMConfig(type="vllm", urls=(server.url,), directory=str(tmp_path))
+    prompts = questions(policy)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=4)
+    own = NativeEngine(policy).generate(prompts, group_size=1, sampling=greedy, seed=0)
+    for filters in ({"top_k": 1}, {"top_p": 1e-6}):
+        # Of one token that is left the log-probability is 0; of all it is the greedy one's.
+        sampling = SamplingParams(max_new_tokens=4, **filters)
+        sampler = VLLMSampler(policy, config, sampling=sampling)
+        served = sampler.generate(prompts, group_size=1, sampling=sampling, seed=0)
+        sampler.close()
+        assert answers(served) == answers(own)
+        assert largest_gap(served, own) < LARGEST_GAP
+    sections = {"rollout": {"top_k": 5, "top_p": 0.9, "min_new_tokens": 3}, "training": {"steps": 2, "stop_at": None}}
+    result = flatpeak.train(recipe_over(start, server.url, tmp_path, **sections), progress=False)
+    assert check_steps(result.path) == 2
+    lines = (result.path / "rollouts" / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()
+    assert {len(json.loads(line)["token_ids"]) for line in lines} == {4}  # sums of two digits would end after three
 
 
 def test_a_server_that_is_killed_and_started_anew_loses_a_run_nothing(checkpoint, serve, tmp_path):
@@ -219,7 +248,8 @@ def test_a_server_that_is_killed_and_started_anew_loses_a_run_nothing(checkpoint
     assert retried > 0
 
 
-# Four heads learn less than the demo's sixteen, and stay below this.
+# Eight heads of 32: the demo's sixteen are of 8, which vLLM's attention on CPUs lacks, and four learn less than this.
+# Adapters take a larger rate than the recipe's.
 @pytest.mark.parametrize(
     ("architecture", "lora", "rate", "goal"),
     [("wide gpt2", None, 3e-4, 0.9), ("wide qwen2", LORA, 2e-3, 0.9)],

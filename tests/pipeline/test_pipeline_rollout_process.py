@@ -89,7 +89,10 @@ def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
         return directories[-1]
 
     monkeypatch.setattr(RolloutProcess, "_start", recorded)
-    ours = train(stale("process"), reward=first_token)
+    files = list[str]()
+    look = Watcher({("train", 2): lambda: files.extend(file.name for file in directories[0].glob("*.safetensors"))})
+    ours = train(stale("process"), reward=first_token, progress=look)
+    assert files == ["weights.safetensors"]  # the model's own, which lie in memory, are read and deleted
     monkeypatch.setattr(rollout_process, "RolloutProcess", Inline)
     inline = train(stale("inline"), reward=first_token)
     lagging = train(
@@ -104,6 +107,8 @@ def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
     assert max(row.get("rollout/logprob_gap_mean", 0.0) for row in rows) > 1e-4
     assert len(directories) == 1
     assert not directories[0].exists()
+    drawn_by = [json.loads((run.path / "manifest.json").read_text())["decoder"] for run in (ours, now)]
+    assert drawn_by[0] == drawn_by[1] != "vllm"
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5])
@@ -179,6 +184,3 @@ def test_samplers_that_no_second_process_has_are_refused(stale: Any, train: Any)
         train(stale(), sampler=Lagging)
     with pytest.raises(UserError, match=r"rollout.staleness"):
         train(stale(), settings={"rollout.staleness": 2})
-    servers = {"type": "vllm", "urls": ["http://127.0.0.1:1"]}
-    with pytest.raises(UserError, match=r"rollout.staleness=1 with rollout.engine.type=vllm"):
-        train(stale(), settings={"rollout.engine": servers})

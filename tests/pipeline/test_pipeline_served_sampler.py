@@ -1,6 +1,8 @@
 """Runs whose completions come from servers: built, trained, evaluated, resumed elsewhere, and closed."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,14 @@ from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.lifecycle import resolve_config
 from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.model import Policy
+from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.runs.manifest import check_resumable
+from flatpeak.types import SamplingParams
 from flatpeak.utils.adapters import LoraConfig, add_adapters
 from support.models import letter_tokenizer, tiny_model
 from support.reward_functions import lengths
+from support.runs import Watcher
 from support.vllm_server import Fault, VLLMServer, unused_url
 
 
@@ -44,6 +49,18 @@ def test_a_run_is_trained_and_evaluated_by_servers(served, train, tmp_path):
     written = [json.loads(line) for line in (result.path / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
     assert {row["weight_version"] for row in written} == {2}
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_run_by_servers_chooses_no_decoder_of_its_own(served, train, monkeypatch):
+    monkeypatch.setattr(KernelChoice, "pack", lambda choice, policy: pytest.fail("kernels were chosen"))
+    with VLLMServer() as server:
+        recipe = served(server, training={"steps": 1})
+        result = train(recipe)
+        state = json.loads((result.path / "checkpoints" / "last" / "trainer" / "state.json").read_text())
+        assert state["kernels"] is None
+        watcher = Watcher()
+        train(recipe, settings={"training.steps": 2}, resume=True, progress=watcher)
+    assert not [notice for notice in watcher.notices if "kernels" in notice]
 
 
 def test_a_run_goes_on_with_servers_elsewhere(served, train):
@@ -80,6 +97,64 @@ def test_a_run_that_loses_its_servers_leaves_a_checkpoint(served, train):
     assert (checkpoints / "last").resolve().name == "step_000001"
 
 
+STALE = {"rollout": {"staleness": 1}, "evaluation": {"every": 0}}
+
+
+def rows_of(path, name):
+    return [json.loads(line) for line in (path / name).read_text().splitlines()]
+
+
+def test_servers_draw_the_next_step_ahead_by_the_weights_before_the_update(served, train):
+    with VLLMServer() as server:
+        result = train(
+            served(server, training={"steps": 4}, run={"log_rollouts_every": 1, "threads": 1}, **STALE), reward=lengths
+        )
+    rows = [row for row in rows_of(result.path, "metrics.jsonl") if row["stage"] == "train"]
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
+    logs = [rows_of(result.path, f"rollouts/step_{step:06d}.jsonl") for step in (1, 2, 3, 4)]
+    assert [{row["weight_version"] for row in log} for log in logs] == [{1}, {1}, {2}, {3}]
+    assert json.loads((result.path / "manifest.json").read_text())["decoder"] == "vllm"
+
+
+def test_rollouts_ahead_by_a_server_that_sleeps_between_rollouts_are_refused(served, train):
+    with VLLMServer(sleep=True) as server:
+        with pytest.raises(UserError, match=r"rollout.staleness=1 with http.*without sleep mode"):
+            train(served(server, **STALE))
+        assert train(served(server, evaluation={"every": 0}, training={"steps": 1})).exit_code == 0
+
+
+def test_a_run_that_is_stopped_with_rollouts_ahead_goes_on_to_the_same_weights(served, train):
+    def stale(name):
+        return served(server, training={"steps": 4}, run={"name": name, "threads": 1}, **STALE)
+
+    def weights(result):
+        return (result.path / "checkpoints" / "last" / "model.safetensors").read_bytes()
+
+    with VLLMServer() as server:
+        whole = train(stale("whole"), reward=lengths)
+        watcher = Watcher({("train", 2): lambda: os.kill(os.getpid(), signal.SIGINT)})
+        stopped = train(stale("stopped"), reward=lengths, progress=watcher)
+        assert (stopped.exit_code, stopped.summary.last_step) == (130, 2)
+        half = weights(stopped)
+        resumed = train(stale("stopped"), reward=lengths, resume=True)
+    assert weights(resumed) == weights(whole) != half
+
+
+def test_a_run_that_loses_its_servers_while_they_draw_ahead_saves_the_step_of_the_update(served, train):
+    def script(call):
+        # The first weights draw the evaluation at the start, step 1 and step 2; the second ones step 3.
+        server.lost = server.lost or (call.path == "/update_weight_version" and call.earlier == 1)
+        return Fault(reset=True) if server.lost and call.path.endswith("generate") else None
+
+    with VLLMServer(script) as server:
+        recipe = served(server, training={"steps": 5}, **STALE)
+        recipe["rollout"]["engine"]["timeout"] = 0.5
+        with pytest.raises(RunError, match="--resume"):
+            train(recipe, reward=lengths)
+    checkpoints = Path(recipe["run"]["directory"]) / "tiny" / "checkpoints"
+    assert (checkpoints / "last").resolve().name == "step_000002"
+
+
 def test_type_vllm_over_the_default_and_over_a_name_makes_a_section():
     expected = VLLMConfig(type="vllm", urls=("http://a:1",))
     settings = ["rollout.engine.urls=[http://a:1]", "rollout.engine.type=vllm"]
@@ -92,9 +167,6 @@ def test_type_vllm_over_the_default_and_over_a_name_makes_a_section():
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("rollout.top_p=0.9", "rollout.top_p=0.9"),
-        ("rollout.top_k=5", "rollout.top_k=5"),
-        ("rollout.min_new_tokens=2", "rollout.min_new_tokens=2"),
         ("rollout.engine.urls=[localhost:8000]", "http://HOST:PORT"),
         ("rollout.engine.urls=[http://a:1,http://a:1/]", "twice"),
         ("rollout.engine.urls=['http://a:port']", "http://HOST:PORT"),
@@ -112,6 +184,22 @@ def test_type_vllm_over_the_default_and_over_a_name_makes_a_section():
 def test_settings_that_servers_cannot_honour_are_refused(setting, said):
     with pytest.raises(UserError, match=said):
         parse_config(apply_settings({}, ["rollout.engine.type=vllm", setting]))
+
+
+@pytest.mark.parametrize("setting", ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_new_tokens=2"])
+def test_filters_by_servers_take_temperature_1(setting):
+    settings = ["rollout.engine.type=vllm", setting]
+    parse_config(apply_settings({}, settings))
+    with pytest.raises(UserError, match=f"{setting} .*rollout.temperature=0.5.*set rollout.temperature=1"):
+        parse_config(apply_settings({}, [*settings, "rollout.temperature=0.5"]))
+
+
+def test_a_run_with_a_filter_needs_a_server_with_raw_log_probs(served, train):
+    rollout = {"top_k": 5}
+    with VLLMServer() as server, pytest.raises(UserError, match="--logprobs-mode=raw_logprobs"):
+        train(served(server, rollout=rollout))
+    with VLLMServer(logprobs_mode="raw_logprobs") as server:
+        assert train(served(server, rollout=rollout, training={"steps": 1})).exit_code == 0
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated():
@@ -146,7 +234,7 @@ def test_a_resolved_recipe_reads_as_it_was():
 def test_adapters_that_vllm_does_not_load_are_refused(setting):
     model = add_adapters(tiny_model("llama", tie_word_embeddings=False), LoraConfig(rank=2, **setting), seed=0)
     with pytest.raises(UserError, match=f"model.lora.{next(iter(setting))}"):
-        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"))
+        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"), sampling=SamplingParams())
 
 
 @pytest.mark.parametrize("pattern", [{"rank_pattern": {"q_proj": 4}}, {"alpha_pattern": {"q_proj": 1}}])
@@ -154,10 +242,10 @@ def test_adapters_that_vllm_would_scale_otherwise_are_refused(pattern):
     model = add_adapters(tiny_model("llama"), LoraConfig(rank=2), seed=0)
     vars(model.active_peft_config).update(pattern)
     with pytest.raises(UserError, match=next(iter(pattern))):
-        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"))
+        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"), sampling=SamplingParams())
 
 
 def test_a_base_in_4_bits_is_refused():
     policy = Policy(tiny_model(), letter_tokenizer())
     with pytest.raises(UserError, match=r"model.quantization=nf4 with rollout.engine.type=vllm"):
-        served_sampler(policy, VLLMConfig(type="vllm"), quantization="nf4")
+        served_sampler(policy, VLLMConfig(type="vllm"), sampling=SamplingParams(), quantization="nf4")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from flatpeak.errors import RunError
 from flatpeak.protocols import AheadSampler, ResumableSampler, StreamingSampler
 from flatpeak.rollout.ahead import RolloutsAhead, answer_request
 from flatpeak.rollout.engine import NativeEngine
@@ -34,6 +36,8 @@ class Inline:
         self.answer = json.dumps(answer_request(self.engine, json.loads(json.dumps(request))))
 
     def result(self) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
         return json.loads(self.answer)
 
     def close(self) -> None:
@@ -139,6 +143,36 @@ def test_an_error_in_the_update_ends_the_background() -> None:
         raise KeyboardInterrupt
     assert source.background.closed == 1  # type: ignore[attr-defined]
     assert source.drawn() is None
+
+
+def test_an_error_while_drawing_lets_the_update_end_and_is_raised_by_the_next_request_alone() -> None:
+    policy = tiny_policy()
+    source, before = sampler(policy), draw(NativeEngine(policy))
+    with ahead(source):
+        source.background.answer = RunError("the server is gone")  # type: ignore[attr-defined]
+        move(policy)
+    assert source.background.closed == 1  # type: ignore[attr-defined]
+    assert source.drawn() is None
+    with pytest.raises(RunError, match="the server is gone"):
+        draw(source)
+    assert draw(source) == draw(NativeEngine(policy)) != before
+
+
+def test_an_interrupt_while_the_answer_is_awaited_ends_the_background() -> None:
+    source = sampler(tiny_policy())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    source.background.result = lambda: signal.raise_signal(signal.SIGINT)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt), ahead(source):
+        pass
+    signal.signal(signal.SIGINT, before)
+    assert source.background.closed == 1  # type: ignore[attr-defined]
+
+
+def test_it_has_the_metrics_of_the_sampler_it_wraps() -> None:
+    source = sampler(tiny_policy())
+    assert source.measured() == {}
+    source.sampler.measured = lambda: {"time/weight_update": 2.0}  # type: ignore[attr-defined]
+    assert source.measured() == {"time/weight_update": 2.0}
 
 
 def test_it_streams_and_resumes_as_the_sampler_it_wraps() -> None:

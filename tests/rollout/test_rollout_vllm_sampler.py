@@ -2,9 +2,11 @@
 
 import math
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm import VLLMSampler
+from flatpeak.rollout.vllm.http_client import UnreachableError
 from flatpeak.types import Example, Group, Prompt, SamplingParams
 from support.vllm_server import EOS, Call, Fault, ScriptedPolicy, VLLMServer, unused_url
 
@@ -29,14 +32,16 @@ def sample(tmp_path) -> Iterator[MakeSampler]:
     """`sample(*servers, policy=..., **settings)`: a sampler over them, closed at the end."""
     samplers = []
 
-    def make(*servers: VLLMServer, policy: Any = None, **settings: Any) -> VLLMSampler:
+    def make(
+        *servers: VLLMServer, policy: Any = None, sampling: SamplingParams = SAMPLING, **settings: Any
+    ) -> VLLMSampler:
         config = VLLMConfig(
             type="vllm",
             urls=tuple(server.url for server in servers),
             directory=str(tmp_path),
             **{"timeout": 10.0, **settings},
         )
-        samplers.append(VLLMSampler(policy or ScriptedPolicy(), config, first_delay=0.01))
+        samplers.append(VLLMSampler(policy or ScriptedPolicy(), config, sampling=sampling, first_delay=0.01))
         return samplers[-1]
 
     yield make
@@ -147,7 +152,7 @@ def test_what_fails_is_asked_again_with_the_same_seed(sample, honest, fault, ret
         return fault if call.path.endswith("generate") and call.earlier in (1, 4) else None
 
     with VLLMServer(script) as server:
-        sampler = sample(server, timeout=0.6)
+        sampler = sample(server, timeout=0.6 if fault.wait or fault.drops else 10.0)
         groups = draw(sampler)
     assert tokens(groups) == honest
     assert logprobs(groups) == {-0.5}
@@ -196,7 +201,11 @@ def with_logprob(value: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (choice(weight_versions=None), "which weights"),
         (choice(finish_reason="length"), "max-model-len"),
         (
-            choice(token_ids=lambda ids: ids[:-1], logprobs=lambda content: {"content": content["content"][:-1]}),
+            choice(
+                token_ids=lambda ids: ids[:-1],
+                logprobs=lambda content: {"content": content["content"][:-1]},
+                weight_versions=lambda spans: [spans[0] | {"end": spans[0]["end"] - 1}],
+            ),
             "serve",
         ),
         (lambda answer: answer | {"prompt_token_ids": [1, *answer["prompt_token_ids"]]}, "token ids as they are"),
@@ -250,6 +259,42 @@ def test_completions_of_other_weights_are_dropped_and_drawn_anew(sample, honest)
         assert tokens(draw(sampler)) == honest
         assert sampler.measured()["rollout/stale_completions"] == 6
         assert sampler.measured()["rollout/stale_completions"] == 0
+
+
+def cut(spans: list[dict[str, Any]], **changed: Any) -> list[dict[str, Any]]:
+    return [spans[0] | changed]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        lambda spans: [{"version": "older", "start": 0, "end": 1}, spans[0] | {"start": 1}],
+        lambda spans: cut(spans, start=1),
+        lambda spans: cut(spans, end=spans[0]["end"] - 1),
+        lambda spans: cut(spans, end=spans[0]["end"] + 1),
+        lambda spans: cut(spans, end=1) + cut(spans, start=2),
+        lambda spans: [{"version": spans[0]["version"]}],
+    ],
+    ids=["two versions", "no beginning", "no end", "too long", "a gap", "no span"],
+)
+def test_a_completion_whose_version_does_not_cover_all_of_it_is_drawn_anew(sample, honest, spans):
+    first = iter([True])
+
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        return choice(weight_versions=spans)(answer) if next(first, False) else answer
+
+    with VLLMServer(edit=edit) as server:
+        sampler = sample(server)
+        assert tokens(draw(sampler)) == honest
+        assert sampler.measured()["rollout/stale_completions"] == 3
+
+
+def test_versions_that_follow_one_another_cover_a_completion(sample, honest):
+    def split(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return cut(spans, end=1) + cut(spans, start=1)
+
+    with VLLMServer(edit=choice(weight_versions=split)) as server:
+        assert tokens(draw(sample(server))) == honest
 
 
 def test_a_server_that_never_has_the_weights_ends_the_run(sample):
@@ -308,6 +353,49 @@ def test_other_servers_do_the_work_of_one_that_died(sample, honest):
         one.stop()
         assert tokens(draw(sampler)) == honest
         assert len(other.generated()) == len(PROMPTS)
+
+
+def test_a_server_that_has_vanished_holds_up_no_update_after_the_first(sample):
+    policy = ScriptedPolicy()
+    # Vanished: it takes connections, and says nothing any more. Each look at it takes the two seconds of the timeout.
+    with VLLMServer(lambda call: Fault(wait=30.0) if one.lost else None) as one, VLLMServer() as other:
+        sampler = sample(one, other, policy=policy, timeout=2.0)
+        draw(sampler)
+        one.lost = True
+        policy.step()
+        draw(sampler)
+        started = time.monotonic()
+        for _ in range(5):
+            policy.step()
+            groups = draw(sampler)
+            assert logprobs(groups) == {policy.weight.item()}
+        assert time.monotonic() - started < 6
+        asked = len(one.generated())
+        one.lost = False
+        deadline = time.monotonic() + 30
+        while len(one.generated()) == asked and time.monotonic() < deadline:
+            policy.step()
+            groups = draw(sampler)
+            assert logprobs(groups) == {policy.weight.item()}
+        assert len(one.generated()) > asked
+
+
+def test_an_address_that_takes_no_connection_is_given_up_soon(sample, monkeypatch):
+    monkeypatch.setattr("flatpeak.rollout.vllm.http_client.CONNECT_SECONDS", 0.5)
+    with socket.socket() as full, VLLMServer() as server, ExitStack() as callers:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # nobody accepts them, and once the queue is full the next one hears nothing
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
+        sampler = sample(server)
+        port = full.getsockname()[1]
+        monkeypatch.setattr(sampler._pool.servers[0]._client, "_address", f"127.0.0.1:{port}")
+        started = time.monotonic()
+        with pytest.raises(UnreachableError):
+            sampler._pool.servers[0].look()
+        assert time.monotonic() - started < 5  # the timeout for answers is 10
 
 
 def test_a_run_without_servers_fails_once_the_timeout_is_over(sample):
@@ -436,6 +524,23 @@ def test_adapters_are_swapped_without_an_update_of_the_weights(sample):
         assert server.paths() == [*loads, loads[0], "/v1/unload_lora_adapter", *loads[1:]]
 
 
+def test_adapters_that_earlier_runs_and_broken_requests_left_are_dropped(sample):
+    policy = ScriptedPolicy(adapted=True)
+    resets = iter([True])
+
+    def script(call: Call) -> Fault | None:
+        return Fault(reset=True) if call.path.endswith("generate") and next(resets, False) else None
+
+    with VLLMServer(script, lora=True) as server:
+        server.adapters |= {"flatpeak-adapter-of-an-earlier-run": -1.0, "of-somebody-else": -2.0}
+        sampler = sample(server, policy=policy)
+        draw(sampler)  # a reset: what is known of the server is taken back
+        policy.step()
+        assert logprobs(draw(sampler)) == {-0.75}
+        last = [call.body["lora_name"] for call in server.calls if call.path.endswith("/load_lora_adapter")][-1]
+        assert set(server.adapters) == {"of-somebody-else", last}
+
+
 def test_an_adapter_that_a_new_process_lacks_is_loaded_again(sample, honest):
     def script(call: Call) -> None:
         if call.path.endswith("generate") and call.earlier == 2:
@@ -475,7 +580,7 @@ def test_a_prefix_cache_in_use_is_reset_again(sample):
 @pytest.mark.parametrize(
     ("settings", "adapted", "said"),
     [
-        ({"logprobs_mode": "raw_logprobs"}, False, "--logprobs-mode processed_logprobs"),
+        ({"logprobs_mode": "raw_logits"}, False, "--logprobs-mode processed_logprobs"),
         ({"development": False}, False, "VLLM_SERVER_DEV_MODE"),
         ({}, True, "--enable-lora"),
         ({"device": "cpu"}, False, "--no-enable-chunked-prefill"),
@@ -485,6 +590,20 @@ def test_a_prefix_cache_in_use_is_reset_again(sample):
 def test_a_server_that_cannot_serve_the_run_is_refused_at_the_start(sample, settings, adapted, said):
     with VLLMServer(**settings) as server, pytest.raises(UserError, match=said):
         sample(server, policy=ScriptedPolicy(adapted=adapted))
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "said"),
+    [
+        ("raw_logprobs", SamplingParams(temperature=0.5), "--logprobs-mode processed_logprobs"),
+        ("processed_logprobs", SamplingParams(top_p=0.9), "--logprobs-mode=raw_logprobs"),
+        ("processed_logprobs", SamplingParams(top_k=3), "--logprobs-mode=raw_logprobs"),
+        ("processed_logprobs", SamplingParams(min_new_tokens=1), "--logprobs-mode=raw_logprobs"),
+    ],
+)
+def test_a_server_with_other_log_probs_than_training_needs_is_refused(sample, mode, sampling, said):
+    with VLLMServer(logprobs_mode=mode) as server, pytest.raises(UserError, match=said):
+        sample(server, sampling=sampling)
 
 
 def test_a_server_on_a_cpu_is_given_a_tied_output_layer_by_itself(sample):
@@ -538,6 +657,7 @@ def test_what_comes_after_a_stop_string_is_cut_off(sample):
         rows = [{"token_id": token, "logprob": -0.5} for token in (4, 5, 6, 7)]
         for one in answer["choices"]:
             one |= {"token_ids": [4, 5, 6, 7], "logprobs": {"content": rows}, "finish_reason": "stop"}
+            one["weight_versions"][0]["end"] = 4
         return answer
 
     with VLLMServer(edit=edit) as server:
@@ -553,6 +673,38 @@ def test_log_probs_under_a_filter_are_never_taken_for_those_of_the_full_distribu
     completion = groups[0].completions[0]
     assert all(math.isnan(logprob) for logprob in completion.logprobs)
     assert set(completion.filtered_logprobs or ()) == {-0.5}
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.9}, {"top_k": 4}, {"min_new_tokens": 1}], ids=["top_p", "top_k", "min"]
+)
+def test_raw_log_probs_at_temperature_1_are_those_of_the_full_distribution_under_a_filter(sample, filters):
+    sampling = SamplingParams(max_new_tokens=6, **filters)
+    with VLLMServer(logprobs_mode="raw_logprobs") as server:
+        groups = draw(sample(server, sampling=sampling), sampling=sampling)
+        sent = server.generated()[0].body["sampling_params"]
+    assert logprobs(groups) == {-0.5}
+    assert {completion.filtered_logprobs for group in groups for completion in group.completions} == {None}
+    assert (sent["top_p"], sent["top_k"], sent["min_tokens"]) == (
+        filters.get("top_p", 1.0),
+        filters.get("top_k", 0),
+        filters.get("min_new_tokens", 0),
+    )
+
+
+def test_raw_log_probs_are_no_log_probs_at_another_temperature(sample):
+    with VLLMServer(logprobs_mode="raw_logprobs") as server:
+        sampler = sample(server)
+        warm = draw(sampler, sampling=SamplingParams(max_new_tokens=6, temperature=0.5))
+        greedy = draw(sampler, sampling=SamplingParams(max_new_tokens=6, temperature=0.0))
+    assert all(math.isnan(logprob) for logprob in logprobs(warm))
+    assert logprobs(greedy) == {-0.5}
+
+
+def test_a_ban_on_early_ends_makes_processed_log_probs_those_of_another_distribution(sample):
+    with VLLMServer() as server:
+        groups = draw(sample(server), sampling=SamplingParams(max_new_tokens=6, min_new_tokens=1))
+    assert all(math.isnan(logprob) for logprob in logprobs(groups))
 
 
 def test_greedy_completions_are_drawn_once_a_group(sample):

@@ -44,6 +44,13 @@ def test_old_versions_are_deleted_and_at_the_end_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_first_version_of_a_new_process_has_another_name_than_any_before(tmp_path):
+    policy = ScriptedPolicy()
+    first, resumed = (WeightFiles(policy, str(tmp_path)).current() for _ in range(2))
+    assert first.number == resumed.number == 1
+    assert first.tag != resumed.tag
+
+
 def test_a_version_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     policy = ScriptedPolicy()
     files = WeightFiles(policy, str(tmp_path))

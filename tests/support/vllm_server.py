@@ -129,7 +129,7 @@ class VLLMServer:
 
     def paths(self) -> list[str]:
         """The paths of all requests but for completions and looks, in their order."""
-        looks = ("/inference/v1/generate", "/v1/models", "/server_info", "/weight_info", "/is_sleeping")
+        looks = ("/inference/v1/generate", "/health", "/v1/models", "/server_info", "/weight_info", "/is_sleeping")
         return [call.path for call in self.calls if call.path not in looks]
 
     def generated(self) -> list[Call]:

@@ -101,7 +101,8 @@ def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
     """The servers that the recipe names; else the native engine where it supports the policy, or `generate`."""
     engine = config.rollout.engine
     if isinstance(engine, VLLMConfig):
-        return served_sampler(policy, engine, quantization=config.model.quantization)
+        sampling = config.rollout.sampling()
+        return served_sampler(policy, engine, sampling=sampling, quantization=config.model.quantization)
     if engine == "native" and not policy.native:
         raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
     if engine == "generate" or not policy.native:

@@ -58,7 +58,7 @@ class ResumePoint:
                 f"({policy.notice or 'the native one agrees with the plain forward pass again'}): from here on its "
                 "results differ from an uninterrupted run's"
             )
-        if self.newest is None or not (before and policy.native):
+        if self.newest is None or not (before and policy.native) or policy.kernels.idle:
             return
         decoded, decodes = self.newest.state.get("kernels", "torch"), policy.decoded_with
         if decoded != decodes:

@@ -31,6 +31,8 @@ from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.ahead import RolloutsAhead, answer_request
+from flatpeak.rollout.vllm.drawing_thread import DrawingThread
+from flatpeak.rollout.vllm.sampler import VLLMSampler
 
 MEMORY: Final = Path("/dev/shm")
 WEIGHTS: Final = "weights.safetensors"
@@ -133,12 +135,19 @@ _FIX: Final = "go on with --resume, with rollout.staleness=0 if it fails again"
 
 
 def with_rollouts_ahead(sampler: Sampler, policy: Policy, config: RunConfig, *, foreign: bool) -> Sampler:
-    """The sampler with a second process beside it where `rollout.staleness` asks for one.
+    """The sampler, and what draws ahead beside it where `rollout.staleness` asks for that: a thread or a process.
 
     UserError where no process can draw with a copy of the policy; `foreign` says that the sampler is the caller's.
     """
     if not config.rollout.staleness:
         return sampler
+    if isinstance(sampler, VLLMSampler):
+        if (url := sampler.sleeping_server) is not None:
+            raise UserError(
+                f"rollout.staleness={config.rollout.staleness} with {url}, which sleeps between rollouts to leave its "
+                "GPU to the trainer: set rollout.staleness=0, or start it without sleep mode on a device of its own"
+            )
+        return RolloutsAhead(sampler, DrawingThread(sampler), staleness=config.rollout.staleness)
     adapters = config.model.lora is None and hasattr(policy.model, "peft_config")
     reasons = {
         "a sampler of the caller's, which no second process has": foreign,
@@ -187,6 +196,8 @@ def _load(section: dict[str, Any], directory: Path) -> tuple[Policy, Any]:
     config = RunConfig.model_validate(section)
     torch.set_num_threads(config.run.threads or 1)
     policy = load_policy(resumed_source(config.model, directory), texts=(), seed=0)
+    for file in directory.glob("*model*.safetensors"):
+        file.unlink()  # they lie in memory, and are read
     return policy, build_sampler(policy, config)
 
 

@@ -9,10 +9,14 @@ from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
+from flatpeak.rollout.vllm.drawing_thread import DrawingThread
 from flatpeak.rollout.vllm.sampler import VLLMSampler
+from flatpeak.types import SamplingParams
 
 
-def served_sampler(policy: Policy, config: VLLMConfig, *, quantization: str | None = None) -> VLLMSampler:
+def served_sampler(
+    policy: Policy, config: VLLMConfig, *, sampling: SamplingParams, quantization: str | None = None
+) -> VLLMSampler:
     """A sampler over servers; UserError where they are not there, or cannot sample for this policy."""
     if quantization is not None:
         raise UserError(
@@ -20,19 +24,31 @@ def served_sampler(policy: Policy, config: VLLMConfig, *, quantization: str | No
             "as it was before; leave model.quantization out, or use rollout.engine=auto"
         )
     _check_adapters(policy)
-    return VLLMSampler(policy, config)
+    policy.kernels.idle = True
+    return VLLMSampler(policy, config, sampling=sampling)
 
 
 def stop_waiting(sampler: Sampler, stopping: Callable[[], bool]) -> None:
     """Let a sampler that waits for servers raise StoppedError once `stopping()`."""
-    if isinstance(sampler, VLLMSampler):
-        sampler.stop_when(stopping)
+    drawing = drawing_sampler(sampler)
+    if isinstance(drawing, VLLMSampler):
+        drawing.stop_when(stopping)
+    if isinstance(sampler, RolloutsAhead) and isinstance(sampler.background, DrawingThread):
+        sampler.background.stop_when(stopping)
 
 
 def close_sampler(sampler: Sampler) -> None:
-    """End a sampler's second process; delete what it has written for servers or for that process."""
-    if isinstance(sampler, VLLMSampler | RolloutsAhead):
+    """End a sampler's second process or thread; delete what it has written for servers or for that process."""
+    if isinstance(sampler, RolloutsAhead):
         sampler.close()
+    drawing = drawing_sampler(sampler)
+    if isinstance(drawing, VLLMSampler):
+        drawing.close()
+
+
+def drawing_sampler(sampler: Sampler) -> Sampler:
+    """The sampler itself, or the one that rollouts ahead are made of."""
+    return sampler.sampler if isinstance(sampler, RolloutsAhead) else sampler
 
 
 def _check_adapters(policy: Policy) -> None:

@@ -28,6 +28,7 @@ from flatpeak.pipeline.lifecycle import (
 )
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.resume_point import ResumePoint, restore_trainer
+from flatpeak.pipeline.served_sampler import drawing_sampler
 from flatpeak.pipeline.shared_components import share_components
 from flatpeak.policy.loading import restore_weights
 from flatpeak.policy.model import Policy
@@ -155,6 +156,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
 
 def _decoder(sampler: Sampler, policy: Policy) -> str:
     """The name of what draws rollouts, for the manifest."""
+    sampler = drawing_sampler(sampler)
     if isinstance(sampler, NativeEngine):
         return policy.decoded_with or TORCH
     if isinstance(sampler, CheckedSampler):

@@ -204,8 +204,8 @@ class Policy:
 
     @property
     def decoded_with(self) -> str | None:
-        """The decoder of rollouts, torch or a library of kernels; None where `generate` draws them."""
-        return self.kernels.name(self) if self.native else None
+        """The decoder of rollouts, torch or a library of kernels; None where `generate` or servers draw them."""
+        return self.kernels.name(self) if self.native and not self.kernels.idle else None
 
     @property
     def decoding_tensors(self) -> list[Tensor]:

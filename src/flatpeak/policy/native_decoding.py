@@ -58,6 +58,8 @@ class KernelChoice:
         """The reason why the last request was not decoded by them, where `setting` leaves the choice open."""
         self.used: str | None = None
         """The decoder of the last request: torch, or the name of a library of kernels."""
+        self.idle = False
+        """Whether servers draw the rollouts, so that no decoder is chosen."""
         self._agrees: bool | None = None
 
     @property

@@ -2,6 +2,9 @@
 
 Step t trains on what version t - 2 of the policy drew, beside a trainer at version t - 1: one version old. Groups carry
 the version that drew them, and what is older than the bound, or was drawn for another request, is not used.
+
+Where the drawing fails the update is finished all the same, so that its step can be recorded and saved; the next
+request then raises the error.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from flatpeak.protocols import ResumableSampler, Sampler, StreamingSampler
+from flatpeak.protocols import MeasuredSampler, ResumableSampler, Sampler, StreamingSampler
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 JSON = dict[str, Any]
@@ -32,7 +35,7 @@ class Background(Protocol):
         ...
 
     def result(self) -> JSON:
-        """Wait for the answer of `answer_request`. RunError where there will be none."""
+        """Wait for the answer of `answer_request`. Raises what the drawing raised; RunError where none will come."""
         ...
 
     def close(self) -> None:
@@ -53,6 +56,7 @@ class RolloutsAhead(StreamingSampler):
         self.staleness = staleness
         self.version = 0
         self._drawn: JSON | None = None
+        self._failure: Exception | None = None
 
     def use_version(self, version: int) -> None:
         """Set the version of the policy as it is now."""
@@ -62,24 +66,41 @@ class RolloutsAhead(StreamingSampler):
     def ahead(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[None]:
-        """A context, left when a later request is drawn by the policy as it was on entry."""
+        """A context, left when a later request is drawn by the policy as it was on entry, or its drawing has failed."""
         self._drawn = None
         request = encode_request(prompts, group_size=group_size, sampling=sampling, seed=seed)
         self.background.begin(request | {"state": self.state()})
         try:
             yield
+            answer = self._answer()
         except BaseException:
             self.background.close()
             raise
-        answer = self.background.result()
+        if answer is None:
+            return
         if isinstance(self.sampler, ResumableSampler):
             self.sampler.load(answer["state"])
         self._drawn = {"request": digest(request), "version": self.version, "groups": answer["groups"]}
 
+    def _answer(self) -> JSON | None:
+        """The background's answer; None where it has failed, which the next request says."""
+        try:
+            return self.background.result()
+        except Exception as error:
+            self.background.close()
+            self._failure = error
+            return None
+
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:
-        """Pairs (index of the prompt, its group): what was drawn ahead for this request, or as it is drawn now."""
+        """Pairs (index of the prompt, its group): what was drawn ahead for this request, or as it is drawn now.
+
+        Raises what the drawing ahead has raised.
+        """
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
         drawn = self._drawn
         if drawn is not None and self.version - drawn["version"] <= self.staleness:
             request = encode_request(prompts, group_size=group_size, sampling=sampling, seed=seed)
@@ -90,6 +111,10 @@ class RolloutsAhead(StreamingSampler):
                 return
         for p, group in _stream(self.sampler, prompts, group_size=group_size, sampling=sampling, seed=seed):
             yield p, replace(group, version=self.version)
+
+    def measured(self) -> Mapping[str, float]:
+        """The metrics of the wrapped sampler, those of drawing ahead included."""
+        return self.sampler.measured() if isinstance(self.sampler, MeasuredSampler) else {}
 
     def state(self) -> Mapping[str, Any]:
         """The state of the wrapped sampler."""
@@ -109,7 +134,7 @@ class RolloutsAhead(StreamingSampler):
         self._drawn = drawn
 
     def close(self) -> None:
-        """End the process that draws."""
+        """End what draws in the background."""
         self.background.close()
 
 
@@ -166,4 +191,5 @@ def _completion(fields: JSON) -> Completion:
         finish_reason=fields["finish_reason"],
         text=fields["text"],
         filtered_logprobs=None if filtered is None else tuple(filtered),
+        weight_version=fields.get("weight_version"),
     )

@@ -80,8 +80,8 @@ class RolloutConfig(StrictConfig):
     """auto: native where the architecture is proven, else transformers' generate, with a notice. A section of type vllm
     names servers."""
     staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: the next step's completions are drawn in a second process while the policy is updated, by the policy before
-    that update. 0: each step draws with the policy that it updates."""
+    """1: the next step's completions are drawn while the policy is updated, by the policy before that update: by
+    servers or in a second process. 0: each step draws with the policy that it updates."""
     kernels: Literal["auto", "torch", "native"] = "auto"
     """The native engine's decoder on a CPU. auto: kernels in C++ where they serve the model, can be compiled or were
     shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels or an error."""
@@ -103,19 +103,15 @@ class RolloutConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _served_sampling(self) -> RolloutConfig:
-        """Refuse filters whose log-probabilities a server gives of the filtered distribution alone, and staleness."""
-        if isinstance(self.engine, VLLMConfig):
-            if self.staleness:
-                raise ValueError(
-                    f"rollout.staleness={self.staleness} with rollout.engine.type=vllm: rollouts ahead are drawn by a "
-                    "second process of the native engine; set rollout.staleness=0, or rollout.engine=auto"
-                )
+        """Refuse filters at temperatures at which a server gives the log-probabilities of what is left alone."""
+        if isinstance(self.engine, VLLMConfig) and self.temperature != 1:
             for name, off in (("top_p", 1.0), ("top_k", 0), ("min_new_tokens", 0)):
                 if getattr(self, name) != off:
                     raise ValueError(
-                        f"rollout.{name}={getattr(self, name)} with rollout.engine.type=vllm: a server gives the "
-                        "log-probs of the restricted distribution only, and training needs those of the full one: set "
-                        f"rollout.{name}={off:g}, or rollout.engine=auto"
+                        f"rollout.{name}={getattr(self, name)} with rollout.engine.type=vllm at "
+                        f"rollout.temperature={self.temperature:g}: a server gives the log-probs of the restricted "
+                        "distribution, or those at temperature 1, and training needs those of the full one: set "
+                        f"rollout.temperature=1, rollout.{name}={off:g}, or rollout.engine=auto"
                     )
         return self
 

@@ -307,3 +307,25 @@ def test_a_reward_model_has_weights_throughout_and_a_phase_of_its_own(tmp_path: 
     elsewhere = {"preference": {**rewards["preference"], "device": "cpu"}}
     others = estimated(base, GPU, **{**sections, "rewards": elsewhere})
     assert [one.items.get("reward models") for one in others.phases] == [None, None]
+
+
+def test_the_second_copy_of_rollouts_ahead_stays_and_draws_beside_updates(tmp_path: Path) -> None:
+    base = saved_model(tmp_path)
+    model = planned(base)
+    settings = PassSettings(model=model, on_cpu=True, recompute=False, accumulated=False, dropout=False)
+    request = Request(prompt_lengths=WORK.prompt_lengths, group_size=4, new_tokens=20)
+    drawn = request_memory(request, config_of(base), settings)
+    # A float32 model whose weights are all trained: its weights, the file that they come in, and libraries.
+    stays = 2 * 4 * take_inventory(model).parameters + KERNELS + CPU.libraries
+    draws = drawn.keys_and_values + drawn.decoding + drawn.decoding // GAPS + sum(packed_copies(model, on_cpu=True))
+    plain, ahead = estimated(base), estimated(base, rollout={"staleness": 1})
+    more = {one.name: one.total - phase(plain, one.name).total for one in ahead.phases}
+    assert more == dict.fromkeys(more, 0) | {"rollout": stays, "update": stays + draws}
+
+
+def test_servers_that_draw_ahead_take_no_memory_for_it(tmp_path: Path) -> None:
+    base = saved_model(tmp_path)
+    plain, ahead = (
+        estimated(base, rollout={"engine": {"type": "vllm"}, "staleness": staleness}) for staleness in (0, 1)
+    )
+    assert [one.items for one in ahead.phases] == [one.items for one in plain.phases]

@@ -8,6 +8,9 @@
     update     + gradients, one micro-batch's activations and logits, and the copies of gradient regularization
     step       + gradients, and the optimizer's own copies
 
+With rollouts ahead a second process stays too: its libraries, all weights, and a file of the trained ones in memory. It
+draws beside updates and steps.
+
 One phase runs at a time; the peak is that of the largest. On a GPU offloaded states and references stay on the host,
 but for a bucket of them in the step and all of them in scoring; and keys and values stay, since graphs refer to them.
 """
@@ -32,7 +35,13 @@ from flatpeak.pipeline.planning.inventory import FLOAT32, Inventory, quantized_l
 from flatpeak.pipeline.planning.minibatch import Minibatch, plan_minibatch, plan_sft_minibatch
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of, read_model
 from flatpeak.pipeline.planning.reward_model_memory import reward_model_memory
-from flatpeak.pipeline.planning.rollout_memory import packed_copies, rollout_memory
+from flatpeak.pipeline.planning.rollout_memory import (
+    has_second_process,
+    packed_copies,
+    request_memory,
+    rollout_memory,
+    step_request,
+)
 from flatpeak.pipeline.planning.workload import Workload
 from flatpeak.pipeline.train import keeps_own_reference
 from flatpeak.policy.config import ModelConfig
@@ -97,7 +106,8 @@ class _Estimator:
     """The items of a run's phases, each computed once."""
 
     def __init__(self, config: RunConfig, work: Workload, model: PlannedModel, device: PlannedDevice) -> None:
-        self.config, self.work, self.model, self.on_cpu = config, work, model, device.on_cpu
+        self.config, self.work, self.model = config, work, model
+        self.on_cpu, self.libraries = device.on_cpu, device.libraries
         self.inventory = take_inventory(model)
         self.rewards = reward_model_memory(
             config, text_tokens=work.prompt_lengths[0] + work.new_tokens, texts=work.completions, on_cpu=self.on_cpu
@@ -133,7 +143,8 @@ class _Estimator:
         if self.sft_minibatch is not None:
             named = reference if config.reference.model is not None else {}
             yield from self._update("sft ", self.sft_minibatch, config.sft.optimizer, named | kept)
-        state = (self._state(config.optimizer) | reference) if work.steps else {}
+        second, drawing = self._second_process()
+        state = (self._state(config.optimizer) | reference | second) if work.steps else {}
         copies = {"packed copies": sum(self.packed)}
         yield self._phase("rollout", state | cache | copies, transient=rollout.decoding)
         if self.rewards.scoring:
@@ -145,7 +156,8 @@ class _Estimator:
         if self.reference or self.model.below_float32 or config.objective.sampler_correction.enabled:
             scored = self._scoring()
             yield self._phase("scoring", state | self.reference | kept | {"activations": scored}, transient=scored)
-        yield from self._update("", self.minibatch, config.optimizer, reference | kept, regularized=True)
+        beside = reference | kept | second | drawing
+        yield from self._update("", self.minibatch, config.optimizer, beside, regularized=True)
 
     def _update(
         self,
@@ -179,6 +191,16 @@ class _Estimator:
         own = {"kernels": KERNELS * computes, "kept by the C library": kept} if self.on_cpu else {}
         held = self._weights() | items | own
         return Phase(name=name, items={item: size for item, size in held.items() if size})
+
+    def _second_process(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The memory that the process which draws rollouts ahead keeps, and the memory of its drawing."""
+        if not has_second_process(self.config) or not self.work.steps:
+            return {}, {}
+        drawn = request_memory(step_request(self.work), self.config, self._settings(self.minibatch))
+        drawing = drawn.keys_and_values + drawn.decoding + drawn.decoding // GAPS + sum(self.packed)
+        # Pages of code that both processes have are counted twice.
+        stays = self.inventory.stored + self.inventory.trained_bytes + self.libraries + KERNELS
+        return {"second process": stays}, {"rollouts ahead": drawing}
 
     def _kept_copies(self, minibatch: Minibatch) -> int:
         """Bytes of the rollout's packed copies that the C library keeps, and that are too small for activations."""

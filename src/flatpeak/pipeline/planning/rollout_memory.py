@@ -61,17 +61,23 @@ def rollout_memory(config: RunConfig, work: Workload, settings: PassSettings) ->
             group_size=evaluation.completions,
             new_tokens=evaluation.new_tokens,
         ),
-        *(
-            [Request(prompt_lengths=work.prompt_lengths, group_size=work.group_size, new_tokens=work.new_tokens)]
-            if work.steps
-            else []
-        ),
+        *([step_request(work)] if work.steps else []),
     ]
     each = [request_memory(request, config, settings) for request in requests if request.prompt_lengths]
     return RolloutMemory(
         keys_and_values=max((one.keys_and_values for one in each), default=0),
         decoding=max((one.decoding for one in each), default=0),
     )
+
+
+def step_request(work: Workload) -> Request:
+    """The completions of a step of training."""
+    return Request(prompt_lengths=work.prompt_lengths, group_size=work.group_size, new_tokens=work.new_tokens)
+
+
+def has_second_process(config: RunConfig) -> bool:
+    """Whether a process with a copy of the policy draws rollouts ahead; servers need none."""
+    return bool(config.rollout.staleness) and not isinstance(config.rollout.engine, VLLMConfig)
 
 
 def request_memory(request: Request, config: RunConfig, settings: PassSettings) -> RolloutMemory:

@@ -22,6 +22,8 @@ from flatpeak.utils.redaction import NO_KEY, Secret
 
 RETRIED_STATUSES: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Answers of servers that are late, busy, starting or in trouble; all others would come again."""
+CONNECT_SECONDS: Final = 10.0
+"""Longest wait for a connection: a machine that has vanished does not even refuse one."""
 _PIECE: Final = 1 << 16
 
 
@@ -91,15 +93,17 @@ class HTTPClient:
     def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str], timeout: float | None
     ) -> Any:
-        deadline = time.monotonic() + min(timeout or math.inf, self._timeout)
+        limit = min(timeout or math.inf, self._timeout)
+        deadline = time.monotonic() + limit
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._address, timeout=min(timeout or math.inf, self._timeout))
+        connection = kind(self._address, timeout=min(limit, CONNECT_SECONDS))
         try:
             try:
                 connection.connect()
             except OSError as error:
                 raise UnreachableError(f"no connection ({brief(error)})") from error
             opened = connection.sock
+            opened.settimeout(limit)
             with self._changing:
                 self._open.add(opened)
             target = f"{self._prefix}{path}" + (f"?{urlencode(query)}" if query else "")

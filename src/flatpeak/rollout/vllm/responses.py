@@ -24,6 +24,11 @@ NOT_A_NUMBER: Final = -9999.0
 """vLLM's replacement for log-probabilities that are NaN or -inf."""
 
 
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
+"""vLLM's modes: log-probabilities of the distribution that is drawn from, or of the model's own, before temperature,
+bans and filters."""
+
+
 class StaleWeightsError(ServerError):
     """Completions of other weights than the current ones."""
 
@@ -78,8 +83,11 @@ class CompletionRequest:
             },
         }
 
-    def completions(self, answer: Any, prompt: Prompt, *, tag: str, version: int) -> list[Completion]:
+    def completions(self, answer: Any, prompt: Prompt, *, tag: str, version: int, mode: str) -> list[Completion]:
         """The completions of an answer, drawn by the weights `tag`, whose count is `version`.
+
+        `mode` is the server's of log-probabilities; those that are not of the full distribution at the temperature are
+        NaN.
 
         Raises StaleWeightsError for those of other weights, UnfinishedError for those that were broken off,
         UnreadableAnswerError for what is no such answer at all, and UserError for one that training must not use.
@@ -97,12 +105,12 @@ class CompletionRequest:
             raise UserError(f"the server returned {len(choices)} completions, asked for {self.drawn}")
         drawn = [self._checked(by_index[index], tag=tag) for index in range(self.drawn)]
         texts = self.tokenizer.batch_decode([tokens for tokens, _, _ in drawn], skip_special_tokens=True)
-        # Under a filter the server's log-probabilities are those of what was left; the full ones are not to be had.
-        filtered = self.sampling.filtered
+        full = mode in logprobs_modes(self.sampling)
+        filtered = self.sampling.filtered and mode == PROCESSED
         completions = [
             Completion(
                 token_ids=tuple(tokens),
-                logprobs=(math.nan,) * len(tokens) if filtered else tuple(logprobs),
+                logprobs=tuple(logprobs) if full else (math.nan,) * len(tokens),
                 filtered_logprobs=tuple(logprobs) if filtered else None,
                 finish_reason="stop" if stopped else "length",
                 text=text,
@@ -117,13 +125,14 @@ class CompletionRequest:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
             raise UnfinishedError(f"a completion was broken off ({reason})")
-        _check_version(choice.get("weight_versions"), tag)
+        versions = _versions(choice.get("weight_versions"), tag)
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list) or not tokens or not all(self._is_token(token) for token in tokens):
             raise UserError(
                 f"the server returned the tokens {_beginning(tokens)}; the vocabulary has {self.vocabulary_size}: does "
                 "it serve the model that is trained?"
             )
+        _check_covered(versions, tag, length=len(tokens))
         logprobs = _logprobs(choice.get("logprobs"), tokens)
         kept, stopped = self._end(tokens, reason)
         return tokens[:kept], logprobs[:kept], stopped
@@ -160,8 +169,22 @@ class CompletionRequest:
         return len(tokens), False
 
 
-def _check_version(versions: Any, tag: str) -> None:
-    """Raise StaleWeightsError unless every token was drawn by the weights of this tag."""
+def logprobs_modes(sampling: SamplingParams) -> frozenset[str]:
+    """The modes in which a server gives log-probabilities of the full distribution at the temperature, as training
+    needs them.
+
+    Greedy tokens have those at temperature 1 in both, as everywhere.
+    """
+    modes = set()
+    if not sampling.filtered and not sampling.min_new_tokens:
+        modes.add(PROCESSED)
+    if sampling.temperature in (0, 1):
+        modes.add(RAW)
+    return frozenset(modes)
+
+
+def _versions(versions: Any, tag: str) -> list[Mapping[str, Any]]:
+    """The versions of a completion. Raises StaleWeightsError where any of them is not this tag's."""
     if not isinstance(versions, list) or not versions or not all(isinstance(one, Mapping) for one in versions):
         raise UserError(
             "the server does not say which weights drew a completion: training on it would be guesswork; it needs vLLM "
@@ -170,6 +193,22 @@ def _check_version(versions: Any, tag: str) -> None:
     others = [str(one.get("version")) for one in versions if one.get("version") != tag]
     if others:
         raise StaleWeightsError(f"a completion of the weights {others[0]}, where {tag} are current")
+    return versions
+
+
+def _check_covered(versions: Sequence[Mapping[str, Any]], tag: str, *, length: int) -> None:
+    """Raise StaleWeightsError unless the spans [start, end) of the versions are all tokens, one span after the other.
+
+    vLLM leaves out tokens whose weights it had no name of.
+    """
+    covered = 0
+    for one in versions:
+        start, end = one.get("start"), one.get("end")
+        if start != covered or type(end) is not int:
+            break
+        covered = end
+    if covered != length:
+        raise StaleWeightsError(f"a completion of {length} tokens, of which the weights {tag} have drawn {covered}")
 
 
 def _logprobs(content: Any, tokens: Sequence[int]) -> list[float]:

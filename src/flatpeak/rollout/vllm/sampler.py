@@ -16,7 +16,7 @@ from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.slots import check_request
 from flatpeak.rollout.stopping import StopStrings
 from flatpeak.rollout.vllm.http_client import ServerError, StatusError, UnreachableError
-from flatpeak.rollout.vllm.responses import CompletionRequest, StaleWeightsError
+from flatpeak.rollout.vllm.responses import CompletionRequest, StaleWeightsError, logprobs_modes
 from flatpeak.rollout.vllm.server import Server
 from flatpeak.rollout.vllm.server_pool import FIRST_DELAY, ServerPool
 from flatpeak.rollout.vllm.weight_files import WeightFiles, WeightVersion
@@ -25,6 +25,7 @@ from flatpeak.utils.redaction import Secret
 
 ATTEMPTS: Final = 8
 """Answers that a group may fail to get before the run fails; attempts to connect do not count."""
+_PLAIN: Final = SamplingParams()
 
 
 class VLLMSampler(StreamingSampler):
@@ -38,14 +39,25 @@ class VLLMSampler(StreamingSampler):
     Log-probabilities are vLLM's own: they agree with the trainer's to rounding, never to the bit.
     """
 
-    def __init__(self, policy: ServedPolicy, config: VLLMConfig, *, first_delay: float = FIRST_DELAY) -> None:
-        """Connect to the servers. Raises UserError where one is not there, or cannot sample for this policy."""
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        config: VLLMConfig,
+        *,
+        sampling: SamplingParams = _PLAIN,
+        first_delay: float = FIRST_DELAY,
+    ) -> None:
+        """Connect to the servers. Raises UserError where one is not there, or cannot sample for this policy.
+
+        `sampling` are the settings whose log-probabilities are trained on.
+        """
         self._policy = policy
         self._config = config
         key = Secret.from_environment(config.api_key_env, where="rollout.engine.api_key_env")
+        modes = logprobs_modes(sampling)
         self._pool = ServerPool(
             [
-                Server(url, timeout=config.timeout, key=key, model=config.model, adapted=policy.adapted)
+                Server(url, timeout=config.timeout, key=key, model=config.model, adapted=policy.adapted, modes=modes)
                 for url in config.urls
             ],
             max_concurrency=config.max_concurrency,
@@ -61,6 +73,11 @@ class VLLMSampler(StreamingSampler):
         self._counting = threading.Lock()
         self._update_seconds = 0.0
 
+    @property
+    def sleeping_server(self) -> str | None:
+        """The address of a server that sleeps between requests; None where none does."""
+        return next((server.url for server in self._pool.servers if server.sleeps), None)
+
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Raise StoppedError while waiting for a server, once `stopping()`."""
         self._pool.stopping = stopping
@@ -70,8 +87,20 @@ class VLLMSampler(StreamingSampler):
     ) -> Iterator[tuple[int, Group]]:
         """Pairs (index of the prompt, its group), in the order in which groups are complete."""
         check_request(prompts, group_size, sampling, 1)
-        if not prompts:
-            return
+        if prompts:
+            version = self.update()
+            yield from self.stream_by(version, prompts, group_size=group_size, sampling=sampling, seed=seed)
+
+    def stream_by(
+        self,
+        version: WeightVersion,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> Iterator[tuple[int, Group]]:
+        """The groups of `stream`, drawn by the last published weights, whatever has become of the policy since."""
         request = CompletionRequest(
             group_size=group_size,
             sampling=sampling,
@@ -81,7 +110,6 @@ class VLLMSampler(StreamingSampler):
             vocabulary_size=self._policy.vocabulary_size,
             stop_strings=StopStrings(sampling.stop, self._policy.tokenizer) if sampling.stop else None,
         )
-        version = self.update()
         abandoned = threading.Event()
         count = min(len(prompts), self._config.max_concurrency * len(self._pool.servers))
         try:
@@ -129,7 +157,9 @@ class VLLMSampler(StreamingSampler):
             with self._pool.lend(given_up=abandoned.is_set) as server:
                 try:
                     answer = server.generate(request.body(prompt, model=server.prepare(version)))
-                    completions = request.completions(answer, prompt, tag=version.tag, version=version.number)
+                    completions = request.completions(
+                        answer, prompt, tag=version.tag, version=version.number, mode=server.mode
+                    )
                 except ServerError as error:
                     self._note(server, error, request.group_size)
                     if not isinstance(error, UnreachableError):

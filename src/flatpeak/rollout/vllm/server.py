@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from typing import Any, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rollout.vllm.http_client import HTTPClient, ServerError, StatusError
-from flatpeak.rollout.vllm.responses import GENERATE
-from flatpeak.rollout.vllm.weight_files import WHOLE, WeightVersion
+from flatpeak.rollout.vllm.responses import GENERATE, PROCESSED, RAW
+from flatpeak.rollout.vllm.weight_files import ADAPTER, WHOLE, WeightVersion
 from flatpeak.utils.redaction import Secret
 
 PROBE_SECONDS: Final = 60.0
@@ -25,21 +25,29 @@ RESET_PAUSE: Final = 0.1
 class Server:
     """A server, the weights that it was last known to have, and the number of requests it works on."""
 
-    def __init__(self, url: str, *, timeout: float, key: Secret, model: str | None, adapted: bool) -> None:
-        """`model` is the name that the server serves its model under; None: the first of its list."""
+    def __init__(
+        self, url: str, *, timeout: float, key: Secret, model: str | None, adapted: bool, modes: Set[str]
+    ) -> None:
+        """`model` is the name that the server serves its model under; None: the first of its list.
+
+        `modes` are vLLM's modes of log-probabilities that serve the run.
+        """
         self.url = url
         self.in_flight = 0
         """Requests that wait for its answer; the pool counts them."""
         self.on_cpu = False
         """Whether it computes on a CPU."""
+        self.mode = PROCESSED
+        """The log-probabilities that it gives."""
+        self._modes = modes
         self._client = HTTPClient(url, timeout=timeout, key=key)
         self._wanted_model = model
         self._adapted = adapted
         self._model: str | None = None
-        self._sleeps = False
+        self.sleeps = False
+        """Whether it has sleep mode."""
         self._asleep = False
         self._tag: str | None = None
-        self._adapter: str | None = None
         self._lock = threading.Lock()
 
     def connect(self) -> None:
@@ -61,17 +69,14 @@ class Server:
             ) from None
         config = info.get("vllm_config", {}) if isinstance(info, Mapping) else {}
         model, lora = config.get("model_config") or {}, config.get("lora_config")
-        mode = model.get("logprobs_mode")
-        if mode != "processed_logprobs":
-            raise UserError(
-                f"{self.url} gives {mode or 'unknown log-probs'}, which leave the temperature out: {START_WITH}, or "
-                "with --logprobs-mode processed_logprobs"
-            )
+        self.mode = str(model.get("logprobs_mode"))
+        if self.mode not in self._modes:
+            raise UserError(_unfit_mode(self.url, self.mode, self._modes))
         if self._adapted and not lora:
             raise UserError(f"{self.url} takes no adapters: {START_WITH} --lora-rank R, or with --enable-lora")
-        self._sleeps = bool(model.get("enable_sleep_mode"))
+        self.sleeps = bool(model.get("enable_sleep_mode"))
         # Every run leaves it asleep, and so does one that was killed; asleep it has no memory to load weights into.
-        self._asleep = self._sleeps and self._is_asleep()
+        self._asleep = self.sleeps and self._is_asleep()
         self.on_cpu = "cpu" in str(config.get("device_config"))
         if self.on_cpu and (config.get("scheduler_config") or {}).get("enable_chunked_prefill"):
             raise UserError(
@@ -90,6 +95,11 @@ class Server:
         answer = self._client.get("/weight_info", timeout=PROBE_SECONDS)
         return str(answer.get("weight_version")) if isinstance(answer, Mapping) else "unknown"
 
+    def look(self) -> None:
+        """Return if it answers anything at all; ServerError where it does not. What is known of it stays as it is."""
+        with suppress(StatusError):
+            self._client.get("/health", timeout=PROBE_SECONDS)
+
     def _is_asleep(self) -> bool:
         answer = self._client.get("/is_sleeping", timeout=PROBE_SECONDS)
         return isinstance(answer, Mapping) and bool(answer.get("is_sleeping"))
@@ -105,13 +115,12 @@ class Server:
             name = version.tag if version.adapter else str(self._model)
             if self._tag == version.tag and not self._asleep:
                 return name
-            if self._sleeps and self._asleep:
+            if self.sleeps and self._asleep:
                 self._client.post("/wake_up")
                 self._asleep = False
             if self._tag != version.tag and self.weights() != version.tag:
                 self._update(version)
             self._tag = version.tag
-            self._adapter = version.tag if version.adapter else None
             return name
 
     def generate(self, body: Mapping[str, Any]) -> Any:
@@ -125,7 +134,7 @@ class Server:
 
     def sleep(self) -> None:
         """Give the GPU's memory back until the next request, if the server has sleep mode."""
-        if self._sleeps and not self._asleep:
+        if self.sleeps and not self._asleep:
             try:
                 self._client.post("/sleep", level="1", mode="wait")
                 self._asleep = True
@@ -139,7 +148,7 @@ class Server:
     def lost(self) -> None:
         """Note that the server may have died: when it answers again, it is a new one."""
         with self._lock:
-            self._tag, self._model, self._asleep, self._adapter = None, None, False, None
+            self._tag, self._model, self._asleep = None, None, False
 
     def _update(self, version: WeightVersion) -> None:
         if version.adapter:
@@ -164,15 +173,16 @@ class Server:
                 self._client.post("/resume")
 
     def _load_adapter(self, version: WeightVersion) -> None:
-        """Load the version as an adapter of its own name, then drop the one before."""
+        """Load the version as an adapter of its own name, then drop those before, of whichever run."""
         try:
             self._client.post("/v1/load_lora_adapter", {"lora_name": version.tag, "lora_path": str(version.path)})
         except StatusError as error:
             if "already been loaded" not in error.text:
                 raise _unreadable(self.url, version, error) from error
-        if self._adapter not in (None, version.tag):
-            with suppress(StatusError):  # it is gone already
-                self._client.post("/v1/unload_lora_adapter", {"lora_name": self._adapter})
+        for name in _model_names(self._client.get("/v1/models", timeout=PROBE_SECONDS)):
+            if name.startswith(ADAPTER) and name != version.tag:
+                with suppress(StatusError):  # it is gone already
+                    self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
         self._reset_prefix_cache()
         self._client.post("/update_weight_version", {"new_version": version.tag})
 
@@ -188,13 +198,28 @@ class Server:
 
 def _choose_model(answer: Any, wanted: str | None, *, url: str) -> str:
     """The name to ask for."""
-    rows = answer.get("data") if isinstance(answer, Mapping) else None
-    names = [str(row.get("id")) for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    names = _model_names(answer)
     if not names:
         raise UserError(f"{url} lists no models: is it a vLLM server? {START_WITH}")
     if wanted is not None and wanted not in names:
         raise UserError(f"rollout.engine.model={wanted}: {url} serves {', '.join(names)}; name one of them, or null")
     return wanted or names[0]
+
+
+def _unfit_mode(url: str, mode: str, modes: Set[str]) -> str:
+    """The error for a server whose log-probabilities are not those that training needs."""
+    if PROCESSED in modes:
+        return f"{url} gives {mode}, which leave the temperature out: {START_WITH}, or with --logprobs-mode {PROCESSED}"
+    return (
+        f"{url} gives {mode}, which are those of what rollout.top_p, top_k and min_new_tokens leave: start it with "
+        f"flatpeak serve MODEL -- --logprobs-mode={RAW}"
+    )
+
+
+def _model_names(answer: Any) -> list[str]:
+    """The names in a list of models, those of adapters after the model's own."""
+    rows = answer.get("data") if isinstance(answer, Mapping) else None
+    return [str(row.get("id")) for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
 
 
 def _unreadable(url: str, version: WeightVersion, error: StatusError) -> Exception:

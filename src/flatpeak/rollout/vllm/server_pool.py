@@ -1,4 +1,4 @@
-"""Servers that share the work: each request goes to the one with the fewest; those that are down are tried again."""
+"""Servers that share the work: each request goes to the one with the fewest; those that are away are looked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from flatpeak.errors import RunError, StoppedError, UserError
-from flatpeak.rollout.vllm.http_client import ServerError, StatusError
+from flatpeak.rollout.vllm.http_client import LostAnswerError, ServerError, StatusError, UnreachableError
 from flatpeak.rollout.vllm.server import Server
 from flatpeak.rollout.vllm.weight_files import WeightVersion
 
@@ -33,6 +33,9 @@ class _Absence:
     until: float
     """Time of the next try."""
     reason: str
+    away: bool
+    """Whether nothing is asked of it until a look has found it again, since that may take as long as an answer may."""
+    looking: bool = False
 
 
 class ServerPool:
@@ -75,7 +78,15 @@ class ServerPool:
                 ) from error
 
     def prepare(self, version: WeightVersion) -> None:
-        """Give all servers these weights, side by side; one that is away gets them when it is back."""
+        """Give all servers these weights, side by side; one that is away gets them when it is back.
+
+        One that is known to be away is not waited for.
+        """
+        with self._changed:
+            self._look_for_absent(time.monotonic())
+            present = [server for server in self.servers if not self._is_away(server)]
+        if not present:
+            return
 
         def one(server: Server) -> None:
             try:
@@ -86,8 +97,8 @@ class ServerPool:
             else:
                 self.succeeded(server)
 
-        with ThreadPoolExecutor(len(self.servers)) as threads:
-            asked = [threads.submit(one, server) for server in self.servers]
+        with ThreadPoolExecutor(len(present)) as threads:
+            asked = [threads.submit(one, server) for server in present]
             with closing(self.completed(asked, abandoned=threading.Event())) as outcomes:
                 for outcome in outcomes:
                     outcome.result()
@@ -145,6 +156,7 @@ class ServerPool:
                 tries=tries,
                 until=now + delay * self._jitter.uniform(0.5, 1.0) if after is None else now + delay,
                 reason=str(error),
+                away=isinstance(error, UnreachableError | LostAnswerError),
             )
             self._changed.notify_all()
 
@@ -166,6 +178,7 @@ class ServerPool:
                 if given_up() or self.stopping():
                     raise StoppedError("the run was asked to stop while it waited for a server")
                 now = time.monotonic()
+                self._look_for_absent(now)
                 ready = [server for server in self.servers if self._ready(server, now)]
                 if ready:
                     # Servers with the same load take turns.
@@ -181,7 +194,29 @@ class ServerPool:
         absence = self._absences.get(server)
         if absence is None:
             return server.in_flight < self._max_concurrency
-        return now >= absence.until and server.in_flight == 0  # one request finds out whether it is back
+        # One request finds out whether it works again.
+        return not absence.away and now >= absence.until and server.in_flight == 0
+
+    def _is_away(self, server: Server) -> bool:
+        absence = self._absences.get(server)
+        return absence is not None and absence.away
+
+    def _look_for_absent(self, now: float) -> None:
+        """Begin to look for servers that are away and whose time has come, each in a thread that nothing waits for."""
+        for server, absence in self._absences.items():
+            if absence.away and not absence.looking and now >= absence.until:
+                absence.looking = True
+                threading.Thread(target=self._look_for, args=(server, absence), name="vllm-look", daemon=True).start()
+
+    def _look_for(self, server: Server, absence: _Absence) -> None:
+        try:
+            server.look()
+        except ServerError as error:
+            self.failed(server, error)
+        else:
+            with self._changed:
+                absence.away = absence.looking = False
+                self._changed.notify_all()
 
     def _check_patience(self, now: float) -> None:
         absences = list(self._absences.values())
