@@ -52,6 +52,11 @@ def test_two_ranks_draw_and_learn_what_one_process_does(alone, shared, strategy)
         assert own == pytest.approx(expected, abs=1e-4, nan_ok=True)
 
 
+def test_small_batches_of_sft_leave_the_bits_of_one_process(alone, shared):
+    assert largest_gap(weights(shared["ddp"], "sft/last"), weights(alone, "sft/last")) == 0
+    assert largest_gap(trainer_tensors(shared["ddp"], "sft/last"), trainer_tensors(alone, "sft/last")) == 0
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_the_run_directory_is_that_of_one_process(alone, shared, strategy):
     assert files(shared[strategy]) == files(alone)
