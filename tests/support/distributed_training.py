@@ -176,6 +176,18 @@ def trained(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], list[dict[str,
     return {name: full_tensor(weight).detach().clone() for name, weight in named}, metrics
 
 
+def chosen_groups(case: Case) -> list[list[tuple[int, ...]]]:
+    """The prompts of each subset of an update, on a rank whose random numbers are its own."""
+    ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
+    trainer = make_trainer(case, ranks)
+    rollouts = trainer.collect(1)
+    rewards = trainer.reward_tensors(rollouts.groups, rollouts.scores)
+    completions = trainer.pack(rollouts.groups, rewards)
+    torch.manual_seed(ranks.rank)
+    minibatches = trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions))
+    return [list(batch.prompts) for minibatch in minibatches for batch in trainer.learner.divide(minibatch)]
+
+
 def gaps(cases: Mapping[str, Case], *, metrics_too: bool = True) -> dict[str, tuple[float, float]]:
     """By case, the largest difference of weights, and of metrics relative to their size, from one process."""
     ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
