@@ -10,6 +10,7 @@ import pytest
 from flatpeak.runs.checkpoints import verify_checkpoint
 from support.distributed_runs import (
     completions,
+    effects,
     files,
     largest_gap,
     recipe,
@@ -107,6 +108,21 @@ def test_an_error_of_one_rank_is_known_to_all_and_raised_once(directory, ranks):
     assert json.loads((run / "summary.json").read_text())["status"] == "failed"
     assert (run / "checkpoints" / "last").resolve().name == "step_000002"
     assert "a fault of this rank" in (run / "errors.log").read_text()
+
+
+def test_an_error_that_all_ranks_raise_alike_leaves_the_last_step_as_in_one_process(directory, ranks):
+    done = ranks(train, recipe(directory, "alike", processes=2), fault="alike")
+    assert sorted(one["error"] for one in done) == ["ReportedElsewhereError", "RunError"]
+    run = directory / "alike"
+    assert (run / "checkpoints" / "last").resolve().name == "step_000003"
+    verify_checkpoint(run / "checkpoints" / "last")
+
+
+def test_the_first_rank_alone_tracks_and_logs(directory, ranks):
+    first, second = ranks(effects, recipe(directory, "effects", processes=2))
+    assert first == {"trackers": 1, "rollouts": 4, "answers": first["answers"]}
+    assert first["answers"] > 3
+    assert second == {"trackers": 0, "rollouts": 0, "answers": 0}
 
 
 def test_a_name_that_is_taken_is_refused_on_every_rank(directory, shared, ranks):
