@@ -89,6 +89,21 @@ def test_what_one_process_has_saved_is_resumed_on_shards(directory, shared, alon
     assert largest_gap(weights(directory / "begun_alone"), weights(alone)) < 1e-5
 
 
+def test_resampled_groups_of_a_curriculum_are_those_of_one_process_also_when_it_goes_on(directory, ranks):
+    sections = {
+        "curriculum": {"task": {"type": "arithmetic", "max_value": 4, "train_size": 10, "test_size": 3}, "steps": 2},
+        "rollout": {"group_size": 2},  # of two equal rewards a group has no signal
+        "training": {"dynamic_sampling": {"max_resamples": 2}},
+    }
+    assert train(recipe(directory, "drawn_alone", **sections))["code"] == 0
+    half = {**sections, "training": {**sections["training"], "steps": 3}}
+    ranks(train, recipe(directory, "drawn", processes=2, **half))
+    assert train(recipe(directory, "drawn", **sections), resume=True)["code"] == 0
+    assert completions(directory / "drawn") == completions(directory / "drawn_alone")
+    assert any(row["groups/drawn"] > 5 for row in rows(directory / "drawn") if row["stage"] == "train")
+    assert largest_gap(weights(directory / "drawn"), weights(directory / "drawn_alone")) < 1e-5
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(directory, ranks):
     done = ranks(train, recipe(directory, "stopped", processes=2), fault="signal")
     # The launcher ends what is left once a process ends with another code than 0: only the first rank's counts.

@@ -23,6 +23,9 @@ FEW = {
     "ddp/KL": Case(**MATRIX["kl"]),
     "fsdp2/plain in two epochs of minibatches": Case(strategy="fsdp2", **MATRIX["mu2"]),
     "fsdp2/regularized": Case(strategy="fsdp2", double=True, **MATRIX["gr"]),
+    "fsdp2/a corrected sampler, regularized in two epochs": Case(
+        strategy="fsdp2", double=True, **MATRIX["corrected_gr"]
+    ),
     "fsdp2/one rank with nothing to do": Case(strategy="fsdp2", double=True, **MATRIX["one_gr"]),
     "fsdp2/adapters, regularized": Case(strategy="fsdp2", **MATRIX["lora_gr"]),
     "fsdp2/recomputed layers": Case(strategy="fsdp2", double=True, recompute=True),

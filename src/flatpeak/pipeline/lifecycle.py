@@ -205,7 +205,7 @@ class Run:
         )
 
     def _scratch_directory(self) -> RunDirectory:
-        """The directory of a rank that is not the first: its metrics and notices repeat the first's, and are deleted with the run.
+        """The directory of a rank that is not the first: its metrics repeat the first's, and are deleted with the run.
 
         An error of its own is logged where the run's are.
         """
