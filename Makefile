@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # vLLM needs an environment of its own: it pins its torch.
 VLLM_BIN := .venv-vllm/bin
 BENCH := benchmarks/out
-BENCH_PARTS ?= engine engines training_pass mixed_lengths step memory adapters trackers ahead time_to_accuracy
+BENCH_PARTS ?= engine engines training_pass mixed_lengths step memory adapters trackers ahead distributed time_to_accuracy
 
 TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
 

@@ -23,6 +23,7 @@ import torch
 
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
+from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.pipeline.build import CallerObjects, Components, build_components
 from flatpeak.pipeline.progress import SilentProgress
@@ -102,7 +103,7 @@ def imitate(components: Components, config: RunConfig, *, steps: int) -> None:
         )
 
 
-def build_trainer(components: Components, config: RunConfig, recorder: Any) -> Trainer:
+def build_trainer(components: Components, config: RunConfig, recorder: Any, *, ranks: Ranks = ALONE) -> Trainer:
     """The trainer of a run of this recipe."""
     learner = build_learner(
         components.policy,
@@ -112,6 +113,7 @@ def build_trainer(components: Components, config: RunConfig, recorder: Any) -> T
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.training.micro_batch_tokens,
         notice=print,
+        ranks=ranks,
     )
     return Trainer(
         learner,

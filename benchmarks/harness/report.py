@@ -77,7 +77,7 @@ def measured_on(content: Mapping[str, Any]) -> str:
     dirty = " with changes" if commit.endswith("-dirty") else ""
     return (
         f"{facts['started'][:10]}, commit {commit[:COMMIT_DIGITS]}{dirty}; {hardware['cpu']},\n"
-        f"{hardware['cores']} cores, {hardware['memory_gib']:g} GiB, one thread for each contender;\n{named}.\n"
+        f"{hardware['cores']} cores, {hardware['memory_gib']:g} GiB, {BENCHMARKS[content['part']].threads};\n{named}.\n"
         f"It took {minutes:.0f} minutes. Figures are medians (smallest to largest round); peak memory is above what\n"
         "is resident before the first round."
     )

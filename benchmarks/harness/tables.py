@@ -35,6 +35,17 @@ TIME_HEAD = ("Start", "Contender", "Steps", "CPU-s", "s", "Peak, MiB", "Ratio", 
 TRACKER_SHARE = 0.02
 """The share of a step's CPU time that a tracker may take."""
 
+PROCESS_HEAD = (
+    "Workload",
+    "Contender",
+    "s",
+    "CPU-s",
+    "Peak, MiB",
+    "Ratio",
+    "Sent, MiB",
+    "Computed, MiB",
+    "Values, KiB",
+)
 ENGINE_HEAD = (
     "Workload",
     "Engine",
@@ -54,6 +65,7 @@ class Benchmark:
 
     title: str
     table: Callable[[Sequence[Mapping[str, Any]]], str]
+    threads: str = "one thread for each contender"
 
 
 def speeds(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> str:
@@ -88,6 +100,31 @@ def times(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> st
 def engines(rows: Sequence[Mapping[str, Any]], *, ours: str) -> str:
     """Tokens per second of every engine, and the time of a weight update apart."""
     return _table(ENGINE_HEAD, _engine_lines(rows, ours=ours))
+
+
+def processes(rows: Sequence[Mapping[str, Any]], *, ours: str) -> str:
+    """Seconds of a step of every contender, ours over theirs in tokens per second, and the payloads of collectives."""
+    return _table(PROCESS_HEAD, _process_lines(rows, ours=ours))
+
+
+def _process_lines(rows: Sequence[Mapping[str, Any]], *, ours: str) -> Iterator[list[str]]:
+    for row in rows:
+        contenders: Mapping[str, Sequence[Measurement]] = row["contenders"]
+        mine = contenders.get(ours)
+        for name, measurements in contenders.items():
+            relative = ratio(rates(mine, "wall"), rates(measurements, "wall")) if mine and name != ours else None
+            last = measurements[-1]
+            payloads = [("sent", 2**20), ("computed", 2**20), ("values", 2**10)]
+            yield [
+                row["name"],
+                name,
+                format_spread(spread(column(measurements, "wall"))),
+                *(format_number(spread(column(measurements, what)).middle) for what in ("cpu", "peak_mib")),
+                format_spread(relative) if relative else "",
+                *(format_number(last[what] / unit) if last.get("sent") else "" for what, unit in payloads),
+            ]
+        for name, reason in row.get("failures", {}).items():
+            yield [row["name"], name, f"failed: {last_line(reason)}", *[""] * 6]
 
 
 def _engine_lines(rows: Sequence[Mapping[str, Any]], *, ours: str) -> Iterator[list[str]]:
@@ -251,6 +288,11 @@ BENCHMARKS = {
     "ahead": Benchmark(
         title="Rollouts ahead beside synchronous steps",
         table=lambda rows: paces(rows, ours="ahead", wanted=lambda row, name: None),
+    ),
+    "distributed": Benchmark(
+        title="Two processes beside one with two threads",
+        table=lambda rows: processes(rows, ours="2 processes"),
+        threads="threads as named",
     ),
     "time_to_accuracy": Benchmark(
         title="Time to an accuracy of 0.9 beside TRL",

@@ -33,14 +33,6 @@ SHARDED = {"processes": 4, "strategy": "fsdp2"}
             {"distributed": {"processes": 2}, "gradient_regularization": {"strength": 0.1, "difference": "exact"}},
             "use forward or central",
         ),
-        (
-            {
-                "distributed": {"processes": 2},
-                "model": {"path": "x", "dropout": True},
-                "gradient_regularization": {"strength": 0.1, "group_fraction": 0.5},
-            },
-            "switch dropout off",
-        ),
     ],
 )  # fmt: skip
 def test_what_several_processes_do_not_serve_is_refused_by_name(recipe, words):

@@ -10,6 +10,7 @@ import pytest
 from flatpeak.runs.checkpoints import verify_checkpoint
 from support.distributed_runs import (
     completions,
+    effects,
     files,
     largest_gap,
     recipe,
@@ -52,6 +53,11 @@ def test_two_ranks_draw_and_learn_what_one_process_does(alone, shared, strategy)
         assert own == pytest.approx(expected, abs=1e-4, nan_ok=True)
 
 
+def test_small_batches_of_sft_leave_the_bits_of_one_process(alone, shared):
+    assert largest_gap(weights(shared["ddp"], "sft/last"), weights(alone, "sft/last")) == 0
+    assert largest_gap(trainer_tensors(shared["ddp"], "sft/last"), trainer_tensors(alone, "sft/last")) == 0
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_the_run_directory_is_that_of_one_process(alone, shared, strategy):
     assert files(shared[strategy]) == files(alone)
@@ -83,6 +89,21 @@ def test_what_one_process_has_saved_is_resumed_on_shards(directory, shared, alon
     assert largest_gap(weights(directory / "begun_alone"), weights(alone)) < 1e-5
 
 
+def test_resampled_groups_of_a_curriculum_are_those_of_one_process_also_when_it_goes_on(directory, ranks):
+    sections = {
+        "curriculum": {"task": {"type": "arithmetic", "max_value": 4, "train_size": 10, "test_size": 3}, "steps": 2},
+        "rollout": {"group_size": 2},  # of two equal rewards a group has no signal
+        "training": {"dynamic_sampling": {"max_resamples": 2}},
+    }
+    assert train(recipe(directory, "drawn_alone", **sections))["code"] == 0
+    half = {**sections, "training": {**sections["training"], "steps": 3}}
+    ranks(train, recipe(directory, "drawn", processes=2, **half))
+    assert train(recipe(directory, "drawn", **sections), resume=True)["code"] == 0
+    assert completions(directory / "drawn") == completions(directory / "drawn_alone")
+    assert any(row["groups/drawn"] > 5 for row in rows(directory / "drawn") if row["stage"] == "train")
+    assert largest_gap(weights(directory / "drawn"), weights(directory / "drawn_alone")) < 1e-5
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(directory, ranks):
     done = ranks(train, recipe(directory, "stopped", processes=2), fault="signal")
     # The launcher ends what is left once a process ends with another code than 0: only the first rank's counts.
@@ -102,6 +123,21 @@ def test_an_error_of_one_rank_is_known_to_all_and_raised_once(directory, ranks):
     assert json.loads((run / "summary.json").read_text())["status"] == "failed"
     assert (run / "checkpoints" / "last").resolve().name == "step_000002"
     assert "a fault of this rank" in (run / "errors.log").read_text()
+
+
+def test_an_error_that_all_ranks_raise_alike_leaves_the_last_step_as_in_one_process(directory, ranks):
+    done = ranks(train, recipe(directory, "alike", processes=2), fault="alike")
+    assert sorted(one["error"] for one in done) == ["ReportedElsewhereError", "RunError"]
+    run = directory / "alike"
+    assert (run / "checkpoints" / "last").resolve().name == "step_000003"
+    verify_checkpoint(run / "checkpoints" / "last")
+
+
+def test_the_first_rank_alone_tracks_and_logs(directory, ranks):
+    first, second = ranks(effects, recipe(directory, "effects", processes=2))
+    assert first == {"trackers": 1, "rollouts": 4, "answers": first["answers"]}
+    assert first["answers"] > 3
+    assert second == {"trackers": 0, "rollouts": 0, "answers": 0}
 
 
 def test_a_name_that_is_taken_is_refused_on_every_rank(directory, shared, ranks):

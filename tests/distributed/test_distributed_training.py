@@ -9,7 +9,7 @@ import torch
 
 from flatpeak.distributed.ranks import ALONE
 from support.distributed_runs import largest_gap, recipe, train, weights
-from support.distributed_training import MATRIX, Case, gaps, policy_of, trained
+from support.distributed_training import MATRIX, Case, chosen_groups, gaps, policy_of, trained
 from support.ranks import Ranks
 
 BOUNDS = {(True, False): 1e-9, (True, True): 1e-9, (False, False): 1e-5, (False, True): 1e-3}
@@ -23,10 +23,20 @@ FEW = {
     "ddp/KL": Case(**MATRIX["kl"]),
     "fsdp2/plain in two epochs of minibatches": Case(strategy="fsdp2", **MATRIX["mu2"]),
     "fsdp2/regularized": Case(strategy="fsdp2", double=True, **MATRIX["gr"]),
+    "fsdp2/a corrected sampler, regularized in two epochs": Case(
+        strategy="fsdp2", double=True, **MATRIX["corrected_gr"]
+    ),
     "fsdp2/one rank with nothing to do": Case(strategy="fsdp2", double=True, **MATRIX["one_gr"]),
     "fsdp2/adapters, regularized": Case(strategy="fsdp2", **MATRIX["lora_gr"]),
     "fsdp2/recomputed layers": Case(strategy="fsdp2", double=True, recompute=True),
 }
+
+
+def test_ranks_whose_random_numbers_differ_regularize_the_same_groups(ranks):
+    case = Case(regularization={**MATRIX["gr"]["regularization"], "group_fraction": 0.5})
+    first, second = ranks(chosen_groups, case)
+    assert first == second
+    assert [len(prompts) for prompts in first] == [2, 2]  # of five groups, one of which has no gradient
 
 
 def bound(case: Case) -> float:

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flatpeak.errors import RunError
 from support.runs import tiny_recipe
 
-Fault = Literal["signal", "engine"]
+Fault = Literal["signal", "engine", "alike"]
 ODD = "def odd(completion_ids):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
 """A reward that differs within most groups, whatever the model says."""
 
@@ -54,13 +55,38 @@ def train(recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | Non
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with ExitStack() as patches:
         patches.enter_context(quick())
-        if fault is not None and dist.get_rank() == 1:
+        if fault is not None and (fault == "alike" or dist.get_rank() == 1):
             patches.enter_context(faulty(fault))
         try:
             result = flatpeak.train(recipe, progress=False, resume=resume)
         except Exception as error:
             return {"error": type(error).__name__, "text": str(error)}
     return {"code": result.exit_code, "signal": result.summary.signal}
+
+
+def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
+    """How often a rank's run opens trackers, and writes rollouts or the answers of an evaluation."""
+    import flatpeak.pipeline.lifecycle
+    import flatpeak.training.recorder
+
+    counts = {"trackers": 0, "rollouts": 0, "answers": 0}
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **settings: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **settings)
+
+        return call
+
+    with ExitStack() as patches:
+        for owner, function, name in (
+            (flatpeak.pipeline.lifecycle, "open_trackers", "trackers"),
+            (flatpeak.training.recorder.RolloutLog, "write", "rollouts"),
+            (flatpeak.training.recorder, "write_atomic", "answers"),
+        ):
+            patches.enter_context(patch.object(owner, function, counted(name, getattr(owner, function))))
+        train(recipe)
+    return counts
 
 
 @contextmanager
@@ -81,7 +107,7 @@ def quick() -> Iterator[None]:
 
 @contextmanager
 def faulty(fault: Fault) -> Iterator[None]:
-    """A context in which this rank gets a signal, or an error, in the third step."""
+    """A context in which this rank gets a signal, or an error, in the third step; every rank the same in the fourth."""
     from flatpeak.rollout.engine import NativeEngine
     from flatpeak.training.recorder import Recorder
 
@@ -92,6 +118,8 @@ def faulty(fault: Fault) -> Iterator[None]:
             steps.append(step)
             if step == 3 and fault == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
+            if step == 4 and fault == "alike":
+                raise RunError("a fault of all")
         begin(self, stage, step)
 
     generate = NativeEngine.generate

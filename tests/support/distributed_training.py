@@ -55,6 +55,8 @@ class Case:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     kl: float = 0.0
     scores: Literal["usual", "one"] = "usual"
+    sampler_gap: float = 0.0
+    """Nats by which the sampler's log-probabilities are lower than in the other cases."""
     recompute: bool = False
     dtype: str = "float32"
 
@@ -71,12 +73,19 @@ MATRIX: dict[str, dict[str, Any]] = {
     "one": ONE,
     "one_gr": {**ONE, **REGULARIZED},
     "kl": {"kl": 0.1},
+    "corrected_gr": {
+        **TWICE,
+        **REGULARIZED,
+        "objective": {"sampler_correction": {"type": "truncate", "cap": 1.5}},
+        "sampler_gap": 0.8,
+        "optimizer": {"learning_rate": 1e-3},
+    },
     "mu2_gr": {**TWICE, "regularization": {**REGULARIZED["regularization"], "group_fraction": 0.5}},
 }
 """The cases that tests compare, each with the whole model and with shares of it, in two precisions."""
 
 
-def rollouts() -> list[Group]:
+def rollouts(sampler_gap: float = 0.0) -> list[Group]:
     generator = torch.Generator().manual_seed(3)
 
     def drawn(count: int) -> list[int]:
@@ -86,7 +95,9 @@ def rollouts() -> list[Group]:
         Group(
             prompt=prompt(name, drawn(PROMPT_LENGTHS[name])),
             completions=tuple(
-                completion(drawn(n), limit=LIMIT, logprobs=(-torch.rand(n, generator=generator) - 2).tolist())
+                completion(
+                    drawn(n), limit=LIMIT, logprobs=(-torch.rand(n, generator=generator) - 2 - sampler_gap).tolist()
+                )
                 for n in lengths
             ),
         )
@@ -144,7 +155,7 @@ def make_trainer(case: Case, ranks: Ranks) -> Trainer:
         notice=lambda text: None,
         ranks=ranks,
     )
-    groups = rollouts()
+    groups = rollouts(case.sampler_gap)
     scores = dict(SCORES if case.scores == "usual" else ONE_COMPLETION)
     reward = CallersReward(SameScores(scores))
     stream = Stream(items=tuple(group.prompt for group in groups), seed=0)
@@ -176,6 +187,18 @@ def trained(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], list[dict[str,
     return {name: full_tensor(weight).detach().clone() for name, weight in named}, metrics
 
 
+def chosen_groups(case: Case) -> list[list[tuple[int, ...]]]:
+    """The prompts of each subset of an update, on a rank whose random numbers are its own."""
+    ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
+    trainer = make_trainer(case, ranks)
+    rollouts = trainer.collect(1)
+    rewards = trainer.reward_tensors(rollouts.groups, rollouts.scores)
+    completions = trainer.pack(rollouts.groups, rewards)
+    torch.manual_seed(ranks.rank)
+    minibatches = trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions))
+    return [list(batch.prompts) for minibatch in minibatches for batch in trainer.learner.divide(minibatch)]
+
+
 def gaps(cases: Mapping[str, Case], *, metrics_too: bool = True) -> dict[str, tuple[float, float]]:
     """By case, the largest difference of weights, and of metrics relative to their size, from one process."""
     ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
@@ -183,7 +206,7 @@ def gaps(cases: Mapping[str, Case], *, metrics_too: bool = True) -> dict[str, tu
     found = {}
     for name, case in cases.items():
         key = repr((case.double, case.lora, case.steps, case.regularization, case.training, case.objective,
-                    case.advantage, case.optimizer, case.kl, case.scores, case.dtype))  # fmt: skip
+                    case.advantage, case.optimizer, case.kl, case.scores, case.sampler_gap, case.dtype))  # fmt: skip
         if key not in alone:
             alone[key] = trained(case, ALONE)
         wanted, expected = alone[key]

@@ -55,6 +55,17 @@ def test_all_ranks_have_as_many_micro_batches_the_last_ones_without_a_token():
     assert tokens == len(BATCH.tokens_T)
 
 
+@pytest.mark.parametrize(("undivided", "tokens"), [(34, [20, 16]), (35, [35, 0])])
+def test_a_batch_of_few_tokens_is_the_first_ranks_alone(undivided, tokens):
+    counts = []
+    for rank in range(2):
+        parallel = DataParallel(ranks=Ranks(rank=rank, size=2), undivided_tokens=undivided)
+        own = list(parallel.micro_batches(BATCH, 100, padded=False))
+        assert len(own) == 1
+        counts.append(sum(map(len, own[0].prompts)) + len(own[0].tokens_T) if len(own[0].tokens_T) else 0)
+    assert counts == tokens
+
+
 def test_an_empty_batch_has_no_micro_batches_on_any_rank():
     empty = take(BATCH, torch.zeros(0, dtype=torch.int64))
     assert [*DataParallel(ranks=Ranks(rank=1, size=2)).micro_batches(empty, 8, padded=False)] == []

@@ -22,12 +22,6 @@ def _problems(config: Any) -> Iterator[str]:
         yield "rollout.staleness does not go with several ranks, each of which samples its share; set it to 0"
     if regularization.enabled and regularization.difference == "exact":
         yield "gradient_regularization.difference=exact does not average over ranks; use forward or central"
-    adapter_dropout = config.model.lora is not None and config.model.lora.dropout > 0
-    if regularization.enabled and regularization.group_fraction < 1 and (config.model.dropout or adapter_dropout):
-        yield (
-            "gradient_regularization.group_fraction draws groups after dropout has drawn numbers, other ones on every "
-            "rank; leave it at 1, or switch dropout off"
-        )
     if not config.distributed.sharded:
         return
     strategy = f"distributed.strategy={config.distributed.strategy}"

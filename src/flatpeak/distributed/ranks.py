@@ -10,9 +10,10 @@ import os
 import re
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.launch import check_processes
-from flatpeak.errors import LostRankError, ReportedElsewhereError, StoppedError
+from flatpeak.errors import LostRankError, ReportedElsewhereError, StoppedError, UserError
 from flatpeak.runs.signals import StopSignals
 
 Value = TypeVar("Value")
@@ -32,6 +33,8 @@ PATIENCE = timedelta(days=7)
 BUCKET = 2**24
 """Numbers that one collective averages."""
 _BACKENDS_WORDS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe")
+ALIKE_SECONDS = 5.0
+"""Seconds in which all ranks have to come to an error that they raise alike."""
 SAME_SIGNAL_SECONDS = 2.0
 """Signals within so many seconds are one: a launcher passes on what the terminal has sent already."""
 
@@ -44,6 +47,8 @@ class Ranks:
     size: int = 1
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes of tensors that this rank has given to collectives, by their purpose."""
+    session: str = ""
+    """A name that no other run of this process group has."""
     _known: list[BaseException] = field(default_factory=list)
     """Errors of this rank of which the others have been informed."""
 
@@ -108,6 +113,28 @@ class Ranks:
         causes = [error, error.__cause__]
         shared = isinstance(error, ReportedElsewhereError | StoppedError)
         return self.size == 1 or shared or any(cause is known for cause in causes for known in self._known)
+
+    def raise_alike(self, error: BaseException) -> bool:
+        """Whether every rank is ending by this same error of flatpeak's own, and can still take part in a checkpoint.
+
+        They ask the store of the process group, since a rank without the error would answer no collective. Other
+        errors may have come between two collectives that not all ranks have entered.
+        """
+        if self.size == 1 or not isinstance(error, UserError) or isinstance(error, LostRankError):
+            return self.size == 1
+        keys = [f"{self.session}/error/{rank}" for rank in range(self.size)]
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(keys[self.rank], f"{type(error).__name__}: {error}")
+            try:
+                store.wait(keys, timedelta(seconds=ALIKE_SECONDS))
+                verdict = "alike" if len({store.get(key) for key in keys}) == 1 else "unlike"
+            except RuntimeError:  # not all of them in time
+                verdict = "unlike"
+            # The first verdict is that of all: a rank that comes as another gives up has to give up too.
+            return bool(store.compare_set(f"{self.session}/verdict", "", verdict) == b"alike")
+        except RuntimeError:  # the process that kept the store is gone
+            return False
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace gradients by their mean over the ranks; one that a rank lacks counts as 0."""
@@ -243,6 +270,7 @@ def open_ranks(config: DistributedConfig) -> Iterator[Ranks]:
     if started:
         _start_group()
     ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
+    ranks = replace(ranks, session=ranks.first(lambda: uuid.uuid4().hex))
     try:
         yield ranks
         with ranks.together():  # the first to leave would cut the others off

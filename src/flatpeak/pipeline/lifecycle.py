@@ -160,10 +160,21 @@ class Run:
         return self.recorder
 
     def _open_trackers_and_notices(self) -> None:
-        """Start the trackers, with the facts of the run from the files that hold no secrets; open the log of notices.
+        """Start the trackers, on the first rank alone; open the log of notices.
 
         The notices that precede the directory go to the trackers too.
         """
+        point, newest = self.resume_point, self.resume_point.newest
+        if self.ranks.is_first:
+            self.trackers = self._trackers()
+        self.held.callback(lambda: self.trackers.close(self._status))
+        self._notices.forward = self.trackers.log_notice
+        self._notices.open(
+            self.directory.notices, stage=point.stage if newest else START, step=newest.step if newest else 0
+        )
+
+    def _trackers(self) -> Trackers:
+        """The trackers of the run, with its facts from the files that hold no secrets."""
         manifest = json.loads(self.directory.manifest.read_text(encoding="utf-8"))
         section = self.config.tracking
         facts = RunFacts(
@@ -174,14 +185,8 @@ class Run:
             group=redact(section.group),
             tags=redact({name: str(value) for name, value in section.tags.items()}),
         )
-        self.trackers = open_trackers(
+        return open_trackers(
             section, facts, earlier=lambda: read_metrics(self.directory.metrics), notice=self.progress.notice
-        )
-        self.held.callback(lambda: self.trackers.close(self._status))
-        self._notices.forward = self.trackers.log_notice
-        point, newest = self.resume_point, self.resume_point.newest
-        self._notices.open(
-            self.directory.notices, stage=point.stage if newest else START, step=newest.step if newest else 0
         )
 
     def _directory(self, prepare: Callable[[], None], decoder: str | None) -> RunDirectory:
@@ -200,7 +205,7 @@ class Run:
         )
 
     def _scratch_directory(self) -> RunDirectory:
-        """The directory of a rank that is not the first: its logs repeat the first's, and are deleted with the run.
+        """The directory of a rank that is not the first: its metrics repeat the first's, and are deleted with the run.
 
         An error of its own is logged where the run's are.
         """
@@ -237,7 +242,9 @@ class Run:
             raise
         except Exception as error:
             # Of what the other ranks do not know, nothing is saved: they would not take part.
-            lost = isinstance(error, DivergedError | CheckpointError) or not self.ranks.knows(error)
+            lost = isinstance(error, DivergedError | CheckpointError) or not (
+                self.ranks.knows(error) or self.ranks.raise_alike(error)
+            )
             unsaved = None if lost else _save_completed(recorder)
             if isinstance(error, UserError):
                 self.trackers.close("failed")  # before their files go with the run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -155,8 +154,8 @@ def open_trackers(
     earlier: Callable[[], Sequence[Mapping[str, Any]]],
     notice: Callable[[str], None],
 ) -> Trackers:
-    """Start the trackers of a recipe, on the first rank alone; `earlier` reads the rows that metrics.jsonl has."""
-    openers = _openers(config, facts) if os.environ.get("RANK", "0") == "0" else {}
+    """Start the trackers of a recipe; `earlier` reads the rows that metrics.jsonl has."""
+    openers = _openers(config, facts)
     if not openers:
         return Trackers(config)
     steps = Steps()

@@ -29,6 +29,8 @@ class DataParallel:
     """The division of batches among ranks."""
 
     ranks: Ranks = ALONE
+    undivided_tokens: float = 0.0
+    """Tokens of a batch, prompts included, up to which the first rank computes all of it."""
 
     def micro_batches(self, batch: Packed, token_budget: int, *, padded: bool) -> Iterator[Packed]:
         """This rank's micro-batches: as many as every other's, the last ones without a token where it has fewer.
@@ -53,8 +55,15 @@ class DataParallel:
         self.ranks.average_gradients(p for p in parameters if not isinstance(p, DTensor))
 
     def shares(self, batch: PackedCompletions) -> list[Tensor]:
-        """The completions of each rank, ascending; see `divide_evenly`."""
-        return divide_evenly(batch, self.ranks.size)
+        """The completions of each rank, ascending: see `divide_evenly`, or a small batch's all on the first rank.
+
+        Its gradient then has the bits of one process where the number of ranks is a power of two: the others add 0 to
+        a gradient that is multiplied and divided by it.
+        """
+        if len(batch.tokens_T) + sum(map(len, batch.prompts)) > self.undivided_tokens:
+            return divide_evenly(batch, self.ranks.size)
+        completions = torch.arange(len(batch.lengths_N), device=batch.lengths_N.device)
+        return [completions, *(completions[:0] for _ in range(self.ranks.size - 1))]
 
     def in_order(self, batch: PackedCompletions, own_T: Tensor) -> Tensor:
         """The values [T] of a batch's tokens, of which every rank has those of its micro-batches."""

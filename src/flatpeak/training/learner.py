@@ -57,10 +57,16 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         micro_batch_tokens: int | None,
         measured: Sequence[nn.Parameter] = (),
         ranks: Ranks = ALONE,
+        undivided_work: float = 0.0,
     ) -> None:
-        """Build the optimizer. `measured` are the parameters whose gradient's norm is reported by itself."""
+        """Build the optimizer. `measured` are the parameters whose gradient's norm is reported by itself.
+
+        `undivided_work`: the floating-point operations of an update, 6 per weight and token, up to which the ranks do
+        not divide it.
+        """
         super().__init__(policy.masters(), optimizer)
-        self.parallel = DataParallel(ranks=ranks)
+        weights = sum(weight.numel() for weight in policy.model.parameters())
+        self.parallel = DataParallel(ranks=ranks, undivided_tokens=undivided_work / (6 * weights))
         self.policy = policy
         self.objective = objective
         self.measured = measured

@@ -129,7 +129,8 @@ class Recorder:
         self.missing_rewards.observe(rollouts)
         if self.zero_advantages is not None:
             self.zero_advantages.observe(rollouts, advantages_PG)
-        if self.config.log_rollouts_every and step % self.config.log_rollouts_every == 0:
+        every = self.config.log_rollouts_every
+        if self.ranks.is_first and every and step % every == 0:
             self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
         if self.tracker is not None and self.tracker.wants_completions(step):
             rows = rollout_rows(rollouts.groups, rollouts.scores, advantages_PG.tolist())
@@ -187,6 +188,8 @@ class Recorder:
         return choice
 
     def _write_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not self.ranks.is_first:
+            return
         path = self.run.evaluations / f"{name}.jsonl"
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:

@@ -108,7 +108,7 @@ class RegularizedLearner(Learner):
 
     def divide(self, minibatch: Batch) -> tuple[Batch, ...]:
         """The groups with a penalty and, where `gradient_regularization.group_fraction` leaves any, the others."""
-        chosen, rest, _ = split_groups(minibatch, self.regularizer.config.group_fraction)
+        chosen, rest, _ = split_groups(minibatch, self.regularizer.config.group_fraction, self.parallel.ranks)
         return (chosen,) if rest is None else (chosen, rest)
 
     def accumulate_gradients(self, *batches: Batch) -> PolicyStatistics:
@@ -241,13 +241,16 @@ def parameters_to_measure(model: nn.Module, config: GradientRegularizationConfig
         return []
 
 
-def split_groups(batch: Batch, fraction: float) -> tuple[Batch, Batch | None, float]:
-    """(some whole groups, the others, all groups per chosen one); drawn from torch's own generator."""
+def split_groups(batch: Batch, fraction: float, ranks: Ranks = ALONE) -> tuple[Batch, Batch | None, float]:
+    """(some whole groups, the others, all groups per chosen one); drawn from torch's own generator.
+
+    The first rank draws for all: dropout, and rewards that it alone computes, move the generators of ranks apart.
+    """
     groups = torch.unique(batch.prompt_N)
     count = max(1, round(fraction * len(groups)))
     if count >= len(groups):
         return batch, None, 1.0
-    order = torch.randperm(len(groups)).to(groups.device)
+    order = torch.tensor(ranks.first(lambda: torch.randperm(len(groups)).tolist()), device=groups.device)
     chosen_N = torch.isin(batch.prompt_N, groups[order[:count]])
     return take(batch, chosen_N.nonzero()[:, 0]), take(batch, (~chosen_N).nonzero()[:, 0]), len(groups) / count
 

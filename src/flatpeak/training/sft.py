@@ -26,6 +26,9 @@ from flatpeak.types import Batch, Prompt
 
 LIKELIHOOD = Objective(config=ObjectiveConfig(loss="policy_gradient"), kl=KLConfig())
 """-log p of every target token: the policy gradient with advantage 1."""
+UNDIVIDED_WORK = 4e9
+"""Floating-point operations of an update that several ranks do not divide: 0.1 s of a CPU core, and on a GPU less time
+than its kernels take to be launched. Hundreds of updates from nothing would make other weights of another rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,7 @@ class SFTTrainer:
             temperature=1.0,
             micro_batch_tokens=micro_batch_tokens,
             ranks=recorder.ranks,
+            undivided_work=UNDIVIDED_WORK,
         )
         self.stream = stream
         self.longest = max(len(demonstration.target_ids) for demonstration in stream.items)
