@@ -9,9 +9,9 @@
     update     + gradients, one micro-batch's activations and logits, and the copies of gradient regularization
     step       + gradients, and the optimizer's own copies
 
-Of several processes it is the first one's (`per_rank.py`). One phase runs at a time; the peak is that of the largest. On a
-GPU offloaded states and references stay on the host, but for a bucket of them in the step and all of them in scoring; and
-keys and values stay, since graphs refer to them.
+Of several processes it is the first one's (`per_rank.py`). One phase runs at a time; the peak is that of the largest.
+On a GPU offloaded states and references stay on the host, but for a bucket of them in the step and all of them in
+scoring; and keys and values stay, since graphs refer to them.
 """
 
 from __future__ import annotations

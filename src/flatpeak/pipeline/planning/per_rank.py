@@ -65,6 +65,6 @@ def gathered_bytes(model: PlannedModel, *, gradients: bool) -> int:
     backward pass."""
     causal = causal_of(model.modules)
     stacks = [child for child in causal.modules() if isinstance(child, nn.ModuleList) and len(child) == model.layers]
-    whole = sum(weight.nbytes for weight in causal.parameters())
-    layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in stacks[0]] if stacks else []
+    whole: int = sum(weight.nbytes for weight in causal.parameters())
+    layers: list[int] = [sum(weight.nbytes for weight in layer.parameters()) for layer in stacks[0]] if stacks else []
     return whole - sum(layers) + (PREFETCHED + gradients) * max(layers, default=0)
