@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from support.kills import alive
 
 RANK = """
 import os, signal, sys, time
@@ -34,6 +37,43 @@ for way in ("done", "killed", "exits", "lost"):
     said.clear()
 print(json.dumps(results))
 """
+
+LISTENING_RANK = """
+import os, sys, time
+from pathlib import Path
+from flatpeak.distributed.ranks import stop_with_launcher
+stop_with_launcher()
+(Path(sys.argv[1]) / str(os.getpid())).touch()
+time.sleep(60)
+"""
+LAUNCHED = """
+import sys
+from flatpeak.distributed.config import DistributedConfig
+from flatpeak.distributed.launch import launch
+launch([sys.argv[2]], DistributedConfig(processes=2), say=print, command=[sys.argv[1]])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process hears of its parent's death")
+def test_the_ranks_of_a_killed_launcher_end_with_it(tmp_path):
+    script, listening = tmp_path / "rank.py", tmp_path / "listening"
+    script.write_text(LISTENING_RANK)
+    listening.mkdir()
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHED, str(script), str(listening)])
+
+    def wait(condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    wait(lambda: len(list(listening.iterdir())) == 2)
+    launcher.kill()
+    launcher.wait()
+    ranks = [int(path.name) for path in listening.iterdir()]
+    began = time.monotonic()
+    wait(lambda: not any(alive(rank) for rank in ranks))
+    assert time.monotonic() - began < 30  # of the 60 seconds that they would sleep
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,12 @@ them does (grading, writing files) goes through `first`, what each does a share 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +33,8 @@ from flatpeak.runs.signals import StopSignals
 Value = TypeVar("Value")
 PATIENCE = timedelta(days=7)
 """Limit of a collective: a judge may be down for hours while the first rank waits. The dead are noticed otherwise."""
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when its parent dies."""
 BUCKET = 2**24
 """Numbers that one collective averages."""
 _BACKENDS_WORDS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe")
@@ -292,7 +297,14 @@ def _start_group() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
+    stop_with_launcher()
     dist.init_process_group(backend, timeout=PATIENCE)
+
+
+def stop_with_launcher() -> None:
+    """Ask for SIGTERM when the launcher dies: its ranks would train on, and hold the run's name, unseen."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _loopback() -> str:

@@ -2,6 +2,7 @@
 
     stays      weights, reward models; masters and moments of the optimizer; the reference, where one is kept
     loading    + a model's files, mapped (on a CPU, where both are in one memory)
+    sharding   + a whole copy of the weights (several processes that share them)
     rollout    + keys and values, decoding, and on some CPUs packed copies of the weights
     rewards    + a pass of the largest reward model
     scoring    + a pass without gradients: the reference's, and below float32 the policy's
@@ -9,7 +10,7 @@
     step       + gradients, and the optimizer's own copies
 
 With rollouts ahead a second process stays too: its libraries, all weights, and a file of the trained ones in memory. It
-draws beside updates and steps.
+draws beside updates and steps. Of several processes it is the first one's memory (`per_rank.py`).
 
 One phase runs at a time; the peak is that of the largest. On a GPU offloaded states and references stay on the host,
 but for a bucket of them in the step and all of them in scoring; and keys and values stay, since graphs refer to them.
@@ -33,6 +34,7 @@ from flatpeak.pipeline.planning.dry_run import NoDryRunError, logits_peak, scori
 from flatpeak.pipeline.planning.fake_policy import PassSettings
 from flatpeak.pipeline.planning.inventory import FLOAT32, Inventory, quantized_layers, take_inventory
 from flatpeak.pipeline.planning.minibatch import Minibatch, plan_minibatch, plan_sft_minibatch
+from flatpeak.pipeline.planning.per_rank import SHARDING, per_rank, share_of_rollouts
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of, read_model
 from flatpeak.pipeline.planning.reward_model_memory import reward_model_memory
 from flatpeak.pipeline.planning.rollout_memory import (
@@ -134,12 +136,15 @@ class _Estimator:
     def _phases(self) -> Iterator[Phase]:
         """Each phase's items beside those that stay in every one."""
         config, work = self.config, self.work
-        rollout = rollout_memory(config, work, self._settings(self.minibatch))
+        own = share_of_rollouts(work, config.distributed.processes)
+        rollout = rollout_memory(config, own, self._settings(self.minibatch))
         cache = {"keys and values": rollout.keys_and_values, "decoding": rollout.decoding}
         kept = {} if self.on_cpu else cache  # captured graphs refer to that memory
         reference = self._staying_reference()
         if self.on_cpu:
             yield self._phase("loading", {"files": self.inventory.files}, computes=False)
+        if config.distributed.sharded and config.distributed.processes > 1:
+            yield self._phase(SHARDING, {}, computes=False)
         if self.sft_minibatch is not None:
             named = reference if config.reference.model is not None else {}
             yield from self._update("sft ", self.sft_minibatch, config.sft.optimizer, named | kept)
@@ -189,7 +194,8 @@ class _Estimator:
         """A phase of these items, the weights, and what a CPU's libraries take; `kept` of it by the C library."""
         kept += transient // GAPS + self.quantizing
         own = {"kernels": KERNELS * computes, "kept by the C library": kept} if self.on_cpu else {}
-        held = self._weights() | items | own
+        shared = per_rank(name, self._weights() | items, self.config.distributed, self.model, self.inventory)
+        held = shared | own
         return Phase(name=name, items={item: size for item, size in held.items() if size})
 
     def _second_process(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -302,6 +308,10 @@ class _Estimator:
     def _omissions(self) -> Iterator[str]:
         """Settings whose memory is not counted, or not all of it."""
         config = self.config
+        if config.distributed.processes > 1:
+            yield (
+                f"memory is that of the first of {config.distributed.processes} processes, each on a device of its own"
+            )
         if self.model.fallback is not None:
             yield f"{self.model.fallback}: rollouts by transformers' generate, and padded training"
         if config.gradient_regularization.enabled and config.gradient_regularization.difference == "exact":

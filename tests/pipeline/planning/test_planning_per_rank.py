@@ -1,0 +1,71 @@
+"""The memory of one of several processes, against the formulas of docs/scaling.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_planning_memory import GPU, estimated
+
+from flatpeak.distributed.ranks import BUCKET
+from flatpeak.pipeline.planning.memory import MemoryEstimate, Phase
+from flatpeak.pipeline.planning.per_rank import gathered_bytes
+from support.plans import planned, saved_model
+
+GR = {"strength": 0.1, "check_every": 0, "perturbed": "all"}
+
+
+def phases(estimate: MemoryEstimate) -> dict[str, Phase]:
+    return {phase.name: phase for phase in estimate.phases}
+
+
+def of(directory: Path, **distributed: Any) -> dict[str, Phase]:
+    return phases(
+        estimated(directory, GPU, distributed=distributed, kl={"coefficient": 0.1}, gradient_regularization=GR)
+    )
+
+
+@pytest.mark.parametrize(
+    ("distributed", "shards"),
+    [
+        ({"processes": 2, "strategy": "fsdp2"}, 2),
+        ({"processes": 8, "strategy": "fsdp2"}, 8),
+        ({"processes": 8, "strategy": "hsdp", "shard_size": 4}, 4),
+    ],
+)
+def test_a_rank_holds_its_share_of_weights_gradients_and_moments(tmp_path: Path, distributed: Any, shards: int) -> None:
+    alone, rank = of(saved_model(tmp_path)), of(tmp_path, **distributed)
+    weights = alone["update"].items["weights"]
+    update = rank["update"].items
+    four = sum(update[item] for item in ("weights", "gradients", "optimizer"))
+    assert four == pytest.approx(16 * weights / 4 / shards, abs=4)  # 4 bytes of each weight: W, G and two moments
+    assert update["regularization"] == pytest.approx(alone["update"].items["regularization"] / shards, abs=1)
+    for item in ("reference", "activations", "logits"):
+        assert update[item] == alone["update"].items[item]
+    assert update["gathered layers"] == gathered_bytes(planned(tmp_path), gradients=True)
+    assert rank["sharding"].items == {"weights": weights, "whole copy": weights}
+    assert rank["rollout"].items["whole copy"] == weights
+
+
+def test_replicas_hold_everything_and_a_bucket_to_average(tmp_path: Path) -> None:
+    alone, rank = of(saved_model(tmp_path)), of(tmp_path, processes=2)
+    extra = rank["update"].items.keys() - alone["update"].items.keys()
+    assert extra == {"averaged gradients"}
+    assert rank["update"].items["averaged gradients"] == alone["update"].items["gradients"] < 4 * BUCKET
+    assert "sharding" not in rank
+
+
+def test_a_rank_samples_its_share_of_the_prompts(tmp_path: Path) -> None:
+    alone, rank = of(saved_model(tmp_path)), of(tmp_path, processes=3)
+    cells = [one["rollout"].items["keys and values"] for one in (alone, rank)]
+    assert 0 < cells[1] < cells[0]
+
+
+def test_the_layers_gathered_at_once_are_two_with_the_root(tmp_path: Path) -> None:
+    model = planned(saved_model(tmp_path, num_hidden_layers=3, tie_word_embeddings=True))
+    sizes = {name: weight.nbytes for name, weight in model.modules.named_parameters()}
+    layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    root = sum(sizes.values()) - 3 * layer
+    assert gathered_bytes(model, gradients=False) == root + 2 * layer
+    assert gathered_bytes(model, gradients=True) == root + 3 * layer
