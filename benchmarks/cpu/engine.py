@@ -3,7 +3,8 @@
     python -m benchmarks.cpu.engine --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
 
 flatpeak decodes by native kernels where it can, named below the table as the decoder; "flatpeak, torch" does without.
-Each contender is a process of its own with one thread, which draws a step's completions when it is its turn. All keep
+Each contender is a process of its own with one thread, or as many as are named, which draws a step's completions when
+it is its turn. All keep
 to the same weights, prompts, limits and plain sampling at temperature 1. flatpeak and vLLM return the log-probability
 of every token, as training needs; transformers does not, and so is spared that. flatpeak returns text too. vLLM
 compiles the model, or does not ("eager"); what it reserves when it loads (1 GiB of cache) is not in its peak. It runs
@@ -32,6 +33,8 @@ ROWS = {
 }
 KERNELS = {"flatpeak": "auto", "flatpeak, torch": "torch"}
 """Contender: FLATPEAK_KERNELS."""
+THREADED = {f"{contender}, 2 threads": kernels for contender, kernels in KERNELS.items()}
+"""The same with two threads, in rows of skewed lengths."""
 TRANSFORMERS = ("transformers generate", "transformers generate_batch")
 VLLM = {"vLLM": False, "vLLM eager": True}
 """Contender: whether vLLM is kept from compiling the model."""
@@ -77,14 +80,15 @@ def contenders(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], 
     """Worker starters by contender. Continuous batching, always the slowest, is shown at the smallest size only."""
     arguments = {"workload": asdict(work), "model": str(model)}
     starts: dict[str, Callable[[], Worker]] = {}
-    for contender in (*KERNELS, *TRANSFORMERS):
+    kernels = KERNELS | THREADED if work.lengths == "skewed" else KERNELS
+    for contender in (*kernels, *TRANSFORMERS):
         if contender != "transformers generate_batch" or work.size == "1M":
             starts[contender] = partial(
                 Worker,
                 "benchmarks.cpu.engine_worker",
-                {**arguments, "contender": contender.partition(",")[0]},
+                {**arguments, "contender": contender.partition(",")[0], "threads": 1 + (contender in THREADED)},
                 log=run.log(contender, work.size, work.lengths),
-                environment={"FLATPEAK_KERNELS": KERNELS[contender]} if contender in KERNELS else None,
+                environment={"FLATPEAK_KERNELS": kernels[contender]} if contender in kernels else None,
             )
     python = vllm_python()
     if python is None:

@@ -28,7 +28,7 @@ def main() -> None:
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments["threads"])
     model, tokenizer = load_model(arguments["model"]).eval(), load_tokenizer(arguments["model"])
     meter.loaded()
     draw, facts = DRAWS[arguments["contender"]](model, tokenizer, work)

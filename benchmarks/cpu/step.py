@@ -2,8 +2,9 @@
 
     python -m benchmarks.cpu.step --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
 
-All run in processes of their own with one thread, through their public entry points and with their logs on, and take
-turns step by step. flatpeak decodes by native kernels where it can, "flatpeak, torch" without. TRL runs without
+All run in processes of their own with one thread, or as many as are named, through their public entry points and with
+their logs on, and take turns step by step. flatpeak decodes and trains by native kernels where it can, "flatpeak,
+torch" without. TRL runs without
 gradient checkpointing and in float32, on transformers' generate; at 1M also on transformers' continuous batching.
 Compared are response tokens per CPU-second, as flatpeak and TRL draw different answers.
 """
@@ -30,6 +31,7 @@ FLATPEAK: dict[str, dict[str, object]] = {
     "flatpeak": {"contender": "flatpeak"},
     "flatpeak, torch": {"contender": "flatpeak", "settings": {"rollout": {"kernels": "torch"}}},
 }
+THREADED = {f"{name}, 2 threads": {**arguments, "threads": 2} for name, arguments in FLATPEAK.items()}
 UNCOUNTED = 2
 """The set-up with the first rollout, which is no step, and then one step to warm up."""
 
@@ -39,7 +41,8 @@ def measure(run: Run, name: str) -> Row:
     size, lengths = ROWS[name]
     work = workload(size, lengths)
     trl = ["TRL generate"] + ["TRL generate_batch"] * (name == "1M, skewed")
-    return compare(run, work, FLATPEAK | {contender: {"contender": contender} for contender in trl})
+    threaded = THREADED if name in ("1M, skewed", "7M, skewed") else {}
+    return compare(run, work, FLATPEAK | threaded | {contender: {"contender": contender} for contender in trl})
 
 
 def compare(run: Run, work: Workload, contenders: dict[str, dict[str, object]]) -> Row:

@@ -54,7 +54,7 @@ def main() -> None:
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.get("threads", 1))
     model, tokenizer = load_model(arguments["model"]), load_tokenizer(arguments["model"])
     reward = StepReward(parent, meter, completions=work.prompts * work.group)
     rows = [
@@ -91,7 +91,11 @@ def train_flatpeak(
     reward.meter.start()
     recipe = merge(
         {
-            "run": {"directory": str(Path(arguments["scratch"]) / "flatpeak"), "threads": 1, "seed": SEED},
+            "run": {
+                "directory": str(Path(arguments["scratch"]) / "flatpeak"),
+                "threads": torch.get_num_threads(),
+                "seed": SEED,
+            },
             "rollout": {
                 "prompts_per_step": work.prompts,
                 "group_size": work.group,

@@ -5,7 +5,8 @@
 All three give the log-probability of every response token and the same gradient, which is asserted before anything is
 timed. Padded is transformers' own forward pass with its own attention, over rows of prompt and answer padded to the
 longest, all logits kept. Packed is flatpeak's pass with a copy of its prompt for each completion; shared is flatpeak's
-pass as it trains, each prompt once. A process for each, with one thread, the three in turn.
+pass as it trains, each prompt once, by native kernels where they serve the model; "shared, torch" does without them.
+A process for each, with one thread or as many as are named, all in turn.
 """
 
 from __future__ import annotations
@@ -17,35 +18,45 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from benchmarks.cpu.training_pass_worker import METHODS, PROMPTS, SHAPES
+from benchmarks.cpu.training_pass_worker import PROMPTS, SHAPES
 from benchmarks.harness.models import save_model
 from benchmarks.harness.runner import Row, Run, main, model_directory, say
 from benchmarks.harness.workers import Worker, measure_in_turn
 from benchmarks.harness.workloads import workload
 
 ROWS = {f"{size}, {shape}": (size, shape) for size in ("1M", "7M") for shape in SHAPES}
+CONTENDERS: dict[str, tuple[str, str, int]] = {
+    "shared": ("shared", "auto", 1),
+    "shared, torch": ("shared", "torch", 1),
+    "shared, 2 threads": ("shared", "auto", 2),
+    "shared, torch, 2 threads": ("shared", "torch", 2),
+    "packed": ("packed", "auto", 1),
+    "padded": ("padded", "auto", 1),
+}
+"""Contender: its way, FLATPEAK_KERNELS and the number of threads."""
 TOLERANCE = 1e-6
-"""Of the largest entry of a gradient, all three multiplied by one library: that packing changes nothing is what is
+"""Of the largest entry of a gradient, all multiplied by one library: that packing changes nothing is what is
 asserted, and two libraries round differently."""
 UNCOUNTED = 1
 
 
 def measure(run: Run, name: str) -> Row:
-    """Measure one size and shape in all three ways."""
+    """Measure one size and shape in all ways."""
     size, shape = ROWS[name]
     work = workload(size, "uniform, long prompts", prompts=PROMPTS)
     with model_directory(run, name) as model:
         save_model(work, model)
-        gradients = {contender: model / f"{contender}.safetensors" for contender in METHODS}
+        gradients = {contender: model / f"{contender}.safetensors" for contender in CONTENDERS}
         arguments = {"workload": asdict(work), "model": str(model), "shape": shape}
         starts = {
             contender: partial(
                 Worker,
                 "benchmarks.cpu.training_pass_worker",
-                {**arguments, "contender": contender, "gradient": str(gradients[contender])},
+                {**arguments, "contender": way, "threads": threads, "gradient": str(gradients[contender])},
                 log=run.log(contender, name),
+                environment={"FLATPEAK_KERNELS": kernels},
             )
-            for contender in METHODS
+            for contender, (way, kernels, threads) in CONTENDERS.items()
         }
         measurements, failures, facts = measure_in_turn(starts, uncounted=UNCOUNTED, repeats=run.repeats, say=say)
         differences = gradient_differences(gradients)

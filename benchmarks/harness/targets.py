@@ -20,6 +20,8 @@ def engine_target(row: str, contender: str) -> Target | None:
 def step_target(row: str, contender: str) -> Target | None:
     """Response tokens per CPU-second of whole steps."""
     size, lengths = row.split(", ", 1)
+    if contender.endswith("threads"):
+        return None
     if contender == "flatpeak, torch":
         return {"1M": Target(must=2, aim=2.6), "7M": Target(must=1.5, aim=1.8)}.get(size)
     if lengths == "skewed":

@@ -134,13 +134,11 @@ def test_a_run_that_goes_on_with_other_kernels_says_so(
     train(recipe(training={"steps": 3}), reward=odd, resume=True, progress=same)
     monkeypatch.setattr(KernelChoice, "name", lambda choice, policy: "kernels-a (GCC 14)")
     train(recipe(training={"steps": 4}), reward=odd, resume=True, progress=other)
-    messages = [
-        [notice for notice in watcher.notices if "other decoding kernels" in notice] for watcher in (same, other)
-    ]
+    messages = [[notice for notice in watcher.notices if "other kernels" in notice] for watcher in (same, other)]
     assert messages[0] == []
     assert messages[1] == [
-        "the run goes on with other decoding kernels than it had, kernels-a (GCC 14) in place of torch: from here on "
-        "its log-probabilities may differ in their last bits from an uninterrupted run's"
+        "the run goes on with other kernels than it had, kernels-a (GCC 14) in rollouts, torch in training passes in "
+        "place of torch: from here on its results may differ in their last bits from an uninterrupted run's"
     ]
     with pytest.raises(UserError, match=r"changed recipe \(rollout\.kernels: auto -> torch\)"):
         train(recipe(training={"steps": 5}, rollout={"kernels": "torch"}), reward=odd, resume=True)

@@ -78,6 +78,15 @@ def test_a_library_is_compiled_once_into_a_folder_of_the_user_alone(
     assert library().vector_width() == width
 
 
+@needs_compiler
+def test_a_damaged_library_is_compiled_anew(home: Path) -> None:
+    path = cache_folder() / build.file_name(processor_level())
+    path.write_bytes(b"half a libra")
+    path.chmod(0o600)
+    assert library().vector_width() > 0
+    assert path.stat().st_size > 1000
+
+
 def test_other_sources_flags_and_levels_are_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {build.file_name("x86-64-v4"), build.file_name("x86-64-v3")}
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))

@@ -1,15 +1,17 @@
-"""Random shapes of models that the native kernels serve, and their logits beside those of the plain model."""
+"""Random shapes that the native kernels serve, and the same by plain torch: logits of models, attention of groups."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
+from flatpeak.kernels.native.training_pass import Groups
 from flatpeak.policy.model import Policy
 from flatpeak.policy.native_decoding import SERVED, read_weights
 from support.engines import Tokens, plain_logits
@@ -104,3 +106,43 @@ def _move(cache: NativeCache, texts: dict[int, list[int]], slots: int) -> None:
 def _error(policy: Policy, text: Sequence[int], logits_V: Tensor) -> float:
     plain_V = plain_logits(policy, text)[-1]
     return float((logits_V - plain_V).abs().max() / plain_V.abs().max().clamp(min=1))
+
+
+def random_groups(rng: random.Random, *, count: int = 3) -> Groups:
+    """Prompts with responses of uneven lengths, one with none and one with a single token, in any order in the row."""
+    lengths = []
+    for group in range(count):
+        responses = [rng.choice((1, 2, 7, 16, 31, 48, 49, 97, 150)) for _ in range(rng.choice((1, 3, 8)))]
+        lengths.append([rng.choice((1, 2, 15, 16, 17, 33, 70, 130)), *(responses if group else [])])
+    order = [(g, n) for g, group in enumerate(lengths) for n in range(len(group))]
+    rng.shuffle(order)
+    starts, at = {}, 0
+    for g, n in order:
+        starts[g, n] = at
+        at += lengths[g][n]
+    segments = [(starts[g, n], length) for g, group in enumerate(lengths) for n, length in enumerate(group)]
+    bounds = [0, *torch.tensor([len(group) for group in lengths]).cumsum(0).tolist()]
+    return Groups(bounds=torch.tensor(bounds), segments=torch.tensor(segments))
+
+
+def attend_plainly(states: Sequence[Tensor], groups: Groups, scale: float) -> Tensor:
+    """The definition of attention in groups, segment by segment."""
+    query, key, value = states
+    repeats, rows, pieces = query.shape[1] // key.shape[1], [], []
+    for first, end in pairwise(groups.bounds.tolist()):
+        prompt = _rows(groups, first)
+        for segment in range(first, end):
+            own = _rows(groups, segment)
+            seen = own if segment == first else torch.cat([prompt, own])
+            scores = torch.einsum("qhd,khd->hqk", query[own], key[seen].repeat_interleave(repeats, 1)) * scale
+            before = len(seen) - len(own)
+            visible = torch.arange(len(seen)) <= torch.arange(len(own))[:, None] + before
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            pieces.append(torch.einsum("hqk,khd->qhd", weights, value[seen].repeat_interleave(repeats, 1)))
+            rows.append(own)
+    return torch.zeros_like(query).index_copy(0, torch.cat(rows), torch.cat(pieces))
+
+
+def _rows(groups: Groups, segment: int) -> Tensor:
+    first, length = groups.segments[segment].tolist()
+    return torch.arange(first, first + length)

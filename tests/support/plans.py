@@ -47,7 +47,8 @@ def sums_recipe(**sections: Any) -> RunConfig:
 
 
 def real_update_peak(policy: Policy, batch: Batch, *, recompute: bool, accumulated: bool) -> int:
-    """Bytes alive at most in a real pass of a policy over a micro-batch, all its gradients included."""
+    """Bytes alive at most in a real pass of a policy over a micro-batch, all its gradients included; by torch."""
+    policy.kernels.setting = "torch"
     trained = policy.parameters()
     held = [*policy.model.parameters(), *policy.model.buffers()]
     for parameter in trained:

@@ -1,4 +1,4 @@
-"""Random models, rows and draws through a library of native kernels, for sanitizers to watch; no result is checked.
+"""Random models, rows, draws and training passes through native kernels, for sanitizers; no result is checked.
 
     python tests/support/sanitized_kernels.py LIBRARY
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flatpeak.kernels.native import build
 from flatpeak.kernels.native.decode import Affine, LayerWeights, ModelWeights, NativeCache, PackedModel
+from flatpeak.kernels.native.training_pass import Groups, attention, rms_norm, swiglu
 
 MODELS = 8
 VOCABULARIES = (23, 64, 97)
@@ -29,7 +30,9 @@ def main() -> None:
     build._load = lambda level: ctypes.CDLL(sys.argv[1])
     rng = random.Random(7)
     for number in range(MODELS):
-        decode(rng, random_weights(rng, gelu=number % 3 == 0, dim=(4, 18, 64, 128)[number % 4]))
+        dim = (4, 18, 64, 128)[number % 4]
+        decode(rng, random_weights(rng, gelu=number % 3 == 0, dim=dim))
+        train(rng, dim=dim)
     print("clean")
 
 
@@ -106,6 +109,18 @@ def decode(rng: random.Random, weights: ModelWeights) -> None:
             cache.admit([0], [0])
         logits = cache.decode(drawn)
         drawn = draw(logits, torch.arange(slots) if step % 4 else dummy)
+
+
+def train(rng: random.Random, *, dim: int) -> None:
+    """Differentiate attention in groups that fill their tensors to the last row, a norm and SwiGLU."""
+    kv_heads, lengths = rng.choice((1, 2, 3)), torch.tensor([rng.choice((1, 15, 16, 17, 49, 100)) for _ in range(7)])
+    segments = torch.stack([lengths.cumsum(0) - lengths, lengths], 1)
+    groups = Groups(bounds=torch.tensor([0, 1, 4, 7]), segments=segments)
+    heads = (kv_heads * rng.choice((1, 3)), kv_heads, kv_heads)
+    states = [torch.randn(int(lengths.sum()), count, dim, requires_grad=True) for count in heads]
+    attention(states, groups, dim**-0.5).square().sum().backward()
+    rows, weight = torch.randn(rng.choice((1, 130)), 48, requires_grad=True), torch.randn(48, requires_grad=True)
+    swiglu(rms_norm(rows, weight, 1e-6), rows).square().sum().backward()
 
 
 if __name__ == "__main__":

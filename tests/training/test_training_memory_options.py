@@ -238,7 +238,6 @@ def test_compiled_layers_give_the_same_gradient_at_every_shape_from_one_compilat
             assert torch.equal(learner.score(policy, batches[0]), trained_T)
             assert torch.equal(learner.score(reference, batches[0]), trained_T)
         assert not any(weight.requires_grad for weight in reference.model.parameters())
-    assert not torch.equal(learner.score(policy, batches[0]), trained_T)
     assert largest_difference(gradient_of(policy, batches[0], objective=PLAIN), expected[0]) == 0
 
 

@@ -79,9 +79,8 @@ class Replica(Policy):
         with policy.plain_attention() as model:
             duplicate = copy.deepcopy(model)
         duplicate.requires_grad_(False)
-        super().__init__(duplicate, policy.tokenizer)
+        super().__init__(duplicate, policy.tokenizer, kernels=policy.kernels)
         self.batch_invariant = policy.batch_invariant
-        self.kernels = policy.kernels  # as it was announced, and is kept in checkpoints
         self._policy = policy
         self._depth = 0
 

@@ -19,6 +19,7 @@ from flatpeak.pipeline.components import (
     check_policy,
     check_regularization,
     check_sft_split,
+    configure_policy,
     first_reward,
     main_reward,
     notice_of_overlong_demonstrations,
@@ -266,6 +267,7 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
     except UserError as error:
         raise UserError(f"reference.model: {error}") from error
     reference.model.requires_grad_(False)
+    configure_policy(reference, config)
     check_reference(policy, reference)
     if config.reference.offload:
         reference.offload()

@@ -99,6 +99,7 @@ def prepare_reward(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
 
 def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
     """The servers that the recipe names; else the native engine where it supports the policy, or `generate`."""
+    configure_policy(policy, config)
     engine = config.rollout.engine
     if isinstance(engine, VLLMConfig):
         sampling = config.rollout.sampling()
@@ -107,12 +108,11 @@ def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
         raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
     if engine == "generate" or not policy.native:
         return PlainSampler(policy, max_rows=config.rollout.max_rows)
-    configure_decoding(policy, config)
     return NativeEngine(policy, max_rows=config.rollout.max_rows)
 
 
-def configure_decoding(policy: Policy, config: RunConfig) -> None:
-    """Let a policy decode as the recipe says."""
+def configure_policy(policy: Policy, config: RunConfig) -> None:
+    """Let a policy decode and train as the recipe says."""
     policy.batch_invariant = config.rollout.batch_invariant
     if config.rollout.kernels != "auto":
         policy.kernels.setting = config.rollout.kernels
@@ -120,11 +120,11 @@ def configure_decoding(policy: Policy, config: RunConfig) -> None:
 
 def callers_sampler(callers_own: Sampler | SamplerFactory, policy: Policy, config: RunConfig) -> CheckedSampler:
     """The caller's sampler, or the one that its factory makes of the policy; UserError without a `generate` method."""
+    configure_policy(policy, config)
     sampler: Any = callers_own
     # A class has `generate` too, but nothing to call it on.
     if callable(sampler) and (isinstance(sampler, type) or not hasattr(sampler, "generate")):
         _check_factory(sampler, policy)
-        configure_decoding(policy, config)
         sampler = sampler(policy)
     if not callable(getattr(sampler, "generate", None)):
         source = "" if sampler is callers_own else "the factory returned "
@@ -235,7 +235,7 @@ def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progr
             "on this machine a completion's log-probabilities depend on the batch in their last bits, so a token may "
             "rarely differ with other batch settings"
         )
-    for reason in (*engine.notices, *kernel_notices(), *policy.kernels.notices):
+    for reason in (*engine.notices, *kernel_notices()):
         progress.notice(reason)
 
 

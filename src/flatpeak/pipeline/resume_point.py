@@ -60,11 +60,11 @@ class ResumePoint:
             )
         if self.newest is None or not (before and policy.native) or policy.kernels.idle:
             return
-        decoded, decodes = self.newest.state.get("kernels", "torch"), policy.decoded_with
-        if decoded != decodes:
+        used, uses = self.newest.state.get("kernels", "torch"), policy.computed_with
+        if used != uses:
             progress.notice(
-                f"the run goes on with other decoding kernels than it had, {decodes} in place of {decoded}: from here "
-                "on its log-probabilities may differ in their last bits from an uninterrupted run's"
+                f"the run goes on with other kernels than it had, {uses} in place of {used}: from here on its results "
+                "may differ in their last bits from an uninterrupted run's"
             )
 
 

@@ -125,6 +125,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             announce_decoding(
                 components.policy, components.test, run.progress, max_new_tokens=config.rollout.max_new_tokens
             )
+        _announce_kernels(components.policy, run.progress)
         point.announce_engine(components.policy, run.progress)
         decoder = _decoder(components.sampler, components.policy)
         components = share_components(components, config, objects, ranks)
@@ -152,6 +153,14 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             if "train" in stages and not recorder.stopped:
                 run_rl(config, components, recorder, point.train, reference_checkpoint)
     return run.result
+
+
+def _announce_kernels(policy: Policy, progress: Progress) -> None:
+    """Compare native kernels with torch in a training pass, with a notice where they do not decode or train."""
+    if policy.native:
+        policy.kernels.trains(policy)
+    for reason in policy.kernels.notices:
+        progress.notice(reason)
 
 
 def _decoder(sampler: Sampler, policy: Policy) -> str:

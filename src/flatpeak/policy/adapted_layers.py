@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from flatpeak.kernels.low_rank import Adapter, adapted_linear
-from flatpeak.policy.linears import FastConv1D, FastLayer, FastLinear, reads_packed
+from flatpeak.policy.linears import FastConv1D, FastLayer, FastLinear, is_watched, reads_packed
 
 _BASES = (nn.Linear, FastLinear, Conv1D, FastConv1D)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class AdaptedLayer(FastLayer):
@@ -59,7 +58,7 @@ class AdaptedLayer(FastLayer):
         if name in self.lora_variant or self.lora_bias[name] or not self.knows(base):
             return None
         linear = all(type(layer) in (nn.Linear, FastLinear) for layer in (down, up))
-        if not linear or not _is_off(dropout) or any(map(_is_watched, (base, down, up, dropout))):
+        if not linear or not _is_off(dropout) or any(map(is_watched, (base, down, up, dropout))):
             return None
         if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
             return None
@@ -127,8 +126,3 @@ def make_adapters_fast(model: nn.Module) -> None:
 def _is_off(dropout: nn.Module) -> bool:
     kind = type(dropout)
     return kind is nn.Identity or (kind is nn.Dropout and not (dropout.training and dropout.p))
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether a module's own call does more than its forward pass."""
-    return "forward" in module.__dict__ or any(module.__dict__[name] for name in _HOOKS)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,13 @@ Region = tuple[int, int]
 """The columns of a region, and its index among those of that size."""
 SMALLEST_GPU_REGION = 256
 """Columns of the smallest region on a GPU."""
+KEY_MULTIPLE = 16
+"""On a CPU keys come in multiples of this, so that a slot's attention sums in the same order whatever its neighbours'
+lengths."""
+SMALLEST_PRODUCT = 400
+"""torch multiplies matrices of fewer products than this by other code, with other bits."""
+GPU_KEY_MULTIPLE = 64
+"""On a GPU keys come in multiples of this, as the kernel reads them."""
 
 
 class DecodeAttention(Protocol):
@@ -379,3 +386,11 @@ def graded_buckets(lengths: Sequence[int], entries: int) -> dict[int, int]:
 def round_up(length: int, multiple: int) -> int:
     """The smallest multiple that is at least `length`."""
     return -(-length // multiple) * multiple
+
+
+def key_multiple(config: Any) -> int:
+    """A multiple of keys so large that all products of a head take the same path in torch."""
+    heads: int = config.num_attention_heads
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    per_key: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return KEY_MULTIPLE * -(-SMALLEST_PRODUCT // (KEY_MULTIPLE * per_key))

@@ -24,6 +24,8 @@ from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack, se
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers of one module that transformers calls with the same tensor, one after the other."""
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class Packed:
     """A copy of the weights of layers that read the same input, side by side in the layout of oneDNN's kernels.
@@ -84,10 +86,16 @@ def _slices(matrices: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(end - len(matrix), len(matrix)) for end, matrix in zip(ends, matrices, strict=True)]
 
 
-class FastLayer(nn.Module):
-    """A layer in the stead of one of class `plain`; reads a packed copy of its weight while there is one."""
+class Exchanged(nn.Module):
+    """A module whose class was exchanged, and nothing else."""
 
     plain: type[nn.Module]
+    """The class that it had."""
+
+
+class FastLayer(Exchanged):
+    """A linear layer that reads a packed copy of its weight while there is one."""
+
     packed: tuple[Packed, int] | None = None
     weight: Any
     bias: Any
@@ -136,6 +144,11 @@ def reads_packed(input: Tensor) -> bool:
     return not torch.is_grad_enabled() and input.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module's own call does more than its forward pass."""
+    return "forward" in module.__dict__ or any(module.__dict__[name] for name in _HOOKS)
+
+
 _FAST: dict[type[nn.Module], type[FastLayer]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
 
 
@@ -150,9 +163,9 @@ def make_fast(model: nn.Module) -> None:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Restore the class of every layer that was exchanged, those with adapters included."""
+    """Restore the class of every module that was exchanged, linear layers or others."""
     for module in model.modules():
-        plain = module.plain if isinstance(module, FastLayer) else None
+        plain = module.plain if isinstance(module, Exchanged) else None
         if plain is not None:
             module.__class__ = plain
 

@@ -19,26 +19,32 @@ from flatpeak.kernels.native.decode import NativeCache, PackedModel
 from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
-from flatpeak.policy.kv_cache import KeyValueCache, fitting_buckets, graded_buckets
+from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, KeyValueCache, fitting_buckets, graded_buckets, key_multiple
 from flatpeak.policy.linears import make_fast, packed_weights, read_head
-from flatpeak.policy.model_settings import ModelSettings, plain_layers, register_holder, scoring, unregister_holder
+from flatpeak.policy.model_settings import (
+    ModelSettings,
+    eos_token_ids,
+    plain_layers,
+    register_holder,
+    scoring,
+    unregister_holder,
+)
 from flatpeak.policy.native_decoding import KernelChoice
+from flatpeak.policy.native_training import make_native
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts, padded_token_logprobs
 from flatpeak.policy.precision import below_float32, master_weight
-from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, PackedContext, register_attention
+from flatpeak.policy.training_attention import (
+    ATTENTION_NAME,
+    NO_MASK,
+    PackedContext,
+    packed_hidden,
+    register_attention,
+)
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import PackedCompletions
 from flatpeak.utils.adapters import dropout_modules, save_adapter
 from flatpeak.utils.host_memory import HostMemory, OffloadedWeights
 from flatpeak.utils.huggingface import no_progress_bar
-
-KEY_MULTIPLE = 16
-"""On a CPU keys come in multiples of this, so that a slot's attention sums in the same order whatever its neighbours'
-lengths."""
-SMALLEST_PRODUCT = 400
-"""torch multiplies matrices of fewer products than this by other code, with other bits."""
-GPU_KEY_MULTIPLE = 64
-"""On a GPU keys come in multiples of this, as the kernel reads them."""
 
 
 class Policy:
@@ -49,18 +55,25 @@ class Policy:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Tokenizer, *, dropout: bool = False, adapter_dropout: bool = False
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        *,
+        dropout: bool = False,
+        adapter_dropout: bool = False,
+        kernels: KernelChoice | None = None,
     ) -> None:
-        """`dropout` and `adapter_dropout` leave the dropout of the model and of its adapters on in training passes."""
+        """`dropout`, `adapter_dropout`: leave it on in training. `kernels`: those of the policy that is copied here."""
         self.model = model
         self.tokenizer = tokenizer
         self.causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.eos_token_ids = _eos_token_ids(self.causal, tokenizer)
+        self.eos_token_ids = eos_token_ids(self.causal, tokenizer)
         self.context_length: int | None = getattr(self.causal.config, "max_position_embeddings", None)
         self.batch_invariant = True
         """Whether decoding on a CPU pads slots and keys, so that no bit of a completion depends on the others."""
-        self.kernels = KernelChoice()
-        """Whether decoding on a CPU goes through native kernels."""
+        self.kernels = kernels or KernelChoice()
+        """Whether decoding and training passes on a CPU go through native kernels."""
+        self._uses_kernels = False
         self._packed: PackedModel | None = None
         self.enter: Callable[[Callable[[], Any]], Any] = _call
         """The way of a pass into the model: a sharded one gathers the weights of its root around it."""
@@ -145,8 +158,20 @@ class Policy:
                 return padded_token_logprobs(self.causal, batch, temperature=temperature)
         if not self.native:
             return padded_token_logprobs(self.causal, batch, temperature=temperature)
+        self.use_kernels(self.kernels.trains(self))
+        return self.packed_logprobs(batch, temperature=temperature)
+
+    def use_kernels(self, native: bool) -> None:
+        """Let packed passes go through native kernels, or through torch."""
+        if native != self._uses_kernels:
+            self._uses_kernels = native
+            with self.plain_attention():  # what is restored at its end follows the choice
+                pass
+
+    def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """`token_logprobs` by one packed pass of the model as it is."""
         row = pack_batch(batch)
-        hidden_TD = self.hidden(row, PackedContext(row)).index_select(0, row.source_T)
+        hidden_TD = self.hidden(row, PackedContext(row, native=self._uses_kernels)).index_select(0, row.source_T)
         return token_logprobs(
             hidden_TD,
             self.head.linear.weight,
@@ -196,6 +221,8 @@ class Policy:
                 "flatpeak.pipeline.components.PlainSampler(policy, max_rows=64)"
             )
         self._packed = self.kernels.pack(self)
+        if self._packed is None:
+            self.use_kernels(False)  # or bits of a rollout would depend on whether a training pass has been made
         try:
             with nullcontext() if self._packed is not None else packed_weights(self.causal):
                 yield
@@ -206,6 +233,11 @@ class Policy:
     def decoded_with(self) -> str | None:
         """The decoder of rollouts, torch or a library of kernels; None where `generate` or servers draw them."""
         return self.kernels.name(self) if self.native and not self.kernels.idle else None
+
+    @property
+    def computed_with(self) -> str | None:
+        """The decoder and, where it is another, the kernels of training passes; None without the native engine."""
+        return self.kernels.names(self) if self.native else None
 
     @property
     def decoding_tensors(self) -> list[Tensor]:
@@ -347,22 +379,12 @@ class Policy:
         self.causal.set_attn_implementation(ATTENTION_NAME)
         make_fast(self.causal)
         make_adapted_layers_fast(self.causal)
+        if self._uses_kernels:
+            make_native(self.causal)
 
     def _evaluate(self) -> None:
         if self.model.training:
             self.model.eval()
-
-
-def packed_hidden(trunk: nn.Module, row: PackedRow, context: PackedContext) -> Tensor:
-    """The last hidden states [S, D] of a packed row, by a model without its output layer."""
-    hidden: Tensor = trunk(
-        input_ids=row.token_ids_S[None],
-        attention_mask=NO_MASK,
-        position_ids=row.positions_S[None],
-        use_cache=False,
-        attention_context=context,
-    ).last_hidden_state[0]
-    return hidden
 
 
 def make_adapted_layers_fast(causal: nn.Module) -> None:
@@ -375,22 +397,3 @@ def make_adapted_layers_fast(causal: nn.Module) -> None:
 
 def _call(run: Callable[[], Any]) -> Any:
     return run()
-
-
-def key_multiple(config: Any) -> int:
-    """A multiple of keys so large that all products of a head take the same path in torch."""
-    heads: int = config.num_attention_heads
-    dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    per_key: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)
-    return KEY_MULTIPLE * -(-SMALLEST_PRODUCT // (KEY_MULTIPLE * per_key))
-
-
-def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """All end-of-sequence tokens that the tokenizer, the model or its generation config name."""
-    eos: set[int] = set()
-    for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
-        ids = getattr(source, "eos_token_id", None)
-        eos.update([ids] if isinstance(ids, int) else ids or [])
-    if not eos:
-        raise UserError("neither tokenizer nor model names an end-of-sequence token: set tokenizer.eos_token")
-    return frozenset(eos)

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from flatpeak.errors import UserError
 from flatpeak.policy.linears import make_plain
 from flatpeak.policy.training_attention import ATTENTION_NAME, attention_forward, register_attention
+from flatpeak.protocols import Tokenizer
 
 Forward = Callable[..., Any]
 """The `forward` of a layer's class: its first argument is the layer."""
@@ -280,3 +281,14 @@ def _own_attention(causal: Any) -> str:
     if implementation != ATTENTION_NAME:
         return implementation
     return "sdpa" if getattr(causal, "_supports_sdpa", False) else "eager"
+
+
+def eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
+    """All end-of-sequence tokens that the tokenizer, the model or its generation config name."""
+    eos: set[int] = set()
+    for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
+        ids = getattr(source, "eos_token_id", None)
+        eos.update([ids] if isinstance(ids, int) else ids or [])
+    if not eos:
+        raise UserError("neither tokenizer nor model names an end-of-sequence token: set tokenizer.eos_token")
+    return frozenset(eos)

@@ -1,4 +1,4 @@
-"""Decoding by the native kernels (kernels.native), where they serve the model and a self-test agrees.
+"""Decoding by the native kernels (kernels.native), where they serve the model and a self-test agrees; the choice.
 
 The kernels have a forward pass of their own, of Llama-like models and GPT-2. They are given the modules' own weights,
 adapters merged; whatever is not exactly what they compute, a hook included, is left to torch. Before a policy's first
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
-from flatpeak.kernels.native.build import UnavailableError, library_name
+from flatpeak.kernels.native.build import UnavailableError, library, library_name
 from flatpeak.kernels.native.decode import Affine, LayerWeights, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.compatibility import Probed
-from flatpeak.policy.linears import FastConv1D, FastLayer, FastLinear
+from flatpeak.policy.linears import Exchanged, FastConv1D, FastLayer, FastLinear
 from flatpeak.policy.model_settings import has_training_forward
+from flatpeak.policy.native_training import Trained, largest_gaps, probe_tokens
 
 Kernels = Literal["auto", "torch", "native"]
 SETTING = "FLATPEAK_KERNELS"
@@ -46,8 +46,14 @@ class Decoded(Probed, Protocol):
         ...
 
 
+class Computed(Decoded, Trained, Protocol):
+    """A policy that is decoded and trained."""
+
+    gathered: Any
+
+
 class KernelChoice:
-    """Whether a policy's requests are decoded by native kernels, and why not."""
+    """Whether a policy's requests and training passes go through native kernels, and why not."""
 
     def __init__(self) -> None:
         setting = os.environ.get(SETTING, "auto")
@@ -56,16 +62,20 @@ class KernelChoice:
         self.setting: Kernels = setting  # type: ignore[assignment]
         self.reason: str | None = None
         """The reason why the last request was not decoded by them, where `setting` leaves the choice open."""
+        self.training_reason: str | None = None
+        """The reason why training passes do not go through them, likewise."""
         self.used: str | None = None
         """The decoder of the last request: torch, or the name of a library of kernels."""
         self.idle = False
         """Whether servers draw the rollouts, so that no decoder is chosen."""
         self._agrees: bool | None = None
+        self._trains: bool | None = None
 
     @property
     def notices(self) -> list[str]:
-        """The reason why decoding is slower than it could be, if it is."""
-        return [] if self.reason is None else [f"decoding goes without native kernels, and is slower: {self.reason}"]
+        """The reasons why decoding and training are slower than they could be, if they are."""
+        reasons = {"decoding goes": self.reason, "a training pass goes": self.training_reason}
+        return [f"{what} without native kernels, and is slower: {why}" for what, why in reasons.items() if why]
 
     def name(self, policy: Decoded) -> str:
         """The decoder of requests, chosen now if there was none."""
@@ -73,21 +83,45 @@ class KernelChoice:
             self.pack(policy)
         return self.used or TORCH
 
+    def names(self, policy: Computed) -> str:
+        """The decoder, and what training passes go through where that is another."""
+        decodes, trains = self.name(policy), library_name() if self.trains(policy) else TORCH
+        return decodes if decodes == trains else f"{decodes} in rollouts, {trains} in training passes"
+
     def pack(self, policy: Decoded) -> PackedModel | None:
         """The weights for one request, or None if torch decodes it; UserError where only kernels are allowed."""
         self.reason, self.used = None, TORCH
-        if self.setting == "torch" or (self.setting == "auto" and policy.device.type != "cpu"):
+        if self._leaves_to_torch(policy):
             return None
         try:
             packed = self._pack(policy)
         except UnavailableError as error:
-            self.reason = str(error)
-        else:
-            self.used = library_name()
-            return packed
+            self.reason = self._refused(error)
+            return None
+        self.used = library_name()
+        return packed
+
+    def trains(self, policy: Computed) -> bool:
+        """Whether passes with gradients go through kernels, and those that score as they do: decided once."""
+        # The shards of a model can be compared with nothing.
+        if self._leaves_to_torch(policy) or (self._trains is None and policy.gathered is not None):
+            return False
+        if self._trains is None:
+            self.training_reason = None
+            try:
+                self._compare(policy)
+            except UnavailableError as error:
+                self.training_reason = self._refused(error)
+        return bool(self._trains)
+
+    def _leaves_to_torch(self, policy: Decoded) -> bool:
+        return self.setting == "torch" or (self.setting == "auto" and policy.device.type != "cpu")
+
+    def _refused(self, error: UnavailableError) -> str:
+        """The reason, if kernels are not the only choice."""
         if self.setting == "native":
-            raise UserError(f"rollout.kernels=native: {self.reason}; set rollout.kernels=auto or torch")
-        return None
+            raise UserError(f"rollout.kernels=native: {error}; set rollout.kernels=auto or torch") from None
+        return str(error)
 
     def _pack(self, policy: Decoded) -> PackedModel:
         packed = PackedModel(read_weights(policy))
@@ -99,6 +133,17 @@ class KernelChoice:
         if not self._agrees:
             raise UnavailableError("their log-probabilities differ from torch's on this model and machine")
         return packed
+
+    def _compare(self, policy: Computed) -> None:
+        if policy.below_float32:
+            raise UnavailableError("they compute in float32 on a CPU")
+        library()
+        gaps = largest_gaps(policy)
+        if not all(map(math.isfinite, gaps)):
+            raise UnavailableError("the model's log-probabilities or its gradient are NaN or infinite")
+        self._trains = max(gaps) <= 1
+        if not self._trains:
+            raise UnavailableError("log-probabilities or gradients differ from torch's on this model and machine")
 
 
 @torch.no_grad()
@@ -202,7 +247,8 @@ def _check_own(policy: Decoded, *modules: nn.Module) -> None:
     """UnavailableError where a module is not the one that transformers has for this type of model."""
     kind = policy.causal.config.model_type
     for module in modules:
-        if type(module).__module__ != f"transformers.models.{kind}.modeling_{kind}":
+        plain = module.plain if isinstance(module, Exchanged) else type(module)
+        if plain.__module__ != f"transformers.models.{kind}.modeling_{kind}":
             raise UnavailableError(f"{type(module).__name__} is not a module of transformers' {kind}")
 
 
@@ -213,7 +259,8 @@ def _weight(embedding: nn.Module) -> Tensor:
 
 
 def _norm(module: Any) -> Affine:
-    if type(module) is not nn.LayerNorm and not type(module).__name__.endswith("RMSNorm"):
+    plain = module.plain if isinstance(module, Exchanged) else type(module)
+    if plain is not nn.LayerNorm and not plain.__name__.endswith("RMSNorm"):
         raise UnavailableError(f"they do not know {type(module).__name__} as a norm")
     return Affine(weight=module.weight, bias=getattr(module, "bias", None))
 
@@ -250,7 +297,7 @@ def largest_gap(policy: Decoded, packed: PackedModel) -> tuple[float, float]:
     context = policy.context_length or 1 << 30
     steps = max(1, min(TEST_STEPS, context // 2))
     lengths = [max(1, min(length, context - steps)) for length in TEST_PROMPTS]
-    tokens = _test_tokens(len(policy.head.linear.weight))
+    tokens = probe_tokens(len(policy.head.linear.weight))
     prompts = [[next(tokens) for _ in range(length)] for length in lengths]
     entries = [p for p, size in enumerate(TEST_GROUPS) for _ in range(size)]
     slots = list(range(len(entries)))
@@ -270,10 +317,3 @@ def largest_gap(policy: Decoded, packed: PackedModel) -> tuple[float, float]:
     gaps = [(a.log_softmax(-1) - b.log_softmax(-1)).abs().max().item() for a, b in pairs]
     largest = max(logits.abs().max().item() for logits, _ in pairs)
     return max(gaps), TOLERANCE * max(1.0, largest)
-
-
-def _test_tokens(vocabulary: int) -> Iterator[int]:
-    number = 1
-    while True:
-        number = number * 48271 % 0x7FFFFFFF  # Park and Miller 1988
-        yield number % vocabulary

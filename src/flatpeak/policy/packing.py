@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from flatpeak.kernels.native.training_pass import Groups
 from flatpeak.types import PackedCompletions
 
 ROW_MULTIPLE = 4
@@ -50,6 +52,12 @@ class Segments:
     def count(self) -> int:
         """The number of segments."""
         return len(self.lengths)
+
+    @property
+    def starts(self) -> Tensor:
+        """int64 [count]: the token at which each segment begins, of those that stand in the row."""
+        first = (self.padded_index % self.longest == 0).nonzero()[:, 0]
+        return torch.empty_like(self.lengths).index_copy_(0, self.padded_index[first] // self.longest, first)
 
     def pad(self, flat: Tensor) -> Tensor:
         """Pad side by side: [sum of lengths, H, D] -> [count, H, longest, D], zero where there is no token."""
@@ -201,6 +209,21 @@ def _responses(
             group=group,
             prompt_N=rows_N.index_select(0, members_N.index_select(0, order_N)),
         )
+
+
+def attention_groups(row: PackedRow) -> Groups:
+    """The segments of a packed row as native kernels read them: each prompt, and after it its responses."""
+    packed = [*row.prompts, *(bundle.segments for bundle in row.responses)]
+    begins = accumulate((len(each.padded_index) for each in packed), initial=0)
+    starts = torch.cat([begin + each.starts for begin, each in zip(begins, packed, strict=False)])
+    before = [0, *accumulate(each.count for each in row.prompts)]
+    prompts = [torch.arange(before[-1]), *(before[bundle.group] + bundle.prompt_N for bundle in row.responses)]
+    prompt = torch.cat(prompts)
+    order = prompt.argsort(stable=True)  # a prompt stands before its responses
+    return Groups(
+        bounds=F.pad(prompt.bincount().cumsum(0), (1, 0)),
+        segments=torch.stack([starts, torch.cat([each.lengths for each in packed])], 1).index_select(0, order),
+    )
 
 
 def _by_index(order: Sequence[int], values: Tensor) -> Tensor:

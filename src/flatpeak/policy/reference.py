@@ -28,7 +28,7 @@ class Snapshot(Policy):
         with policy.plain_attention() as model:
             duplicate = copy.deepcopy(model, memo=shared)
         duplicate.requires_grad_(False)
-        super().__init__(duplicate, policy.tokenizer)
+        super().__init__(duplicate, policy.tokenizer, kernels=policy.kernels)
 
     def scoring(self) -> AbstractContextManager[None]:
         """A context for scoring; see Policy.scoring."""
@@ -73,7 +73,7 @@ def whole_copy(policy: Policy) -> Policy:
     """A frozen copy of a policy and all of its weights."""
     with policy.plain_attention() as model:
         duplicate = copy.deepcopy(model)
-    return Policy(duplicate.requires_grad_(False), policy.tokenizer)
+    return Policy(duplicate.requires_grad_(False), policy.tokenizer, kernels=policy.kernels)
 
 
 def renewed(reference: Policy, policy: Policy) -> Snapshot:

@@ -8,7 +8,8 @@ and under activation checkpointing, whose recomputation runs in the backward pas
 
 In a packed row, prompts attend to themselves, and responses to their prompt and to themselves, in blocks of query
 positions: a block's keys end where causality ends them. On a CPU blocks run through torch's fused kernel with a
-backward pass of our own, on a GPU through `scaled_dot_product_attention`.
+backward pass of our own, on a GPU through `scaled_dot_product_attention`. With native kernels (policy.native_training)
+there are neither padding nor blocks, where a layer has no window, no soft cap and no dropout.
 
 Shape letters: B rows, L positions, Hq query heads, Hkv key heads, D head dimension, P prompts, N responses, Lp columns
 of prompts, K keys.
@@ -25,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from flatpeak.policy.packing import PackedRow
+from flatpeak.kernels.native.training_pass import attention
+from flatpeak.policy.packing import PackedRow, attention_groups
 
 ATTENTION_NAME = "flatpeak"
 """The name of the function among transformers' implementations of attention."""
@@ -113,6 +115,11 @@ class AttentionRule:
     softcap: float | None = None
     dropout: float = 0.0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is softmax(scale * q k) as given, whatever the window."""
+        return self.softcap is None and not self.dropout and not torch.is_autocast_enabled("cpu")
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of query [B, Hq, L, D] over key, value [B, Hkv, K, D]; mask bool, or None for plain causal."""
         if self.softcap is None:
@@ -138,8 +145,10 @@ class AttentionRule:
 class PackedContext:
     """Attention within a packed row: prompts to themselves, responses to their prompt and to themselves."""
 
-    def __init__(self, row: PackedRow, *, keep_prompts: bool = False) -> None:
+    def __init__(self, row: PackedRow, *, keep_prompts: bool = False, native: bool = False) -> None:
+        """`native`: through native kernels, where they compute what a layer asks for."""
         self.row = row
+        self._groups = attention_groups(row) if native else None
         self.calls: list[int] = []
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_prompts else None
         """Per layer the prompts' keys and values, [tokens, Hkv, D] as they stand in the row, for a prefill."""
@@ -150,6 +159,8 @@ class PackedContext:
         """Attend within the row; see AttentionContext, where B is 1 and L the row's length."""
         self.calls.append(layer)
         states = [each[0].transpose(0, 1) for each in (query, key, value)]  # [S, H, D]
+        if self._groups is not None and rule.plain and rule.window is None and _alike(*states, dtype=torch.float32):
+            return attention(states, self._groups, rule.scale)[None]
         outputs: list[Tensor] = []
         on_prompts: list[tuple[Tensor, Tensor]] = []
         start = 0
@@ -197,6 +208,24 @@ class PackedContext:
             prompt_lengths_N = prompts.lengths.index_select(0, bundle.prompt_N)
             self._blocks[index, window] = cut_blocks(bundle.segments.lengths, prompt_lengths_N, prompts.longest, window)
         return self._blocks[index, window]
+
+
+def _alike(*states: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether queries, keys and values are all on a CPU, of one type (this one) and one dimension."""
+    kinds = {(each.dtype, each.shape[-1], each.device.type) for each in states}
+    return kinds == {(dtype or states[0].dtype, states[0].shape[-1], "cpu")}
+
+
+def packed_hidden(trunk: nn.Module, row: PackedRow, context: PackedContext) -> Tensor:
+    """The last hidden states [S, D] of a packed row, by a model without its output layer."""
+    hidden: Tensor = trunk(
+        input_ids=row.token_ids_S[None],
+        attention_mask=NO_MASK,
+        position_ids=row.positions_S[None],
+        use_cache=False,
+        attention_context=context,
+    ).last_hidden_state[0]
+    return hidden
 
 
 def _attend_to_prefixes(rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -267,9 +296,7 @@ def attend_in_blocks(
     Prompts' are [P, Hkv, Lp, D], that of response n being prompt_N[n], and own ones [N, Hkv, L, D]. Results past a
     response's end have no meaning, and are not read.
     """
-    plain = rule.softcap is None and not rule.dropout and not torch.is_autocast_enabled("cpu")
-    alike = queries.dtype == own[0].dtype == own[1].dtype and queries.shape[-1] == own[1].shape[-1]
-    if plain and alike and queries.device.type == "cpu":
+    if rule.plain and _alike(queries, *own):
         attended: Tensor = _FusedBlocks.apply(queries, *prompts, *own, prompt_N, blocks, rule.scale)
         return attended
     output = queries.new_zeros(*queries.shape[:3], own[1].shape[-1])

@@ -83,8 +83,9 @@ class RolloutConfig(StrictConfig):
     """1: the next step's completions are drawn while the policy is updated, by the policy before that update: by
     servers or in a second process. 0: each step draws with the policy that it updates."""
     kernels: Literal["auto", "torch", "native"] = "auto"
-    """The native engine's decoder on a CPU. auto: kernels in C++ where they serve the model, can be compiled or were
-    shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels or an error."""
+    """The decoder on a CPU, and what computes training passes. auto: kernels in C++ where they serve the model, can be
+    compiled or were shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels
+    or an error. torch: none."""
     max_rows: Annotated[int, Field(ge=1)] = 512
     """Most completions decoded side by side."""
     batch_invariant: bool = True

@@ -82,8 +82,8 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     @property
     def kernels(self) -> str | None:
-        """The decoder of the policy's rollouts."""
-        return self.policy.decoded_with
+        """The kernels of the policy's rollouts and training passes."""
+        return self.policy.computed_with
 
     def save_model(self, directory: Path) -> None:
         """Write the policy's model and tokenizer in Hugging Face format."""

@@ -297,7 +297,7 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
 
     @property
     def kernels(self) -> str | None:
-        """The decoder of rollouts; None where nothing is decoded."""
+        """The kernels of rollouts and training passes; None where there is no choice."""
         return None
 
     @abstractmethod

@@ -18,15 +18,16 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
-SOURCES = ("vectors.h", "decode.cpp")
-"""The last one includes the others."""
+SOURCES = ("vectors.h", "products.h", "decode.cpp", "training_pass.cpp")
 LEVELS = {
     "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}),
@@ -58,6 +59,11 @@ def library() -> ctypes.CDLL:
     return result
 
 
+def structure(**fields: Any) -> type[ctypes.Structure]:
+    """A structure of C with these fields, in this order."""
+    return type("Structure", (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
 def library_name() -> str:
     """The instruction set, version and compiler of the kernels, which decide every bit of a result."""
     compiler = library().compiler
@@ -77,13 +83,14 @@ def _find() -> ctypes.CDLL | str:
 def _load(level: str) -> ctypes.CDLL:
     shipped = PREBUILT / file_name(level)
     if shipped.is_file():
-        try:
+        with suppress(OSError):  # of another C library: compile
             return ctypes.CDLL(str(shipped))
-        except OSError:  # of another C library: compile
-            pass
     path = cache_folder() / file_name(level)
-    if not path.exists():
-        compile_library(level, path)
+    if path.exists():
+        _check_owner(path.lstat(), path)
+        with suppress(OSError):  # damaged, or of another C library: compile
+            return ctypes.CDLL(str(path))
+    compile_library(level, path)
     _check_owner(path.lstat(), path)
     try:
         return ctypes.CDLL(str(path))
@@ -147,7 +154,8 @@ def compile_library(level: str, path: Path) -> None:
         with TemporaryDirectory(prefix=".", dir=path.parent) as scratch:  # a process id is not unique over containers
             target = Path(scratch) / path.name
             for threads in (THREADS, ()):
-                arguments = [*FLAGS, *threads, f"-march={level}", "-o", str(target), str(_FOLDER / SOURCES[-1])]
+                sources = [str(_FOLDER / name) for name in SOURCES if name.endswith(".cpp")]
+                arguments = [*FLAGS, *threads, f"-march={level}", "-o", str(target), *sources]
                 done = subprocess.run(
                     [*compiler, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
                 )

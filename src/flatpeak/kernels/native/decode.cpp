@@ -3,7 +3,7 @@
 // A row is a token. It attends to a shared memory (its prompt, which the group has in common) and to one of its own
 // (its completion); a prompt is read with rows whose shared memory grows with them. No bit of a row's result depends on
 // the other rows or on the number of threads: every sum runs over its terms in an order that the row alone decides.
-#include "vectors.h"
+#include "products.h"
 
 struct Product { const float *weight, *bias; };  // panels [N / PANEL][K][PANEL]; a bias of as many columns, or null
 struct Norm { const float *weight, *bias; };     // with a bias LayerNorm, without one RMSNorm
@@ -22,26 +22,19 @@ struct Row { int64_t token, output; Memory shared, own; };  // output: its row o
 INLINE int64_t position(const Row& row) { return row.shared.length + row.own.length - 1; }
 
 enum Epilogue { STORE, ADD, SWIGLU, GELU };
-constexpr int TALL = 6, CHUNK = 128;  // rows of a tile of registers; rows that go through the layers together
+constexpr int CHUNK = 128;  // rows that go through the layers together
 
 INLINE Vec gelu(Vec x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }  // the tanh approximation
 
 template <int M>
 INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float* bias, float* y, int64_t ldy, int end) {
   Vec acc[M][TILE];
-  for (int m = 0; m < M; m++)
+  const float* row[M];
+  for (int m = 0; m < M; m++) {
+    row[m] = x + m * ldx;
     for (int i = 0; i < TILE; i++) acc[m][i] = bias ? load(bias + WIDTH * i) : Vec{};
-  for (int k = 0; k < K; k++) {
-    Vec column[TILE];
-#pragma GCC unroll 4
-    for (int i = 0; i < TILE; i++) column[i] = load(w + (int64_t)k * PANEL + WIDTH * i);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      Vec a = fill(x[m * ldx + k]);
-#pragma GCC unroll 4
-      for (int i = 0; i < TILE; i++) acc[m][i] += a * column[i];
-    }
   }
+  accumulate(acc, row, 1, w, PANEL, WIDTH, K);
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++, y += ldy) {
 #pragma GCC unroll 4
@@ -92,63 +85,6 @@ static void normalize(const float* x, Norm norm, float epsilon, int n, float* y)
   for (; i < n; i++) total += (x[i] - mean) * (x[i] - mean);
   float factor = 1.f / std::sqrt(total / n + epsilon);
   for (i = 0; i < n; i++) y[i] = norm.weight[i] * ((x[i] - mean) * factor) + (norm.bias ? norm.bias[i] : 0.f);
-}
-
-// ---- Attention of up to four queries that share a memory, with blocks of WIDTH keys.
-template <int Q, int B>
-INLINE void score_tile(const float* const* q, const float* keys, int D, float scale, float* const* scores, int at) {
-  Vec acc[Q][B] = {};
-  for (int d = 0; d < D; d++) {
-    Vec key[B];
-#pragma GCC unroll 4
-    for (int j = 0; j < B; j++) key[j] = load(keys + ((int64_t)j * D + d) * WIDTH);
-#pragma GCC unroll 4
-    for (int i = 0; i < Q; i++) {
-      Vec a = fill(q[i][d]);
-#pragma GCC unroll 4
-      for (int j = 0; j < B; j++) acc[i][j] += a * key[j];
-    }
-  }
-  for (int i = 0; i < Q; i++)
-    for (int j = 0; j < B; j++) store(scores[i] + at + WIDTH * j, acc[i][j] * scale);
-}
-
-template <int Q>
-INLINE void score(const float* const* q, const float* keys, int columns, int D, float scale, float* const* scores) {
-  int at = 0;
-  for (; at + PANEL <= columns; at += PANEL) score_tile<Q, TILE>(q, keys + (int64_t)at * D, D, scale, scores, at);
-  for (; at < columns; at += WIDTH) score_tile<Q, 1>(q, keys + (int64_t)at * D, D, scale, scores, at);
-}
-
-template <int Q, int E>
-INLINE void weigh_tile(const float* const* p, const float* values, int columns, int64_t stride, float* const* out) {
-  Vec acc[Q][E];
-  for (int i = 0; i < Q; i++)
-    for (int e = 0; e < E; e++) acc[i][e] = load(out[i] + WIDTH * e);
-  for (int j = 0; j < columns; j++) {
-    Vec value[E];
-#pragma GCC unroll 4
-    for (int e = 0; e < E; e++) value[e] = load(values + j * stride + WIDTH * e);
-#pragma GCC unroll 4
-    for (int i = 0; i < Q; i++) {
-      Vec a = fill(p[i][j]);
-#pragma GCC unroll 4
-      for (int e = 0; e < E; e++) acc[i][e] += a * value[e];
-    }
-  }
-  for (int i = 0; i < Q; i++)
-    for (int e = 0; e < E; e++) store(out[i] + WIDTH * e, acc[i][e]);
-}
-
-// out += p V, a slice of at most TILE vectors of the head's dimension at a time
-template <int Q> INLINE void weigh(const float* const* p, const float* values, int columns, int width, float* const* out) {
-  for (int e = 0; e < width; e += PANEL) {
-    float* slice[Q];
-    for (int i = 0; i < Q; i++) slice[i] = out[i] + e;
-    with_count<TILE>(std::min(TILE, (width - e) / WIDTH), [&](auto E) __attribute__((always_inline)) {
-      weigh_tile<Q, E.value>(p, values + e, columns, width, slice);
-    });
-  }
 }
 
 struct Pass {  // one chunk of rows on its way through the layers
@@ -231,7 +167,7 @@ static void weigh_memory(const Pass& pass, int64_t l, int head, int first, int l
     const float* p[4];
     float* o[4];
     for (int i = 0; i < count; i++) p[i] = weights + (from + i) * pass.most, o[i] = outputs + (from + i) * Dv;
-    with_count<4>(count, [&](auto Q) __attribute__((always_inline)) { weigh<Q.value>(p, values, (int)filled, Dv, o); });
+    with_count<4>(count, [&](auto Q) __attribute__((always_inline)) { weigh<Q.value>(p, 1, values, Dv, (int)filled, Dv, o); });
   }
 }
 

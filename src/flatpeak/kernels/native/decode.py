@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatpeak.kernels.native.build import library
+from flatpeak.kernels.native.build import library, structure
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ROW = 8
@@ -65,22 +65,18 @@ class ModelWeights:
     scale: float
 
 
-def _structure(**fields: Any) -> type[ctypes.Structure]:
-    return type("Structure", (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-_Affine = _structure(weight=_POINTER, bias=_POINTER)
-_Layer = _structure(
+_Affine = structure(weight=_POINTER, bias=_POINTER)
+_Layer = structure(
     **dict.fromkeys(("before", "between", "qkv", "out", "up", "down"), _Affine), q_norm=_POINTER, k_norm=_POINTER
 )
-_Model = _structure(
+_Model = structure(
     **dict.fromkeys(("layers", "hidden", "inner", "heads", "kv_heads", "dim", "vocabulary", "gelu"), _INT),
     **dict.fromkeys(("epsilon", "scale"), _FLOAT),
     **dict.fromkeys(("embedding", "positions", "cosines", "sines"), _POINTER),
     **dict.fromkeys(("last", "head"), _Affine),
     layer=_POINTER,
 )
-_Draws = _structure(
+_Draws = structure(
     **dict.fromkeys(("keys", "ends"), _POINTER),
     **dict.fromkeys(("num_ends", "count", "limit"), _INT),
     **dict.fromkeys(("tokens", "lengths", "logprobs", "ended", "stopped"), _POINTER),

@@ -24,14 +24,22 @@ typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 
 INLINE Vec load(const float* p) { return *(const Loose*)p; }
 INLINE void store(float* p, Vec v) { *(Loose*)p = v; }
-INLINE Vec fill(float a) { return Vec{} + a; }
+INLINE Vec fill(float a) { return a - Vec{}; }  // 0 + a would be an addition: it makes 0 of -0
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 INLINE int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 INLINE float largest(Vec a) {
-  float best = a[0];
-  for (int i = 1; i < WIDTH; i++) best = best > a[i] ? best : a[i];
-  return best;
+  float part[WIDTH];
+  memcpy(part, &a, sizeof part);
+  for (int s = WIDTH / 2; s; s >>= 1)
+    for (int i = 0; i < s; i++) part[i] = part[i] > part[i + s] ? part[i] : part[i + s];
+  return part[0];
+}
+
+INLINE Ints lanes() {  // 0, 1, 2, ...
+  Ints lane;
+  for (int i = 0; i < WIDTH; i++) lane[i] = i;
+  return lane;
 }
 
 INLINE float sum(Vec a) {  // of halves, in a fixed order

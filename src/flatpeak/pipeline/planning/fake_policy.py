@@ -25,7 +25,7 @@ from flatpeak.pipeline.planning.inventory import quantized_layers
 from flatpeak.pipeline.planning.memory_tracker import MemoryTracker
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of
 from flatpeak.policy.linears import Head, make_fast, read_head
-from flatpeak.policy.model import make_adapted_layers_fast, packed_hidden
+from flatpeak.policy.model import make_adapted_layers_fast
 from flatpeak.policy.model_settings import silence_dropout, training_layers
 from flatpeak.policy.packing import PackedRow, pack_batch
 from flatpeak.policy.training_attention import (
@@ -33,6 +33,7 @@ from flatpeak.policy.training_attention import (
     AttentionRule,
     Block,
     PackedContext,
+    packed_hidden,
     register_attention,
 )
 from flatpeak.types import Batch
@@ -195,8 +196,8 @@ class _GpuRule:
     many bytes stand in for it then: products written out are hundreds of operations in each block of each layer.
     """
 
-    dropout: Final = 1.0
-    """Not zero, so that `attend_in_blocks` leaves its fused kernel for CPUs alone; the rule itself has its own."""
+    plain: Final = False
+    """Whether `attend_in_blocks` may take its fused kernel for CPUs."""
 
     def __init__(self, rule: AttentionRule) -> None:
         self.window, self.softcap = rule.window, rule.softcap

@@ -17,9 +17,8 @@ from flatpeak.pipeline.planning.fake_policy import PassSettings
 from flatpeak.pipeline.planning.inventory import FLOAT32, quantized_layers
 from flatpeak.pipeline.planning.planned_model import PlannedModel
 from flatpeak.pipeline.planning.workload import Workload
-from flatpeak.policy.kv_cache import fitting_buckets, graded_buckets, round_up
+from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, fitting_buckets, graded_buckets, key_multiple, round_up
 from flatpeak.policy.linears import TOGETHER
-from flatpeak.policy.model import GPU_KEY_MULTIPLE, key_multiple
 from flatpeak.policy.packing import ROW_MULTIPLE
 from flatpeak.rollout.config import VLLMConfig
 

@@ -1,0 +1,158 @@
+"""Attention, RMSNorm and SwiGLU of training passes by the native kernels, as functions of autograd.
+
+float32 on a CPU, differentiable once. The products of linear layers stay with kernels.matmul.
+
+Shape letters: S tokens of a packed row, Hq query heads, Hkv key heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatpeak.kernels.native.build import library, structure
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_Attention = structure(
+    **dict.fromkeys(("heads", "kv_heads", "dim", "groups"), _INT),
+    **dict.fromkeys(("bounds", "segments", "q", "k", "v"), _POINTER),
+    **dict.fromkeys(("q_row", "k_row", "v_row"), _INT),
+    scale=_FLOAT,
+)
+_Gradients = structure(**dict.fromkeys(("output", "log_sums", "of_output", "q", "k", "v"), _POINTER))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Prompts of a packed row, each with its responses: segments of rows that attend to themselves and their prompt."""
+
+    bounds: Tensor
+    """int64 [groups + 1]: the first segment of each group, which is its prompt, and the number of segments."""
+    segments: Tensor
+    """int64 [segments, 2]: first row and number of rows."""
+
+
+def call(name: str, *arguments: Tensor | ctypes.Structure | int | float) -> None:
+    """Call a kernel with addresses of tensors, which have to be alive and contiguous, and with numbers."""
+    function = getattr(library(), name)
+    function.restype = None
+    function(*map(_argument, arguments))
+
+
+def _argument(value: Tensor | ctypes.Structure | int | float) -> Any:
+    if isinstance(value, Tensor):
+        return _POINTER(value.data_ptr())
+    if isinstance(value, ctypes.Structure):
+        return ctypes.byref(value)
+    return _FLOAT(value) if isinstance(value, float) else _INT(value)
+
+
+def attention(states: Sequence[Tensor], groups: Groups, scale: float) -> Tensor:
+    """softmax(scale q k) v within the groups, [S, Hq, D], of q [S, Hq, D], k and v [S, Hkv, D]; 0 in rows of none."""
+    output: Tensor = _PackedAttention.apply(*states, groups, scale)
+    return output
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, groups: Groups, scale: float) -> Tensor:
+        q, k, v = states = [_whole_vectors(each) for each in (query, key, value)]
+        output, log_sums = torch.zeros(q.shape), torch.empty(q.shape[:2])
+        call("attention", _described(states, groups, scale), output, log_sums, torch.get_num_threads())
+        ctx.save_for_backward(q, k, v, output, log_sums, groups.bounds, groups.segments)
+        ctx.scale, ctx.dim = scale, query.shape[-1]
+        return output[..., : ctx.dim]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, log_sums, bounds, segments = ctx.saved_tensors
+        grad_output = _whole_vectors(grad_output).contiguous()
+        grads = [torch.zeros(each.shape) for each in (q, k, v)]
+        names = ("output", "log_sums", "of_output", "q", "k", "v")
+        tensors = (output, log_sums, grad_output, *grads)
+        gradients = _Gradients(**{name: each.data_ptr() for name, each in zip(names, tensors, strict=True)})
+        described = _described([q, k, v], Groups(bounds=bounds, segments=segments), ctx.scale)
+        call("attention_backward", described, gradients, torch.get_num_threads())
+        return *(grad[..., : ctx.dim] for grad in grads), None, None
+
+
+def _whole_vectors(states: Tensor) -> Tensor:
+    """States [S, H, D] with heads side by side, and D padded with zeros to a multiple of a vector."""
+    missing = -states.shape[-1] % library().vector_width()
+    if missing:
+        return F.pad(states, (0, missing))
+    return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
+
+
+def _described(states: Sequence[Tensor], groups: Groups, scale: float) -> ctypes.Structure:
+    query, key, _ = states
+    return _Attention(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        dim=query.shape[2],
+        groups=len(groups.bounds) - 1,
+        bounds=groups.bounds.data_ptr(),
+        segments=groups.segments.data_ptr(),
+        scale=scale,
+        **{name: each.data_ptr() for name, each in zip("qkv", states, strict=True)},
+        **{f"{name}_row": each.stride(0) for name, each in zip("qkv", states, strict=True)},
+    )
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """w x / sqrt(mean(x^2) + epsilon) over the last dimension, a multiple of a vector."""
+    output: Tensor = _RMSNorm.apply(states, weight, epsilon)
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        states = states.contiguous()
+        rows, size = states.numel() // len(weight), len(weight)
+        output, inverse = torch.empty_like(states), torch.empty(rows)
+        call("rms_norm", states, weight, rows, size, epsilon, output, inverse, torch.get_num_threads())
+        ctx.save_for_backward(states, weight, inverse)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, inverse = ctx.saved_tensors
+        rows, size = len(inverse), len(weight)
+        grad, partial = torch.empty_like(states), torch.zeros(-(-rows // library().norm_rows()), size)
+        given = (states, weight, inverse, grad_output.contiguous(), rows, size)
+        call("rms_norm_backward", *given, grad, partial, torch.get_num_threads())
+        return grad, partial.sum(0), None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up, of as many numbers as are a multiple of a vector."""
+    output: Tensor = _SwiGLU.apply(gate, up)
+    return output
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        output = torch.empty_like(gate)
+        call("swiglu", gate, up, gate.numel(), output, torch.get_num_threads())
+        ctx.save_for_backward(gate, up)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        call("swiglu_backward", gate, up, grad_output.contiguous(), gate.numel(), *grads, torch.get_num_threads())
+        return grads

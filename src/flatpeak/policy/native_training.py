@@ -1,0 +1,186 @@
+"""Training passes by the native kernels (kernels.native.training_pass), where a self-test agrees.
+
+Attention over packed rows goes through them call by call (policy.training_attention). Of RMS norms, gated MLPs and
+GPT-2's GELU the classes are exchanged and nothing else, as of linear layers (policy.linears); products stay with these.
+What a call asks for and kernels do not compute is computed as ever: other types, autocast, compiled layers, weights
+that are shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import NewGELUActivation, SiLUActivation
+
+from flatpeak.kernels.native.build import library
+from flatpeak.kernels.native.training_pass import rms_norm, swiglu
+from flatpeak.policy.linears import Exchanged, Head, is_watched
+from flatpeak.policy.model_settings import plain_layers, without_dropout
+from flatpeak.types import PackedCompletions
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+"""The model types whose norms and MLPs are exchanged."""
+TEST_PROMPTS, TEST_RESPONSES = (1, 33, 3, 18), ((1, 20, 7), (9, 40), (), (2, 3, 17))
+"""Tokens of each prompt and of its responses in the self-test."""
+LOGPROB_TOLERANCE = 1e-5
+"""Of the self-test's log-probabilities, times the largest: what sampler and trainer promise each other."""
+GRADIENT_TOLERANCE = 1e-4
+"""Of its gradient, times the largest entry: rounding leaves a hundredth of that."""
+
+
+class Trained(Protocol):
+    """The interface of a policy that is read here."""
+
+    model: Any
+    causal: Any
+    head: Head
+    context_length: int | None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters of the model."""
+        ...
+
+    def use_kernels(self, native: bool) -> None:
+        """Let packed passes go through native kernels, or not."""
+        ...
+
+    def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of, and entropy at, each response token."""
+        ...
+
+
+class NativeNorm(Exchanged):
+    """The RMSNorm of llama and its kin: w x / sqrt(mean(x^2) + epsilon)."""
+
+    weight: Any
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the normalized states."""
+        if _computed(hidden_states) and type(self.weight) is nn.Parameter and self.weight.dtype == torch.float32:
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        plain: Tensor = super().forward(hidden_states)
+        return plain
+
+
+class NativeGatedMLP(Exchanged):
+    """The MLP of llama and its kin: down(silu(gate(x)) up(x))."""
+
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+    act_fn: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's output."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        plain = type(self.act_fn) is SiLUActivation and not is_watched(self.act_fn)
+        output: Tensor = self.down_proj(swiglu(gate, up) if plain and _computed(gate, up) else self.act_fn(gate) * up)
+        return output
+
+
+def _computed(*tensors: Tensor) -> bool:
+    """Whether kernels compute with these: float32 on a CPU, rows of whole vectors, neither autocast nor compiled."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    width = library().vector_width()
+    return all(
+        each.dtype == torch.float32 and each.device.type == "cpu" and not each.shape[-1] % width for each in tensors
+    )
+
+
+class FusedGELU(Exchanged, NewGELUActivation):
+    """GPT-2's GELU, which transformers writes in eight passes over its input, in one of torch's own."""
+
+    plain = NewGELUActivation
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+        return F.gelu(input, approximate="tanh")
+
+
+def make_native(model: nn.Module) -> None:
+    """Exchange the classes of the modules that kernels compute; `linears.make_plain` restores them."""
+    for module in model.modules():
+        native = _native_class(type(module))  # type: ignore[arg-type]
+        if native is not None:
+            module.__class__ = native
+
+
+@cache
+def _native_class(plain: type[nn.Module]) -> type[nn.Module] | None:
+    if plain is NewGELUActivation:
+        return FusedGELU
+    kinds = [kind for kind in KINDS if plain.__module__ == f"transformers.models.{kind}.modeling_{kind}"]
+    for ending, native in (("RMSNorm", NativeNorm), ("MLP", NativeGatedMLP)):
+        if kinds and plain.__name__.endswith(ending):
+            return type(native.__name__, (native, plain), {"plain": plain})
+    return None
+
+
+@torch.inference_mode(False)
+def largest_gaps(policy: Trained) -> tuple[float, float]:
+    """The largest differences from torch of log-probabilities and gradient, each relative to what is tolerated."""
+    vocabulary = len(policy.head.linear.weight)
+    batch = _test_batch(vocabulary, policy.context_length or vocabulary)
+    weights_T = torch.linspace(-1.0, 1.5, len(batch.tokens_T))
+    parameters, results = policy.parameters(), []
+    with plain_layers(policy.causal), without_dropout(policy.model), _without_hooks(parameters), torch.enable_grad():
+        try:
+            for native in (False, True):
+                policy.use_kernels(native)
+                logprobs_T, _ = policy.packed_logprobs(batch, temperature=1.0)
+                loss = (weights_T * logprobs_T).sum()
+                grads = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
+                results.append((logprobs_T.detach(), [grad for grad in grads if grad is not None]))
+        finally:
+            policy.use_kernels(False)
+    (torch_T, torch_grads), (native_T, native_grads) = results
+    largest = max([float(grad.abs().max()) for grad in torch_grads], default=1.0)
+    gaps = [float((a - b).abs().max()) for a, b in zip(torch_grads, native_grads, strict=True)]
+    tolerated = LOGPROB_TOLERANCE * max(1.0, float(torch_T.abs().max()))
+    return float((torch_T - native_T).abs().max()) / tolerated, max(gaps, default=0.0) / (GRADIENT_TOLERANCE * largest)
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A context in which a caller's hooks on gradients are not called."""
+    held = [(parameter, parameter._backward_hooks) for parameter in parameters]
+    for parameter, _ in held:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in held:
+            parameter._backward_hooks = hooks
+
+
+def _test_batch(vocabulary: int, context: int) -> PackedCompletions:
+    """Groups of uneven sizes, cut to the model's context."""
+    lengths = [max(1, min(length, context // 2)) for length in TEST_PROMPTS]
+    responses = [[max(1, min(length, context // 2)) for length in group] for group in TEST_RESPONSES]
+    lengths_N = torch.tensor([length for group in responses for length in group])
+    total = int(lengths_N.sum())
+    tokens = probe_tokens(vocabulary)
+    return PackedCompletions(
+        prompts=tuple(tuple(islice(tokens, length)) for length in lengths),
+        prompt_N=torch.arange(len(responses)).repeat_interleave(torch.tensor([len(group) for group in responses])),
+        lengths_N=lengths_N,
+        tokens_T=torch.tensor(list(islice(tokens, total))),
+        sequence_T=torch.arange(len(lengths_N)).repeat_interleave(lengths_N),
+    )
+
+
+def probe_tokens(vocabulary: int) -> Iterator[int]:
+    """Token ids that look random and are always the same."""
+    number = 1
+    while True:
+        number = number * 48271 % 0x7FFFFFFF  # Park and Miller 1988
+        yield number % vocabulary
