@@ -58,7 +58,7 @@ class ResumePoint:
                 f"({policy.notice or 'the native one agrees with the plain forward pass again'}): from here on its "
                 "results differ from an uninterrupted run's"
             )
-        if self.newest is None or not (before and policy.native) or policy.kernels.idle:
+        if self.newest is None or not (before and policy.native):
             return
         used, uses = self.newest.state.get("kernels", "torch"), policy.computed_with
         if used != uses:

@@ -236,7 +236,7 @@ class Policy:
 
     @property
     def computed_with(self) -> str | None:
-        """The decoder and, where it is another, the kernels of training passes; None without the native engine."""
+        """The decoder and the kernels of training passes, once where they agree; None without the native engine."""
         return self.kernels.names(self) if self.native else None
 
     @property

@@ -84,8 +84,11 @@ class KernelChoice:
         return self.used or TORCH
 
     def names(self, policy: Computed) -> str:
-        """The decoder, and what training passes go through where that is another."""
-        decodes, trains = self.name(policy), library_name() if self.trains(policy) else TORCH
+        """The decoder, and what training passes go through where that is another; these alone where servers draw."""
+        trains = library_name() if self.trains(policy) else TORCH
+        if self.idle:
+            return f"{trains} in training passes"
+        decodes = self.name(policy)
         return decodes if decodes == trains else f"{decodes} in rollouts, {trains} in training passes"
 
     def pack(self, policy: Decoded) -> PackedModel | None:
