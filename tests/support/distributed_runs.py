@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flatpeak.errors import RunError
+from flatpeak.errors import DivergedError, RunError
+from flatpeak.pipeline.build import Components
+from flatpeak.runs.checkpoints import CheckpointError
 from support.runs import tiny_recipe
 
-Fault = Literal["signal", "engine", "alike"]
+Fault = Literal["signal", "engine", "alike", "diverged"]
 ODD = "def odd(completion_ids):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
 """A reward that differs within most groups, whatever the model says."""
 
@@ -62,6 +65,41 @@ def train(recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | Non
         except Exception as error:
             return {"error": type(error).__name__, "text": str(error)}
     return {"code": result.exit_code, "signal": result.summary.signal}
+
+
+def train_without_space(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A run of which the checkpoint of step 2 of RL cannot be written."""
+    import flatpeak.training.recorder
+
+    write = flatpeak.training.recorder.write_checkpoint
+
+    def full(parent: Path, step: int, **content: Any) -> Path:
+        if step == 2 and parent.name == "checkpoints":
+            raise CheckpointError("no space left")
+        return write(parent, step, **content)
+
+    with patch.object(flatpeak.training.recorder, "write_checkpoint", full):
+        return train(recipe)
+
+
+def train_unlike(recipe: Mapping[str, Any], what: Literal["weights", "training prompts"]) -> dict[str, Any]:
+    """A run whose second rank has other weights, or the same prompts in another order."""
+    import flatpeak.pipeline.train
+
+    build = flatpeak.pipeline.train.build_components
+
+    def unlike(*args: Any, **settings: Any) -> Components:
+        components = build(*args, **settings)
+        if dist.get_rank() == 1 and what == "weights":
+            next(components.policy.model.parameters()).data += 1e-3
+        elif dist.get_rank() == 1:
+            (phase,) = components.phases
+            prompts = replace(phase.prompts, items=phase.prompts.items[::-1])
+            components.phases = (replace(phase, prompts=prompts),)
+        return components
+
+    with patch.object(flatpeak.pipeline.train, "build_components", unlike):
+        return train(recipe)
 
 
 def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
@@ -127,6 +165,8 @@ def faulty(fault: Fault) -> Iterator[None]:
     def fail_late(self: NativeEngine, *args: Any, **settings: Any) -> Any:
         if fault == "engine" and 3 in steps:
             raise ZeroDivisionError("a fault of this rank")
+        if fault == "diverged" and 4 in steps:
+            raise DivergedError("logits that are NaN")
         return generate(self, *args, **settings)
 
     with patch.object(Recorder, "begin_step", begin_step), patch.object(NativeEngine, "generate", fail_late):
