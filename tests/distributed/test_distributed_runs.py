@@ -17,6 +17,7 @@ from support.distributed_runs import (
     rows,
     train,
     train_unlike,
+    train_unlike_judged,
     train_without_space,
     trainer_tensors,
     weights,
@@ -155,6 +156,13 @@ def test_ranks_that_would_train_on_other_weights_or_data_are_refused(directory, 
     assert sorted(one["error"] for one in done) == ["ReportedElsewhereError", "UserError"]
     assert all(f"rank 1 has other {what} than rank 0" in one["text"] for one in done)
     assert not (directory / "unlike").exists()
+
+
+def test_the_first_rank_decides_which_step_is_best_and_when_sft_is_over(directory, ranks):
+    sft = {"steps": 3, "batch_size": 6, "stop_at": 0.5, "check_every": 1, "check_size": 2}
+    wanted = recipe(directory, "judged", processes=2, sft=sft, evaluation={"every": 1}, training={"steps": 3})
+    assert [one.get("code") for one in ranks(train_unlike_judged, wanted, timeout=60)] == [0, 0]
+    assert (directory / "judged" / "checkpoints" / "best").resolve().name == "step_000000"
 
 
 def test_the_first_rank_alone_tracks_and_logs(directory, ranks):

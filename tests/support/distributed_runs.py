@@ -102,6 +102,25 @@ def train_unlike(recipe: Mapping[str, Any], what: Literal["weights", "training p
         return train(recipe)
 
 
+def train_unlike_judged(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A run whose second rank finds one accuracy and pass rate after another, and the first always the same."""
+    from flatpeak.evaluation.result import Evaluation
+
+    mean, found = Evaluation.mean, [0.0]
+
+    def rising(self: Evaluation, name: str) -> float:
+        found.append(found[-1] + 1.0)
+        return found[-1] if dist.get_rank() else mean(self, "missing")
+
+    with patch.object(Evaluation, "mean", rising), patch.object(Evaluation, "pass_rate", property(rising_rate)):
+        return train(recipe)
+
+
+def rising_rate(evaluation: Any) -> float:
+    """A pass rate that the second rank alone finds perfect."""
+    return float(dist.get_rank())
+
+
 def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
     """How often a rank's run opens trackers, and writes rollouts or the answers of an evaluation."""
     import flatpeak.pipeline.lifecycle
