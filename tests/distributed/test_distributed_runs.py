@@ -18,6 +18,7 @@ from support.distributed_runs import (
     train,
     train_unlike,
     train_unlike_judged,
+    train_with_own_sampler,
     train_without_space,
     trainer_tensors,
     weights,
@@ -163,6 +164,11 @@ def test_the_first_rank_decides_which_step_is_best_and_when_sft_is_over(director
     wanted = recipe(directory, "judged", processes=2, sft=sft, evaluation={"every": 1}, training={"steps": 3})
     assert [one.get("code") for one in ranks(train_unlike_judged, wanted, timeout=60)] == [0, 0]
     assert (directory / "judged" / "checkpoints" / "best").resolve().name == "step_000000"
+
+
+def test_a_sampler_is_never_asked_for_a_share_without_prompts(directory, ranks):
+    wanted = recipe(directory, "few", processes=2, rollout={"prompts_per_step": 1}, training={"steps": 1})
+    assert [one.get("code") for one in ranks(train_with_own_sampler, wanted)] == [0, 0]
 
 
 def test_the_first_rank_alone_tracks_and_logs(directory, ranks):

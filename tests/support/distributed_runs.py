@@ -49,7 +49,9 @@ def recipe(directory: Path, name: str, *, processes: int = 1, strategy: str = "d
     return base
 
 
-def train(recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | None = None) -> dict[str, Any]:
+def train(
+    recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | None = None, **objects: Any
+) -> dict[str, Any]:
     """The run of one process or rank: its exit code, or the class of its error."""
     import flatpeak
 
@@ -61,7 +63,7 @@ def train(recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | Non
         if fault is not None and (fault == "alike" or dist.get_rank() == 1):
             patches.enter_context(faulty(fault))
         try:
-            result = flatpeak.train(recipe, progress=False, resume=resume)
+            result = flatpeak.train(recipe, progress=False, resume=resume, **objects)
         except Exception as error:
             return {"error": type(error).__name__, "text": str(error)}
     return {"code": result.exit_code, "signal": result.summary.signal}
@@ -119,6 +121,22 @@ def train_unlike_judged(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def rising_rate(evaluation: Any) -> float:
     """A pass rate that the second rank alone finds perfect."""
     return float(dist.get_rank())
+
+
+def train_with_own_sampler(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A run by a caller's sampler that needs a prompt."""
+    from flatpeak.rollout.engine import NativeEngine
+
+    class Own:
+        def __init__(self, policy: Any) -> None:
+            self.engine = NativeEngine(policy)
+
+        def generate(self, prompts: Any, **request: Any) -> Any:
+            if not prompts:
+                raise IndexError("no prompt")
+            return self.engine.generate(prompts, **request)
+
+    return train(recipe, sampler=Own)
 
 
 def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
