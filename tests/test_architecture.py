@@ -28,7 +28,6 @@ SHORT_FILES = {
     "functional.kl": "the KL estimators stand beside the losses, each with its equation",
     "functional.sampler_correction": "importance weights of the sampler, which are neither a ratio of the loss nor one",
     "policy.precision": "what rounds below float32, apart from the policy that asks",
-    "pipeline.shared_components": "what the ranks of a run share, apart from the components of one process",
 }
 UNIONS = {"flatpeak.tasks.config", "flatpeak.rewards.config"}
 

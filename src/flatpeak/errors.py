@@ -40,6 +40,11 @@ class StoppedError(Exception):
 class ReportedElsewhereError(RunError):
     """The error of another rank, which reports it: this one ends silently."""
 
+    def __init__(self, text: str, *, saves_nothing: bool = False) -> None:
+        super().__init__(text)
+        self.saves_nothing = saves_nothing
+        """Whether that rank takes part in no further checkpoint."""
+
 
 class LostRankError(RunError):
     """The end of another rank, which this one was waiting for."""

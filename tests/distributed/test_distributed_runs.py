@@ -16,6 +16,10 @@ from support.distributed_runs import (
     recipe,
     rows,
     train,
+    train_unlike,
+    train_unlike_judged,
+    train_with_own_sampler,
+    train_without_space,
     trainer_tensors,
     weights,
 )
@@ -131,6 +135,40 @@ def test_an_error_that_all_ranks_raise_alike_leaves_the_last_step_as_in_one_proc
     run = directory / "alike"
     assert (run / "checkpoints" / "last").resolve().name == "step_000003"
     verify_checkpoint(run / "checkpoints" / "last")
+
+
+def test_no_rank_waits_to_save_a_step_after_a_checkpoint_that_could_not_be_written(directory, ranks):
+    first, second = ranks(train_without_space, recipe(directory, "full", processes=2), timeout=60)
+    assert first["error"] == "CheckpointError"
+    assert second == {"error": "ReportedElsewhereError", "text": "rank 0: CheckpointError: no space left"}
+    assert (directory / "full" / "checkpoints" / "last").resolve().name == "step_000000"
+
+
+def test_no_rank_saves_a_step_whose_weights_another_finds_diverged(directory, ranks):
+    done = ranks(train, recipe(directory, "diverged", processes=2), fault="diverged", timeout=60)
+    assert [one["error"] for one in done] == ["ReportedElsewhereError", "DivergedError"]
+    assert done[1]["text"] == "logits that are NaN (checkpoints: step_000000, step_000002)"
+    assert (directory / "diverged" / "checkpoints" / "last").resolve().name == "step_000002"
+
+
+@pytest.mark.parametrize("what", ["weights", "training prompts"])
+def test_ranks_that_would_train_on_other_weights_or_data_are_refused(directory, ranks, what):
+    done = ranks(train_unlike, recipe(directory, "unlike", processes=2), what)
+    assert sorted(one["error"] for one in done) == ["ReportedElsewhereError", "UserError"]
+    assert all(f"rank 1 has other {what} than rank 0" in one["text"] for one in done)
+    assert not (directory / "unlike").exists()
+
+
+def test_the_first_rank_decides_which_step_is_best_and_when_sft_is_over(directory, ranks):
+    sft = {"steps": 3, "batch_size": 6, "stop_at": 0.5, "check_every": 1, "check_size": 2}
+    wanted = recipe(directory, "judged", processes=2, sft=sft, evaluation={"every": 1}, training={"steps": 3})
+    assert [one.get("code") for one in ranks(train_unlike_judged, wanted, timeout=60)] == [0, 0]
+    assert (directory / "judged" / "checkpoints" / "best").resolve().name == "step_000000"
+
+
+def test_a_sampler_is_never_asked_for_a_share_without_prompts(directory, ranks):
+    wanted = recipe(directory, "few", processes=2, rollout={"prompts_per_step": 1}, training={"steps": 1})
+    assert [one.get("code") for one in ranks(train_with_own_sampler, wanted)] == [0, 0]
 
 
 def test_the_first_rank_alone_tracks_and_logs(directory, ranks):

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flatpeak.errors import RunError
+from flatpeak.errors import DivergedError, RunError
+from flatpeak.pipeline.build import Components
+from flatpeak.runs.checkpoints import CheckpointError
 from support.runs import tiny_recipe
 
-Fault = Literal["signal", "engine", "alike"]
+Fault = Literal["signal", "engine", "alike", "diverged"]
 ODD = "def odd(completion_ids):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
 """A reward that differs within most groups, whatever the model says."""
 
@@ -46,7 +49,9 @@ def recipe(directory: Path, name: str, *, processes: int = 1, strategy: str = "d
     return base
 
 
-def train(recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | None = None) -> dict[str, Any]:
+def train(
+    recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | None = None, **objects: Any
+) -> dict[str, Any]:
     """The run of one process or rank: its exit code, or the class of its error."""
     import flatpeak
 
@@ -58,10 +63,80 @@ def train(recipe: Mapping[str, Any], *, resume: bool = False, fault: Fault | Non
         if fault is not None and (fault == "alike" or dist.get_rank() == 1):
             patches.enter_context(faulty(fault))
         try:
-            result = flatpeak.train(recipe, progress=False, resume=resume)
+            result = flatpeak.train(recipe, progress=False, resume=resume, **objects)
         except Exception as error:
             return {"error": type(error).__name__, "text": str(error)}
     return {"code": result.exit_code, "signal": result.summary.signal}
+
+
+def train_without_space(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A run of which the checkpoint of step 2 of RL cannot be written."""
+    import flatpeak.training.recorder
+
+    write = flatpeak.training.recorder.write_checkpoint
+
+    def full(parent: Path, step: int, **content: Any) -> Path:
+        if step == 2 and parent.name == "checkpoints":
+            raise CheckpointError("no space left")
+        return write(parent, step, **content)
+
+    with patch.object(flatpeak.training.recorder, "write_checkpoint", full):
+        return train(recipe)
+
+
+def train_unlike(recipe: Mapping[str, Any], what: Literal["weights", "training prompts"]) -> dict[str, Any]:
+    """A run whose second rank has other weights, or the same prompts in another order."""
+    import flatpeak.pipeline.train
+
+    build = flatpeak.pipeline.train.build_components
+
+    def unlike(*args: Any, **settings: Any) -> Components:
+        components = build(*args, **settings)
+        if dist.get_rank() == 1 and what == "weights":
+            next(components.policy.model.parameters()).data += 1e-3
+        elif dist.get_rank() == 1:
+            (phase,) = components.phases
+            prompts = replace(phase.prompts, items=phase.prompts.items[::-1])
+            components.phases = (replace(phase, prompts=prompts),)
+        return components
+
+    with patch.object(flatpeak.pipeline.train, "build_components", unlike):
+        return train(recipe)
+
+
+def train_unlike_judged(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A run whose second rank finds one accuracy and pass rate after another, and the first always the same."""
+    from flatpeak.evaluation.result import Evaluation
+
+    mean, found = Evaluation.mean, [0.0]
+
+    def rising(self: Evaluation, name: str) -> float:
+        found.append(found[-1] + 1.0)
+        return found[-1] if dist.get_rank() else mean(self, "missing")
+
+    with patch.object(Evaluation, "mean", rising), patch.object(Evaluation, "pass_rate", property(rising_rate)):
+        return train(recipe)
+
+
+def rising_rate(evaluation: Any) -> float:
+    """A pass rate that the second rank alone finds perfect."""
+    return float(dist.get_rank())
+
+
+def train_with_own_sampler(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A run by a caller's sampler that needs a prompt."""
+    from flatpeak.rollout.engine import NativeEngine
+
+    class Own:
+        def __init__(self, policy: Any) -> None:
+            self.engine = NativeEngine(policy)
+
+        def generate(self, prompts: Any, **request: Any) -> Any:
+            if not prompts:
+                raise IndexError("no prompt")
+            return self.engine.generate(prompts, **request)
+
+    return train(recipe, sampler=Own)
 
 
 def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
@@ -127,6 +202,8 @@ def faulty(fault: Fault) -> Iterator[None]:
     def fail_late(self: NativeEngine, *args: Any, **settings: Any) -> Any:
         if fault == "engine" and 3 in steps:
             raise ZeroDivisionError("a fault of this rank")
+        if fault == "diverged" and 4 in steps:
+            raise DivergedError("logits that are NaN")
         return generate(self, *args, **settings)
 
     with patch.object(Recorder, "begin_step", begin_step), patch.object(NativeEngine, "generate", fail_late):

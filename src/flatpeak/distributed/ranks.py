@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.launch import check_processes
-from flatpeak.errors import LostRankError, ReportedElsewhereError, StoppedError, UserError
+from flatpeak.errors import DivergedError, LostRankError, ReportedElsewhereError, StoppedError, UserError
+from flatpeak.runs.checkpoints import CheckpointError
 from flatpeak.runs.signals import StopSignals
 
 Value = TypeVar("Value")
@@ -199,7 +200,10 @@ def _as_reported(error: Exception, rank: int) -> Exception:
     """The error that the other ranks raise where one has this error."""
     if isinstance(error, StoppedError | LostRankError):
         return type(error)(str(error))
-    return ReportedElsewhereError(f"rank {rank}: {type(error).__name__}: {error}")
+    return ReportedElsewhereError(
+        f"rank {rank}: {type(error).__name__}: {error}",
+        saves_nothing=isinstance(error, DivergedError | CheckpointError),
+    )
 
 
 @contextmanager
@@ -283,7 +287,7 @@ def open_ranks(config: DistributedConfig) -> Iterator[Ranks]:
     except (ReportedElsewhereError, LostRankError):
         raise
     except Exception as error:
-        if not ranks.knows(error) and not _is_first_to_report():
+        if not ranks.knows(error) and not _is_first_to_report(ranks.session):
             raise ReportedElsewhereError(str(error)) from error
         raise
     if started:
@@ -311,9 +315,9 @@ def _loopback() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
-def _is_first_to_report() -> bool:
-    """Whether no other rank has reported an error of its own: several may have the same."""
+def _is_first_to_report(session: str) -> bool:
+    """Whether no other rank of this run has reported an error of its own: several may have the same."""
     try:
-        return bool(dist.distributed_c10d._get_default_store().add("flatpeak/reported", 1) == 1)
+        return bool(dist.distributed_c10d._get_default_store().add(f"{session}/reported", 1) == 1)
     except Exception:  # the process that kept the store is gone
         return True

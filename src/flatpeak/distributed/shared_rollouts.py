@@ -40,10 +40,10 @@ class SharedSampler:
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
         """One group per prompt, in order; prompt p is sampled by rank p modulo their number."""
+        share = prompts[self.ranks.rank :: self.ranks.size]
         with self.weights(), self.ranks.together():
-            own = self.sampler.generate(
-                prompts[self.ranks.rank :: self.ranks.size], group_size=group_size, sampling=sampling, seed=seed
-            )
+            # A caller's sampler need not know of requests without a prompt, which one process never makes.
+            own = self.sampler.generate(share, group_size=group_size, sampling=sampling, seed=seed) if share else []
         parts = self.ranks.gather([group.completions for group in own])
         groups = [
             Group(prompt=prompt, completions=_pick(parts, p, self.ranks.size)) for p, prompt in enumerate(prompts)

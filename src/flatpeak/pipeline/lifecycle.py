@@ -17,7 +17,7 @@ import yaml
 from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import ALONE, Ranks, SharedStopSignals, lost_ranks_named
-from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
+from flatpeak.errors import DivergedError, ReportedElsewhereError, RunError, StoppedError, UserError, explain
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.pipeline.progress import as_progress
@@ -207,12 +207,14 @@ class Run:
     def _scratch_directory(self) -> RunDirectory:
         """The directory of a rank that is not the first: its metrics repeat the first's, and are deleted with the run.
 
-        An error of its own is logged where the run's are.
+        An error of its own is logged where the run's are, and names the run's recipe and checkpoints.
         """
         scratch = self.resources.enter_context(TemporaryDirectory(prefix="flatpeak-rank-"))
         config = self.config.run.model_copy(update={"directory": scratch})
         directory = self.resources.enter_context(RunDirectory.create(config, self._resolved))
-        directory.errors = RunPaths(Path(self.config.run.directory) / self.config.run.name).errors
+        run = RunPaths(Path(self.config.run.directory) / self.config.run.name)
+        directory.errors, directory.config = run.errors, run.config
+        directory.checkpoints, directory.sft_checkpoints = run.checkpoints, run.sft_checkpoints
         return directory
 
     @contextmanager
@@ -242,9 +244,7 @@ class Run:
             raise
         except Exception as error:
             # Of what the other ranks do not know, nothing is saved: they would not take part.
-            lost = isinstance(error, DivergedError | CheckpointError) or not (
-                self.ranks.knows(error) or self.ranks.raise_alike(error)
-            )
+            lost = _saves_nothing(error) or not (self.ranks.knows(error) or self.ranks.raise_alike(error))
             unsaved = None if lost else _save_completed(recorder)
             if isinstance(error, UserError):
                 self.trackers.close("failed")  # before their files go with the run
@@ -312,6 +312,13 @@ def write_report_of(run: RunPaths, progress: Progress) -> Path:
     except Exception as error:  # a full disk, or a plot that fails
         progress.notice(f"{run.report} not written ({error}): write it with flatpeak report {run.path}")
         return run.report
+
+
+def _saves_nothing(error: Exception) -> bool:
+    """Whether no checkpoint can follow an error, of this rank or of the one that reports it."""
+    if isinstance(error, ReportedElsewhereError):
+        return error.saves_nothing
+    return isinstance(error, DivergedError | CheckpointError)
 
 
 def _save_completed(recorder: Recorder, *, interrupted: bool = False) -> str | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import Ranks
@@ -15,15 +18,17 @@ from flatpeak.pipeline.build import CallerObjects, Components, make_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rollout.vllm.weight_files import checksums_of
 
 
 def share_components(components: Components, config: RunConfig, objects: CallerObjects, ranks: Ranks) -> Components:
     """The components with a sampler, rewards and evaluators that the ranks share; sharded where the recipe says so.
 
-    One process alone has them as they are. UserError where the model cannot be sharded.
+    One process alone has them as they are. UserError where the model cannot be sharded, or the ranks differ.
     """
     if ranks.size == 1:
         return components
+    check_alike(components, ranks)
     policy = components.policy
     sampler: Sampler = SharedSampler(components.sampler, ranks)
     if config.distributed.sharded:
@@ -39,6 +44,33 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         evaluator=_shared(components.evaluator, sampler, rewards),
         sft_check=_shared(components.sft_check, sampler, rewards),
     )
+
+
+def check_alike(components: Components, ranks: Ranks) -> None:
+    """UserError, on all ranks, where they have other weights or data: nothing later would show it.
+
+    Gradients would be averaged over unlike models, and completions given to other prompts than drew them.
+    """
+    prompts = [prompt for phase in components.phases for prompt in phase.prompts.items]
+    own = {
+        "weights": checksums_of(list(components.policy.model.parameters())),
+        "training prompts": _digest([(prompt.id, prompt.token_ids) for prompt in prompts]),
+        "test prompts": _digest([(prompt.id, prompt.token_ids) for prompt in components.test]),
+        "demonstrations": _digest([(one.prompt_ids, one.target_ids) for one in components.demonstrations.items]),
+    }
+    first, *others = ranks.gather(own)
+    for rank, other in enumerate(others, start=1):
+        differing = [name for name in own if other[name] != first[name]]
+        if differing:
+            raise UserError(
+                f"rank {rank} has other {' and '.join(differing)} than rank 0, and all ranks train one model on the "
+                "same data in the same order: give every process the same, with torch.manual_seed before a model is "
+                "made, and no order of a set"
+            )
+
+
+def _digest(rows: Sequence[tuple[Any, ...]]) -> str:
+    return blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
 
 def check_shardable(objects: CallerObjects, policy: Policy) -> None:

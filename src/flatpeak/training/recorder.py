@@ -168,7 +168,9 @@ class Recorder:
         started = time.perf_counter()
         evaluation = self.evaluator.evaluate(size=size, robustness=robustness)
         seconds = time.perf_counter() - started
-        choice = evaluation.first(self._compared_size).mean(self.evaluation.metric)
+        own = evaluation.first(self._compared_size).mean(self.evaluation.metric)
+        # The first rank's: where letters are ranked, ranks may round apart, and all have to save the same steps.
+        choice = self.ranks.first(lambda: own)
         results = evaluation.as_dict()
         for index, earlier in enumerate(self.history.evaluations):
             # Tables of every checkpoint would drown the summary; the rows they are made of stay.
