@@ -131,6 +131,11 @@ def test_norm_and_swiglu_are_those_of_torch(rows: int, size: int, threads: Calla
     assert all(torch.equal(a, b) for a, b in zip(native, again, strict=True))
 
 
+def test_a_norm_takes_any_number_and_any_weight() -> None:
+    states, weight = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)), torch.arange(32.0)[::2]
+    assert torch.allclose(rms_norm(states, weight, 1), F.rms_norm(states, (16,), weight, 1.0))
+
+
 def test_a_second_derivative_is_refused() -> None:
     groups = Groups(bounds=torch.tensor([0, 1]), segments=torch.tensor([[0, 4]]))
     leaves = [each.requires_grad_() for each in random_states(groups, 1, 1, 16, 0)]

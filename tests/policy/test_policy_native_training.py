@@ -194,7 +194,7 @@ def test_finite_differences_of_the_gradient_are_as_good_as_by_torch() -> None:
     for kernels in ("torch", "native"):
         policy, batch = make_policy(), uneven_batch()
         exact = Policy(copy.deepcopy(policy.causal).double(), Tokens())  # type: ignore[arg-type]
-        measured = [difference(each, batch, kernels) for each in (policy, exact)]
+        measured = [difference(policy, batch, kernels), difference(exact, batch, "torch")]
         ours, theirs = (torch.cat([each.flatten().double() for each in one]) for one in measured)
         errors[kernels] = float((ours - theirs).norm() / theirs.norm())
     assert errors["native"] < 1.5 * errors["torch"] < 0.1
@@ -246,6 +246,7 @@ def test_other_types_autocast_and_dropout_are_left_to_torch(native_calls: list[s
     for policy in (double, coarse):
         policy.token_logprobs(batch, temperature=1.0)
     assert native_calls == []
+    assert double.computed_with == "torch"
     assert coarse.kernels.notices == [
         "a training pass goes without native kernels, and is slower: they compute in float32 on a CPU"
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,15 @@ class Exchanged(nn.Module):
 
     plain: type[nn.Module]
     """The class that it had."""
+
+    def __reduce_ex__(self, _: SupportsIndex) -> tuple[Any, ...]:
+        """Pickle and copy it as the module that it was: some of these classes are made while a program runs."""
+        reduced: Any = super().__reduce_ex__(2)
+        return _without_init, (self.plain,), *reduced[2:]
+
+
+def _without_init(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 class FastLayer(Exchanged):

@@ -27,12 +27,14 @@ from flatpeak.types import PackedCompletions
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose norms and MLPs are exchanged."""
-TEST_PROMPTS, TEST_RESPONSES = (1, 33, 3, 18), ((1, 20, 7), (9, 40), (), (2, 3, 17))
-"""Tokens of each prompt and of its responses in the self-test."""
+TEST_PROMPTS, TEST_RESPONSES = (1, 33, 3, 18), ((1, 20, 7), (9, 70), (), (2, 3, 17))
+"""Tokens of each prompt and of its responses in the self-test: one has more than the kernels' block of queries."""
 LOGPROB_TOLERANCE = 1e-5
 """Of the self-test's log-probabilities, times the largest: what sampler and trainer promise each other."""
 GRADIENT_TOLERANCE = 1e-4
 """Of its gradient, times the largest entry: rounding leaves a hundredth of that."""
+OWN_TOLERANCE, LEAST_TOLERANCE = 1e-2, 1e-6
+"""Of one weight's, times the largest entry of its own and of all, where those are less: some are rounding alone."""
 
 
 class Trained(Protocol):
@@ -131,22 +133,49 @@ def largest_gaps(policy: Trained) -> tuple[float, float]:
     vocabulary = len(policy.head.linear.weight)
     batch = _test_batch(vocabulary, policy.context_length or vocabulary)
     weights_T = torch.linspace(-1.0, 1.5, len(batch.tokens_T))
-    parameters, results = policy.parameters(), []
-    with plain_layers(policy.causal), without_dropout(policy.model), _without_hooks(parameters), torch.enable_grad():
+    results = []
+    with (
+        _differentiated(policy) as parameters,
+        _without_hooks(parameters),
+        plain_layers(policy.causal),
+        without_dropout(policy.model),
+        torch.enable_grad(),
+    ):
         try:
             for native in (False, True):
                 policy.use_kernels(native)
                 logprobs_T, _ = policy.packed_logprobs(batch, temperature=1.0)
                 loss = (weights_T * logprobs_T).sum()
-                grads = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
+                grads = torch.autograd.grad(loss, parameters, allow_unused=True)
                 results.append((logprobs_T.detach(), [grad for grad in grads if grad is not None]))
         finally:
             policy.use_kernels(False)
     (torch_T, torch_grads), (native_T, native_grads) = results
-    largest = max([float(grad.abs().max()) for grad in torch_grads], default=1.0)
-    gaps = [float((a - b).abs().max()) for a, b in zip(torch_grads, native_grads, strict=True)]
     tolerated = LOGPROB_TOLERANCE * max(1.0, float(torch_T.abs().max()))
-    return float((torch_T - native_T).abs().max()) / tolerated, max(gaps, default=0.0) / (GRADIENT_TOLERANCE * largest)
+    return float((torch_T - native_T).abs().max()) / tolerated, _largest_gap(torch_grads, native_grads)
+
+
+def _largest_gap(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
+    """The largest difference of gradients, relative to what is tolerated of each; NaN where there is one."""
+    sizes = torch.stack([grad.abs().max() for grad in theirs])
+    gaps = torch.stack([(a - b).abs().max() for a, b in zip(theirs, ours, strict=True)])
+    own = OWN_TOLERANCE * sizes + LEAST_TOLERANCE * sizes.max()
+    tolerated = own.clamp(max=GRADIENT_TOLERANCE * float(sizes.max()))
+    return float(torch.where(gaps == 0, gaps, gaps / tolerated).max())
+
+
+@contextmanager
+def _differentiated(policy: Trained) -> Iterator[Sequence[nn.Parameter]]:
+    """A context with the trainable weights; of a frozen copy, whose verdict is the policy's too, with all of them."""
+    trainable = policy.parameters()
+    frozen = [] if trainable else [each for each in policy.model.parameters() if each.is_floating_point()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield trainable or frozen
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 @contextmanager

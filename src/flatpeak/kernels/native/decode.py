@@ -132,12 +132,13 @@ class PackedModel:
         """Uninitialized memory for the keys and values of this many tokens, `count` times: [count, floats]."""
         model, width = self._weights, self.width
         per_column = model.dim + round_up(model.dim, width)
-        return torch.empty(count, len(model.layers) * model.kv_heads * round_up(columns, width) * per_column)
+        floats = len(model.layers) * model.kv_heads * round_up(columns, width) * per_column
+        return torch.empty(count, floats, dtype=torch.float32)
 
     def forward(self, rows: Tensor, order: Tensor, outputs: int) -> Tensor:
         """The logits of these rows, in this order: float32 [outputs, V], those of no row without meaning."""
         stride = round_up(self.vocabulary, self._panel)
-        logits = torch.empty(outputs, stride)
+        logits = torch.empty(outputs, stride, dtype=torch.float32)
         self._forward(
             ctypes.addressof(self._model),
             rows.data_ptr(),

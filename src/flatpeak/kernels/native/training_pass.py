@@ -64,7 +64,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, groups: Groups, scale: float) -> Tensor:
         q, k, v = states = [_whole_vectors(each) for each in (query, key, value)]
-        output, log_sums = torch.zeros(q.shape), torch.empty(q.shape[:2])
+        output, log_sums = q.new_zeros(q.shape), q.new_empty(q.shape[:2])
         call("attention", _described(states, groups, scale), output, log_sums, torch.get_num_threads())
         ctx.save_for_backward(q, k, v, output, log_sums, groups.bounds, groups.segments)
         ctx.scale, ctx.dim = scale, query.shape[-1]
@@ -75,7 +75,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, log_sums, bounds, segments = ctx.saved_tensors
         grad_output = _whole_vectors(grad_output).contiguous()
-        grads = [torch.zeros(each.shape) for each in (q, k, v)]
+        grads = [each.new_zeros(each.shape) for each in (q, k, v)]
         names = ("output", "log_sums", "of_output", "q", "k", "v")
         tensors = (output, log_sums, grad_output, *grads)
         gradients = _Gradients(**{name: each.data_ptr() for name, each in zip(names, tensors, strict=True)})
@@ -116,10 +116,10 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        states = states.contiguous()
+        states, weight = states.contiguous(), weight.contiguous()
         rows, size = states.numel() // len(weight), len(weight)
-        output, inverse = torch.empty_like(states), torch.empty(rows)
-        call("rms_norm", states, weight, rows, size, epsilon, output, inverse, torch.get_num_threads())
+        output, inverse = torch.empty_like(states), states.new_empty(rows)
+        call("rms_norm", states, weight, rows, size, float(epsilon), output, inverse, torch.get_num_threads())
         ctx.save_for_backward(states, weight, inverse)
         return output
 
@@ -128,7 +128,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, inverse = ctx.saved_tensors
         rows, size = len(inverse), len(weight)
-        grad, partial = torch.empty_like(states), torch.zeros(-(-rows // library().norm_rows()), size)
+        grad, partial = torch.empty_like(states), states.new_zeros(-(-rows // library().norm_rows()), size)
         given = (states, weight, inverse, grad_output.contiguous(), rows, size)
         call("rms_norm_backward", *given, grad, partial, torch.get_num_threads())
         return grad, partial.sum(0), None
