@@ -84,3 +84,9 @@ def test_a_held_model_is_pickled_and_copied_with_the_classes_that_it_had() -> No
         assert not any(isinstance(module, Exchanged) for module in other.modules())
         assert all(map(torch.equal, other.parameters(), policy.model.parameters()))
     assert any(isinstance(module, Exchanged) for module in policy.model.modules())
+
+
+def test_a_model_in_float64_is_left_to_torch_and_so_named() -> None:
+    policy = Policy(make_policy().causal.double(), Tokens())  # type: ignore[arg-type]
+    assert not policy.kernels.trains(policy)
+    assert policy.computed_with == "torch"
