@@ -21,6 +21,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No notice of native kernels where no compiler is at hand."""
+    monkeypatch.setenv("FLATPEAK_KERNELS", "torch")
+
+
 class Failing:
     """A reward that raises once in each of these rollouts, counted from 1; evaluations ask for one completion each."""
 
