@@ -24,9 +24,12 @@ KILLED = """
 import json, os, signal, sys
 import torch
 torch.set_num_threads(1)
+import pytest
 import flatpeak
 from conftest import Watcher
 from support.resumes import Judge
+from support.runs import speed_up_runs
+speed_up_runs(pytest.MonkeyPatch())  # as the run that it is compared with
 judge = Judge()
 kill = judge.at(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
 watcher = Watcher({("train", 1): judge.at(1), ("train", 2): judge.at(2), ("train", 3): kill})
