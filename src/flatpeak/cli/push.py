@@ -60,6 +60,10 @@ def push(
     if as_json:
         typer.echo(json.dumps(asdict(result), default=str))
     else:
+        if result.local:
+            typer.echo(
+                f"push: recipe.yaml names local files, which are not uploaded: {', '.join(result.local)}; the card says so"
+            )
         typer.echo(f"push: {result.source} -> {result.address or result.directory}")
 
 
