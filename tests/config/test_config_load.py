@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -24,6 +25,8 @@ from support.recipes import unsaid
 
 TASK_TYPES = ", ".join(config.model_fields["type"].default for config in get_args(get_args(TaskConfig)[0]))
 
+BOMB = "[&a [x], " + "".join(f"&{b} [{', '.join(['*' + a] * 10)}], " for a, b in pairwise("abcdefghij")) + "end]"
+"""A billion values in 500 characters."""
 MODEL = {"model": {"path": "somewhere"}}
 
 
@@ -420,3 +423,48 @@ def test_a_bad_recipe_fails_before_torch_is_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout == ("unknown key optimizer.lerning_rate: did you mean optimizer.learning_rate?\nFalse\n")
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"prompt": {"template": "\ud800 {question}"}}, "prompt.template"),
+        ({"prompt": {"template": "chat", "system": "\udcff"}}, "prompt.system"),
+        (
+            {"prompt": {"template": "chat", "chat_template_kwargs": {"a": ["x", "\ud83d"]}}},
+            "prompt.chat_template_kwargs.a.1",
+        ),
+        ({"rewards": {"\ud83d": {"type": "format"}}}, "a key of rewards"),
+    ],
+)
+def test_half_of_a_character_is_refused_with_its_key_before_a_run_begins(section, key):
+    with pytest.raises(UserError) as error:
+        parse_config(MODEL | section)
+    assert str(error.value).startswith(f"{key}: '\\ud")
+    assert str(error.value).endswith(" is half of a character; write the whole character, or remove it")
+
+
+def test_a_whole_character_outside_of_the_basic_plane_is_taken():
+    assert parse_config(MODEL | {"prompt": {"template": "\U0001f600 {question}"}}).prompt.template == "😀 {question}"
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("&x {a: *x}", "nested more than 100 deep"),
+        ("{a: " + "[" * 300 + "]" * 300 + "}", "nested"),
+        ("{a: " + "9" * 6000 + "}", "too many digits"),
+        (BOMB, "more than 100,000 values once their aliases"),
+    ],
+    ids=["recursive", "deep", "digits", "bomb"],
+)
+def test_yaml_that_no_check_would_finish_is_one_line_with_the_file(tmp_path, config, problem):
+    file = put(tmp_path / "mine.yaml", f"model: {{new: {{architecture: llama, config: {config}}}}}\n")
+    with pytest.raises(UserError, match=f"mine.yaml: cannot be read as YAML: .*{problem}") as error:
+        load_recipe(file)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_value_of_the_command_line_that_is_no_yaml_is_text():
+    assert parse_value("9" * 6000) == "9" * 6000
+    assert parse_value("[" * 3000) == "[" * 3000

@@ -61,9 +61,8 @@ def push(
         typer.echo(json.dumps(asdict(result), default=str))
     else:
         if result.local:
-            typer.echo(
-                f"push: recipe.yaml names local files, which are not uploaded: {', '.join(result.local)}; the card says so"
-            )
+            keys = ", ".join(result.local)
+            typer.echo(f"push: recipe.yaml names local files, which are not uploaded ({keys}); the card says so")
         typer.echo(f"push: {result.source} -> {result.address or result.directory}")
 
 
