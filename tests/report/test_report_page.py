@@ -179,6 +179,13 @@ def test_text_of_models_and_recipes_cannot_become_markup(run):
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4
 
 
+def test_the_page_says_what_stopped_a_run_and_where_its_curves_begin(run):
+    write_summary(run.summary, replace(SUMMARY, status="stopped", signal=2))
+    text = Page(write_report(run.path).read_text()).text
+    assert "stopped by Ctrl-C" in text
+    assert "Held-out curves begin at step 0 with the model that RL began with" in text
+
+
 def test_curves_hold_the_metrics_of_their_stage_and_skip_what_was_never_finite(run):
     rows = [{"step": 1, "stage": "sft", "reward/mean": 9.0}]
     rows += [{"step": s, "stage": "train", "reward/mean": s / 2, "reward/std": 1.0, "reward/x": None} for s in (1, 2)]

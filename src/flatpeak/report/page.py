@@ -31,6 +31,7 @@ from flatpeak.runs.files import write_atomic
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import START, no_signal_message, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
+from flatpeak.runs.signals import signal_name
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
 Row = dict[str, Any]
@@ -83,6 +84,8 @@ def page_content(run: RunPaths) -> dict[str, Any]:
     return {
         "name": summary.name if summary else run.path.name,
         "summary": summary,
+        "signal": signal_name(summary.signal) if summary and summary.signal else None,
+        "is_reward_model": is_reward_model,
         "headline": headline(summary, columns, rows),
         "no_signal": no_signal_warning(rows, evaluations, config),
         "notices": [(_position(row), row["text"]) for row in read_notices(run.notices)],
