@@ -468,3 +468,9 @@ def test_yaml_that_no_check_would_finish_is_one_line_with_the_file(tmp_path, con
 def test_a_value_of_the_command_line_that_is_no_yaml_is_text():
     assert parse_value("9" * 6000) == "9" * 6000
     assert parse_value("[" * 3000) == "[" * 3000
+
+
+def test_a_key_of_another_type_is_not_offered_as_what_was_meant():
+    with pytest.raises(UserError, match=r"^unknown key task.question: did you mean task.equations") as error:
+        parse_config(MODEL | {"task": {"type": "rows", "train": [{"path": "x.jsonl"}], "question": "q"}})
+    assert "or task.question" not in str(error.value)

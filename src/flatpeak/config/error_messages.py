@@ -81,8 +81,9 @@ def _unknown_key(path: Sequence[str], model: Any, schema: type[BaseModel], kind:
         own = [field for field in known if field != "type"]
         type_ = model.model_fields["type"].default
         return f"unknown key {dotted}: {section}.type={type_} has no {name}, but {', '.join(own)}"
-    if near or elsewhere:
-        return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(near + elsewhere))[:3])}?"
+    other = [key for key in elsewhere if not _matches(key, path)]  # itself, which another type has
+    if near or other:
+        return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(near + other))[:3])}?"
     where = f"the keys of {section} are" if section else f"the sections of {kind} are"
     return f"unknown key {dotted}: {where} {', '.join(known)}"
 

@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -177,9 +178,9 @@ def example_rollouts(run: RunPaths) -> dict[str, Any] | None:
     steps = logged_steps(run.rollouts)
     if not steps:
         return None
-    step, path = list(steps.items())[-1]
+    step, rows = _last_whole_step(steps)
     groups: dict[str, list[Row]] = {}
-    for row in read_rollouts(path):
+    for row in rows:
         if row["reward"] is not None:
             groups.setdefault(row["group"], []).append(row)
     if not groups:
@@ -195,6 +196,14 @@ def _position(notice: Row) -> str:
     if notice["stage"] == START:
         return "start"
     return f"{'SFT' if notice['stage'] == 'sft' else 'training'} step {notice['step']}"
+
+
+def _last_whole_step(steps: Mapping[int, Path]) -> tuple[int, list[Row]]:
+    """The last step whose file can be read, and its rows; (0, []) where there is none."""
+    for step, path in reversed(steps.items()):
+        with suppress(UserError):
+            return step, read_rollouts(path)
+    return 0, []
 
 
 def _spread(group: Sequence[Row]) -> float:
