@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -8,6 +9,7 @@ import pytest
 
 from flatpeak.config import load as recipe
 from flatpeak.config.error_messages import known_keys
+from flatpeak.config.foreign_names import FOREIGN_NAMES
 from flatpeak.config.load import (
     apply_overrides,
     apply_settings,
@@ -474,3 +476,31 @@ def test_a_key_of_another_type_is_not_offered_as_what_was_meant():
     with pytest.raises(UserError, match=r"^unknown key task.question: did you mean task.equations") as error:
         parse_config(MODEL | {"task": {"type": "rows", "train": [{"path": "x.jsonl"}], "question": "q"}})
     assert "or task.question" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("scale_rewards=false", "unknown key scale_rewards: here it is advantage.scale"),
+        ("optimizer.lr=1e-5", "unknown key optimizer.lr: here it is optimizer.learning_rate"),
+        ("kl.beta=0.1", "unknown key kl.beta: here it is kl.coefficient"),
+        ("actor_rollout_ref.rollout.n=8", "unknown key actor_rollout_ref: the sections of a recipe are"),
+        ("rollout.n=8", "unknown key rollout.n: here it is rollout.group_size"),
+        ("training.batch_size=4", "unknown key training.batch_size: here it is rollout.prompts_per_step times"),
+        ("push_to_hub=true", "unknown key push_to_hub: here it is the command flatpeak push RUN"),
+    ],
+)
+def test_the_words_of_other_tools_are_translated(override, message):
+    with pytest.raises(UserError) as error:
+        parse_config(load_recipe("flatpeak:demo", [override]))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_NAMES))
+def test_every_translation_names_keys_that_there_are(name):
+    known = {*known_keys()}
+    assert name not in {key for key in known if "." not in key}
+    named = re.findall(r"[a-z_]+(?:\.[A-Za-z_]+)+", FOREIGN_NAMES[name].replace("docs/algorithms.md", ""))
+    written = [key.replace("NAME", "<name>") for key in named]
+    assert [key for key in written if key not in known and key != "rollout.engine.type"] == []
+    assert written or "flatpeak" in FOREIGN_NAMES[name]
