@@ -186,6 +186,12 @@ def test_the_page_says_what_stopped_a_run_and_where_its_curves_begin(run):
     assert "Held-out curves begin at step 0 with the model that RL began with" in text
 
 
+def test_completions_are_those_of_the_last_step_whose_file_is_whole(run):
+    newest = run.rollouts / "step_000040.jsonl"
+    newest.write_text(newest.read_text()[:100])
+    assert "Completions of step 39" in Page(write_report(run.path).read_text()).text
+
+
 def test_curves_hold_the_metrics_of_their_stage_and_skip_what_was_never_finite(run):
     rows = [{"step": 1, "stage": "sft", "reward/mean": 9.0}]
     rows += [{"step": s, "stage": "train", "reward/mean": s / 2, "reward/std": 1.0, "reward/x": None} for s in (1, 2)]

@@ -302,8 +302,8 @@ def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[st
         content = None
     if not isinstance(content, Mapping):
         raise UserError(
-            f"{run.config} is empty or damaged, so that the recipe cannot be compared: put it back from a copy, or delete "
-            "it, and the run goes on with the recipe that is given"
+            f"{run.config} is empty or damaged, so that the recipe cannot be compared: put it back from a copy, or "
+            "delete it, and the run goes on with the recipe that is given"
         )
     return check_resumable(content, resolved, chosen=chosen)
 
@@ -337,7 +337,9 @@ def _run_path(config: RunSectionConfig, *, resume: bool, overwrite: bool) -> Pat
         raise UserError(f"run.name={config.name!r} must be a name inside run.directory, such as my-run or sweep/01")
     longest = max(len(os.fsencode(part)) for part in parts)
     if "\0" in config.name or longest > _LONGEST_NAME:
-        raise UserError(f"run.name: no directory can have this name, of {longest} bytes; use up to {_LONGEST_NAME} and no NUL")
+        raise UserError(
+            f"run.name: no directory can have this name, of {longest} bytes; use up to {_LONGEST_NAME} and no NUL"
+        )
     path = Path(config.directory) / config.name
     if _existing_files(path) and not RunPaths(path).is_run():
         raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")

@@ -97,8 +97,8 @@ def read_rollouts(path: Path) -> list[Row]:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except ValueError as error:
         raise UserError(
-            f"{path} is not whole ({brief(error)}): choose another step, or resume the run, which writes again what comes "
-            "after its last checkpoint"
+            f"{path} is not whole ({brief(error)}): choose another step, or resume the run, which writes again what "
+            "comes after its last checkpoint"
         ) from None
 
 
