@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.kernels.native.decode import NativeCache
 from flatpeak.policy.model import Policy
-from flatpeak.policy.native_decoding import SETTING, KernelChoice
+from flatpeak.policy.native_decoding import SETTING, KernelChoice, read_weights
 from flatpeak.training.batch import collate
 from flatpeak.types import Group, SamplingParams
 from support.architectures import COMMON, architecture_model
@@ -193,6 +194,12 @@ def test_weights_that_change_between_requests_are_read_anew() -> None:
         for parameter in policy.model.parameters():
             parameter.mul_(1.3)
     assert_alike(policy, sampling=SAMPLINGS["plain"])
+
+
+def test_double_precision_is_left_to_torch_for_what_it_is() -> None:
+    policy = Policy(copy.deepcopy(make_policy().causal).double(), Tokens())  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError, match="they compute in float32 on a CPU"):
+        read_weights(policy)
 
 
 @needs_kernels

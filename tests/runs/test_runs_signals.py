@@ -82,3 +82,23 @@ def test_a_lost_terminal_is_a_request_to_stop_and_printing_goes_on_without_it(tm
 @pytest.mark.parametrize(("number", "name"), [(2, "Ctrl-C"), (15, "SIGTERM"), (1, "SIGHUP"), (999, "signal 999")])
 def test_signals_are_named_in_words(number, name):
     assert signal_name(number) == name
+
+
+def test_a_terminal_is_told_at_once_that_the_step_is_waited_for():
+    code = (
+        "import time; from flatpeak.runs.signals import StopSignals\n"
+        "with StopSignals() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while stop.signal is None: time.sleep(0.01)\n"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    assert os.read(terminal, 5) == b"ready"
+    os.kill(child, signal.SIGINT)
+    shown = b""
+    while b"without one" not in shown:
+        shown += os.read(terminal, 1000)
+    assert b"stopping after this step, with a checkpoint" in shown
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(terminal)

@@ -310,3 +310,11 @@ def test_half_of_a_character_in_a_chat_template_is_refused_before_a_checkpoint_n
 def test_half_of_a_character_in_a_question_is_refused_by_its_example():
     with pytest.raises(UserError, match=r"the question of example 'e1': '.ud83d' is half of a character"):
         build("1+1", "\ud83d", template="plain")
+
+
+def test_half_of_a_character_is_refused_before_a_new_tokenizer_is_built_of_it():
+    with pytest.raises(UserError, match=r"the question of example 'e0': '.ud83d' is half of a character"):
+        prompt_texts(examples("\ud83d"), PromptConfig(template="plain"))
+    rationale = Example(id="r", question="1+1", gold="2", rationale="\ud83d")
+    with pytest.raises(UserError, match=r"the rationale of example 'r': '.ud83d' is half of a character"):
+        prompt_texts([rationale], PromptConfig(template="plain"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-_LOSS: Final = "a recipe: extends: flatpeak:algorithms/NAME (docs/algorithms.md)"
+_LOSS: Final = "a recipe: extends: flatpeak:algorithms/dapo, or another of docs/algorithms.md"
 _BATCH: Final = "rollout.prompts_per_step times rollout.group_size, split by training.minibatches"
 _MEMORY: Final = "training.micro_batch_tokens, which bounds the memory of a pass"
 _PROCESSES: Final = "distributed.processes"
@@ -61,5 +61,5 @@ FOREIGN_NAMES: Final = {
 
 
 def translate(path: Sequence[str]) -> str | None:
-    """Where flatpeak has what another tool calls by this key; None where no tool is known to."""
+    """The setting for which another tool has this key, in words; None where none is known."""
     return FOREIGN_NAMES.get(path[-1].lower().replace("-", "_"))

@@ -335,7 +335,7 @@ def _run_path(config: RunSectionConfig, *, resume: bool, overwrite: bool) -> Pat
     parts = Path(config.name).parts
     if not parts or Path(config.name).is_absolute() or ".." in parts:
         raise UserError(f"run.name={config.name!r} must be a name inside run.directory, such as my-run or sweep/01")
-    longest = max(len(os.fsencode(part)) for part in parts)
+    longest = max(map(len, map(os.fsencode, parts)))
     if "\0" in config.name or longest > _LONGEST_NAME:
         raise UserError(
             f"run.name: no directory can have this name, of {longest} bytes; use up to {_LONGEST_NAME} and no NUL"

@@ -13,6 +13,8 @@ from typing import Any
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C, an end asked for, a terminal or connection that is lost, and what batch systems send before a time limit."""
 
+_ANSWER = b"\nstopping after this step, with a checkpoint; the same again ends at once, without one\n"
+
 
 def signal_name(number: int) -> str:
     """The words for a signal: Ctrl-C, SIGTERM, ..."""
@@ -69,6 +71,9 @@ class StopSignals:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
+        with suppress(OSError):
+            if os.isatty(2):  # not through sys.stderr, whose lock this thread may hold
+                os.write(2, _ANSWER)
 
 
 def _leave_terminal() -> None:

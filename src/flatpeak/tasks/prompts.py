@@ -89,7 +89,7 @@ def build_prompts(
     fewer_shots = 0
     interned: dict[int, int] = {}
     for example in examples:
-        check_characters(example.question, where=f"the question of example {example.id!a}")
+        _check_example(example)
         wording, shots_left_out = _fit_shots(example, word, limit=limit)
         if not wording.token_ids:
             raise UserError(
@@ -119,6 +119,12 @@ def build_prompts(
     )
 
 
+def _check_example(example: Example) -> None:
+    """Raise UserError for texts that no tokenizer takes."""
+    check_characters(example.question, where=f"the question of example {example.id!a}")
+    check_characters(example.rationale or "", where=f"the rationale of example {example.id!a}")
+
+
 def _check_chat_template(tokenizer: Tokenizer) -> None:
     """Raise UserError for a chat template that no checkpoint could hold, whether or not prompts are worded by it."""
     templates = getattr(tokenizer, "chat_template", None)  # a caller's own tokenizer may know of none
@@ -133,6 +139,8 @@ def prompt_texts(examples: Sequence[Example], config: PromptConfig) -> list[str]
         raise UserError(
             "prompt.template=chat needs a tokenizer with a chat template, which a new model (model.new) lacks"
         )
+    for example in examples:
+        _check_example(example)
     template = template_text(config.template)
     contexts = dict.fromkeys(text for example in examples for text in (example.preamble, *example.shots) if text)
     return [*(template.replace(PLACEHOLDER, example.question) for example in examples), *contexts]

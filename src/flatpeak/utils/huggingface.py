@@ -6,7 +6,6 @@ Importing it loads neither torch nor transformers.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +48,7 @@ def _reason(error: Exception) -> str:
         return f"{brief(error)}; a file of weights is cut short, damaged, or a pointer of Git LFS: fetch it again"
     if isinstance(error, json.JSONDecodeError):
         return f"{brief(error)}; one of its .json files is damaged: fetch it again"
-    if isinstance(error, pickle.UnpicklingError):
+    if type(error).__name__ == "UnpicklingError":  # pickle's, which nothing here imports
         return "its weights are a pickle that is damaged, or holds more than tensors: convert them to safetensors"
     return brief(error)
 
