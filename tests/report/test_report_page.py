@@ -7,10 +7,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flatpeak.errors import UserError
 from flatpeak.report.charts import CHARTS, accuracy_curves, charts, metric_curves
-from flatpeak.report.page import compared_runs, evaluations_of, example_rollouts, run_table, write_report
+from flatpeak.report.page import compared_runs, evaluations_of, example_rollouts, run_table, subject, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.summary import RunSummary, StageEvaluation, write_summary
@@ -184,6 +185,20 @@ def test_the_page_says_what_stopped_a_run_and_where_its_curves_begin(run):
     text = Page(write_report(run.path).read_text()).text
     assert "stopped by Ctrl-C" in text
     assert "Held-out curves begin at step 0 with the model that RL began with" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"path": "Qwen/Qwen2.5-0.5B"}, "Qwen/Qwen2.5-0.5B on sums"),
+        ({"path": None, "new": {"architecture": "gpt2"}}, "a new gpt2 on sums"),
+        ({"path": None, "new": None}, "a caller's model on sums"),
+    ],
+)
+def test_the_page_begins_with_model_and_task(run, model, named):
+    run.config.write_text(yaml.safe_dump({"model": model, "task": {"type": "rows"}}))
+    assert named in Page(write_report(run.path).read_text()).text
+    assert subject(run.config.read_text(), ()) == named.replace("sums", "rows")
 
 
 def test_completions_are_those_of_the_last_step_whose_file_is_whole(run):

@@ -85,6 +85,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
     return {
         "name": summary.name if summary else run.path.name,
         "summary": summary,
+        "subject": subject(config, evaluations),
         "signal": signal_name(summary.signal) if summary and summary.signal else None,
         "is_reward_model": is_reward_model,
         "headline": headline(summary, columns, rows),
@@ -103,6 +104,18 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "config": config,
         "cell": cell,
     }
+
+
+def subject(config: str | None, evaluations: Sequence[StageEvaluation]) -> str | None:
+    """The model and the task of a run, as its recipe names them; None where that names no model."""
+    content: Any = yaml.safe_load(config) if config else None
+    model = content.get("model") if isinstance(content, Mapping) else None
+    if not isinstance(model, Mapping):
+        return None
+    new = model.get("new") or {}
+    name = model.get("path") or (f"a new {new['architecture']}" if "architecture" in new else "a caller's model")
+    task = evaluations[-1].task if evaluations else content.get("task", {}).get("type")
+    return f"{name} on {task}" if task else str(name)
 
 
 def headline(
@@ -200,9 +213,9 @@ def _position(notice: Row) -> str:
 
 def _last_whole_step(steps: Mapping[int, Path]) -> tuple[int, list[Row]]:
     """The last step whose file can be read, and its rows; (0, []) where there is none."""
-    for step, path in reversed(steps.items()):
+    for step in sorted(steps, reverse=True):
         with suppress(UserError):
-            return step, read_rollouts(path)
+            return step, read_rollouts(steps[step])
     return 0, []
 
 
