@@ -76,3 +76,12 @@ def nearest(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
 def did_you_mean(name: str, known: Iterable[str], *, form: str = ", did you mean {}?") -> str:
     """A hint at the known name most similar to `name`, in quotes; empty where none is near."""
     return "".join(form.format(repr(close)) for close in nearest(name, known))
+
+
+def check_characters(text: str, *, where: str) -> None:
+    """Raise UserError where a text holds half of a character (a lone surrogate), which no UTF-8 file can keep."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise UserError(f"{where}: {half} is half of a character; write the whole character, or remove it") from None

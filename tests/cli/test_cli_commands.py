@@ -140,7 +140,7 @@ def test_json_is_all_of_stdout(monkeypatch, recipe):
     assert done.stderr == "hello\n"
 
 
-@pytest.mark.parametrize(("signal", "code", "by"), [(2, 130, "Ctrl-C"), (15, 143, "SIGTERM"), (10, 138, "signal 10")])
+@pytest.mark.parametrize(("signal", "code", "by"), [(2, 130, "Ctrl-C"), (15, 143, "SIGTERM"), (10, 138, "SIGUSR1")])
 def test_a_run_stopped_by_a_signal_prints_the_command_that_resumes_it(monkeypatch, recipe, signal, code, by):
     said = ["prompt.system=be brief", "run.name=mine"]
     _, done = run(monkeypatch, "train", recipe, *said, "--overwrite", signal=signal)

@@ -1,4 +1,7 @@
 import io
+import os
+
+import pytest
 
 from flatpeak.cli.common import LiveProgress, open_progress
 from flatpeak.pipeline.progress import PlainProgress
@@ -40,6 +43,21 @@ def test_plain_lines_are_ten_seconds_apart_and_the_last_step_is_always_shown():
         f"train 81/100 (20 s, 5 s left): {values}",
         f"train 100/100 (25 s): {values}",
     ]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_display_without_a_reader_ends_neither_the_run_nor_the_program(closed):
+    ours, theirs = os.pipe()
+    stream = os.fdopen(theirs, "w")
+    os.close(ours)
+    if closed:
+        stream.buffer.raw.close()
+    progress = PlainProgress(stream)
+    progress.notice("first")
+    progress.notice("second")
+    progress.update("train", step=1, total=1, metrics={"reward/mean": 1.0})
+    if not closed:
+        stream.close()  # as at the end of the program: what is left in the buffer goes nowhere too
 
 
 def test_an_evaluation_is_always_shown_and_its_accuracy_stays_in_sight():

@@ -1,5 +1,7 @@
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -7,6 +9,7 @@ import pytest
 
 from flatpeak.config import load as recipe
 from flatpeak.config.error_messages import known_keys
+from flatpeak.config.foreign_names import FOREIGN_NAMES
 from flatpeak.config.load import (
     apply_overrides,
     apply_settings,
@@ -24,6 +27,8 @@ from support.recipes import unsaid
 
 TASK_TYPES = ", ".join(config.model_fields["type"].default for config in get_args(get_args(TaskConfig)[0]))
 
+BOMB = "[&a [x], " + "".join(f"&{b} [{', '.join(['*' + a] * 10)}], " for a, b in pairwise("abcdefghij")) + "end]"
+"""A billion values in 500 characters."""
 MODEL = {"model": {"path": "somewhere"}}
 
 
@@ -420,3 +425,82 @@ def test_a_bad_recipe_fails_before_torch_is_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout == ("unknown key optimizer.lerning_rate: did you mean optimizer.learning_rate?\nFalse\n")
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"prompt": {"template": "\ud800 {question}"}}, "prompt.template"),
+        ({"prompt": {"template": "chat", "system": "\udcff"}}, "prompt.system"),
+        (
+            {"prompt": {"template": "chat", "chat_template_kwargs": {"a": ["x", "\ud83d"]}}},
+            "prompt.chat_template_kwargs.a.1",
+        ),
+        ({"rewards": {"\ud83d": {"type": "format"}}}, "a key of rewards"),
+    ],
+)
+def test_half_of_a_character_is_refused_with_its_key_before_a_run_begins(section, key):
+    with pytest.raises(UserError) as error:
+        parse_config(MODEL | section)
+    assert str(error.value).startswith(f"{key}: '\\ud")
+    assert str(error.value).endswith(" is half of a character; write the whole character, or remove it")
+
+
+def test_a_whole_character_outside_of_the_basic_plane_is_taken():
+    assert parse_config(MODEL | {"prompt": {"template": "\U0001f600 {question}"}}).prompt.template == "😀 {question}"
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("&x {a: *x}", "nested more than 100 deep"),
+        ("{a: " + "[" * 300 + "]" * 300 + "}", "nested"),
+        ("{a: " + "9" * 6000 + "}", "too many digits"),
+        (BOMB, "more than 100,000 values once their aliases"),
+    ],
+    ids=["recursive", "deep", "digits", "bomb"],
+)
+def test_yaml_that_no_check_would_finish_is_one_line_with_the_file(tmp_path, config, problem):
+    file = put(tmp_path / "mine.yaml", f"model: {{new: {{architecture: llama, config: {config}}}}}\n")
+    with pytest.raises(UserError, match=f"mine.yaml: cannot be read as YAML: .*{problem}") as error:
+        load_recipe(file)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_value_of_the_command_line_that_is_no_yaml_is_text():
+    assert parse_value("9" * 6000) == "9" * 6000
+    assert parse_value("[" * 3000) == "[" * 3000
+
+
+def test_a_key_of_another_type_is_not_offered_as_what_was_meant():
+    with pytest.raises(UserError, match=r"^unknown key task.question: did you mean task.equations") as error:
+        parse_config(MODEL | {"task": {"type": "rows", "train": [{"path": "x.jsonl"}], "question": "q"}})
+    assert "or task.question" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("scale_rewards=false", "unknown key scale_rewards: here it is advantage.scale"),
+        ("optimizer.lr=1e-5", "unknown key optimizer.lr: here it is optimizer.learning_rate"),
+        ("kl.beta=0.1", "unknown key kl.beta: here it is kl.coefficient"),
+        ("actor_rollout_ref.rollout.n=8", "unknown key actor_rollout_ref: the sections of a recipe are"),
+        ("rollout.n=8", "unknown key rollout.n: here it is rollout.group_size"),
+        ("training.batch_size=4", "unknown key training.batch_size: here it is rollout.prompts_per_step times"),
+        ("push_to_hub=true", "unknown key push_to_hub: here it is the command flatpeak push RUN"),
+    ],
+)
+def test_the_words_of_other_tools_are_translated(override, message):
+    with pytest.raises(UserError) as error:
+        parse_config(load_recipe("flatpeak:demo", [override]))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_NAMES))
+def test_every_translation_names_keys_that_there_are(name):
+    known = {*known_keys()}
+    assert name not in {key for key in known if "." not in key}
+    named = re.findall(r"[a-z_]+(?:\.[A-Za-z_]+)+", FOREIGN_NAMES[name].replace("docs/algorithms.md", ""))
+    written = [key.replace("NAME", "<name>") for key in named]
+    assert [key for key in written if key not in known and key != "rollout.engine.type"] == []
+    assert written or "flatpeak" in FOREIGN_NAMES[name]

@@ -27,6 +27,15 @@ def reason_of(worker: WorkerProcess) -> str:
     raise AssertionError("the death was not noticed")
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process that is no child of this one goes on; it may wait for its new parent as a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -63,6 +72,25 @@ def test_a_worker_is_a_session_of_its_own_with_its_gpu_and_answers_in_lines(
     assert outcome == {"kind": "x" * 100_000, "gpu": "GPU-b", "session": True}
     os.kill(worker.pid, signal.SIGKILL)
     assert reason_of(worker) == "the worker process was killed by SIGKILL, as the system does when memory runs out"
+
+
+def test_the_children_of_a_worker_that_was_killed_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import subprocess; child = subprocess.Popen(['sleep', '600']); "
+        "link.sendall(b'%d\\n' % child.pid); time.sleep(600)"
+    )
+    monkeypatch.setattr(worker_process, "_BOOT", START + code)
+    worker = WorkerProcess(0, log=tmp_path / "worker-0.log")
+    child = None
+    while child is None:
+        child = worker.receive()
+        time.sleep(0.01)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert "killed by SIGKILL" in reason_of(worker)
+    deadline = time.monotonic() + 60
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(child)
 
 
 def test_a_worker_that_fails_ends_although_threads_of_the_users_code_go_on(

@@ -157,6 +157,21 @@ def test_below_a_half_the_first_is_refused_again_and_again(consistency):
             check_consistency(guard, consistency, update=update)
 
 
+@pytest.mark.parametrize(
+    ("clips", "fault"),
+    [
+        ({"g1_clip": 0.1}, "g1_clip scales one of the two gradients whose difference is the penalty"),
+        ({"g2_clip": 0.1}, "g2_clip scales one of the two gradients whose difference is the penalty"),
+        ({"g1_clip": 0.1, "g2_clip": 0.1}, "g1_clip and g2_clip scale the two gradients before their difference"),
+    ],
+)
+def test_the_clips_that_spoil_the_difference_are_the_ones_that_are_named(clips, fault):
+    guard = Guard(settings(check_every=100, **clips), notice=print)
+    with pytest.raises(UserError, match=fault) as messages:
+        check_consistency(guard, -1.0)
+    assert [name for name in ("g1_clip", "g2_clip") if name in str(messages.value)] == list(clips)
+
+
 def test_below_nine_tenths_it_is_told_and_later_ones_are_counted():
     messages = []
     guard = Guard(settings(check_every=1), notice=messages.append)
@@ -189,7 +204,7 @@ def test_a_step_over_which_the_gradient_bends_is_refused_with_the_other_way_out(
 
 def test_a_clipped_first_gradient_is_refused_for_the_clipping():
     model = network()
-    with pytest.raises(UserError, match="g1_clip and g2_clip scale the two gradients before their difference is taken"):
+    with pytest.raises(UserError, match="g1_clip scales one of the two gradients whose difference"):
         regularizer(model, g1_clip=1e-3, check_every=1).accumulate(one(regression(model)))
 
 

@@ -147,6 +147,13 @@ def test_the_default_step_is_accepted_in_every_setting(name, step):
         assert unchanged(model, before)
 
 
+def test_a_random_direction_that_rounding_drowns_asks_for_a_much_longer_step():
+    model, loss, *_ = setting("adapters", seed=0)
+    ours = regularizer(model, step=3e-5, step_scale="relative", check_every=100, direction="random")
+    with pytest.raises(UserError, match=r"along a random direction .* rounding to bfloat16 .* tenfold or more"):
+        ours.accumulate(one(loss))
+
+
 def test_adapters_over_a_half_precision_base_are_refused_at_the_step_of_float32():
     model, loss, _, precise, precise_loss = setting("adapters", seed=0)
     before = values(model)

@@ -324,6 +324,30 @@ def test_a_path_with_spaces_is_hidden_and_named(finished_run: Path, tmp_path: Pa
     assert "to be given again: `task.train.0.path`" in (tmp_path / "dry" / "README.md").read_text()
 
 
+def test_relative_paths_of_files_that_are_not_uploaded_are_named(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_on_own_files(run: Path) -> None:
+        recipe = yaml.safe_load((run / "config.yaml").read_text())
+        recipe["model"] |= {"new": None, "path": "./base"}
+        recipe["task"] = {"type": "rows", "train": [{"path": "mine.jsonl"}, {"path": "not/there.jsonl"}]}
+        recipe["rewards"] = {"mine": {"type": "function", "function": "rewards.py:score"}}
+        (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").touch()
+    pushed = push(copied(finished_run, tmp_path / "run", train_on_own_files), repo="me/tiny", dry_run=tmp_path / "dry")
+    assert pushed.local == ("model.path", "task.train.0.path", "rewards.mine.function")
+    card = (tmp_path / "dry" / "README.md").read_text()
+    assert "put yours there, or change `model.path`, `task.train.0.path`, `rewards.mine.function`." in card
+    assert yaml.safe_load((tmp_path / "dry" / "recipe.yaml").read_text())["model"]["path"] == "./base"
+
+
+def test_the_card_of_a_recipe_without_local_files_names_none(finished_run: Path, tmp_path: Path) -> None:
+    assert push(finished_run, repo="me/tiny", dry_run=tmp_path / "dry").local == ()
+    assert "which are not in this repository" not in (tmp_path / "dry" / "README.md").read_text()
+
+
 def test_the_snippet_samples_as_in_training_whatever_the_models_own_settings_are(
     finished_run: Path, tmp_path: Path
 ) -> None:

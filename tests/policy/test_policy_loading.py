@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,16 @@ def test_tied_weights_of_a_file_stay_tied(tmp_path: Path) -> None:
     assert model.lm_head.weight.data_ptr() % 64 == 0
 
 
+class Call:
+    """A pickle of this touches a file where it is opened without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
 def test_a_model_that_lacks_weights_is_refused_by_their_names(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -183,7 +194,24 @@ def test_a_model_of_another_architecture_is_refused(tmp_path: Path) -> None:
 def test_damaged_weights_are_one_line(content: bytes, tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"^model\.path=.* does not load: .+$"):
+    with pytest.raises(UserError, match=r"^model\.path=.* does not load: .+; .* pointer of Git LFS: fetch it again$"):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_pickled_code_is_not_run_and_no_advice_of_torch_to_run_it_is_repeated(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Call(tmp_path / "canary"), protocol=2))
+    with pytest.raises(UserError, match=r"holds more than tensors: convert them to safetensors$") as error:
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+    assert "weights_only" not in str(error.value)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_damaged_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"a": ')
+    with pytest.raises(UserError, match=r"does not load: .*; one of its \.json files is damaged: fetch it again$"):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
 
 

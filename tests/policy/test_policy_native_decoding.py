@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,16 @@ import pytest
 import torch
 
 from flatpeak.errors import UserError
-from flatpeak.kernels.native import build
 from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.kernels.native.decode import NativeCache
 from flatpeak.policy.model import Policy
-from flatpeak.policy.native_decoding import SETTING, KernelChoice
+from flatpeak.policy.native_decoding import SETTING, KernelChoice, read_weights
 from flatpeak.training.batch import collate
 from flatpeak.types import Group, SamplingParams
 from support.architectures import COMMON, architecture_model
 from support.engines import Tokens, make_policy, prompt, sample
 from support.models import tiny_model
+from support.native_kernels import no_compiler
 
 try:
     library()
@@ -195,6 +196,12 @@ def test_weights_that_change_between_requests_are_read_anew() -> None:
     assert_alike(policy, sampling=SAMPLINGS["plain"])
 
 
+def test_double_precision_is_left_to_torch_for_what_it_is() -> None:
+    policy = Policy(copy.deepcopy(make_policy().causal).double(), Tokens())  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError, match="they compute in float32 on a CPU"):
+        read_weights(policy)
+
+
 @needs_kernels
 def test_the_self_test_is_made_once_and_on_a_few_hundred_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
@@ -215,16 +222,11 @@ def test_the_self_test_is_made_once_and_on_a_few_hundred_tokens(monkeypatch: pyt
 def test_without_a_fitting_library_and_a_compiler_torch_decodes_and_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PATH", "CXX", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, "" if name == "CXX" else str(tmp_path))
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
-    tmp_path.chmod(0o700)
     (tmp_path / "prebuilt").mkdir()
     (tmp_path / "prebuilt" / "kernels-x86-64-v4-of-another-version.so").touch()
-    build._find.cache_clear()
     policy = make_policy()
-    drawn = sample(policy, (3,), sampling=SAMPLINGS["plain"])
-    build._find.cache_clear()
+    with no_compiler(tmp_path, monkeypatch):
+        drawn = sample(policy, (3,), sampling=SAMPLINGS["plain"])
     (notice,) = policy.kernels.notices
     assert notice.startswith("decoding goes without native kernels, and is slower: no C++ compiler was found")
     assert notice.endswith("and no compiled kernels fit")

@@ -26,7 +26,7 @@ from flatpeak.types import Batch, Group, SamplingParams
 from support.architectures import COMMON, architecture_model
 from support.engines import Tokens, make_policy, prompt, sample
 from support.models import tiny_model
-from support.native_kernels import random_policy
+from support.native_kernels import no_compiler, random_policy
 from support.policies import gradients, largest_gap, tokens_and_weights, uneven_batch
 
 try:
@@ -344,14 +344,9 @@ def test_damaged_weights_are_no_verdict_on_the_kernels() -> None:
 def test_without_a_library_torch_computes_and_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PATH", "CXX", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, "" if name == "CXX" else str(tmp_path))
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
-    tmp_path.chmod(0o700)
-    build._find.cache_clear()
     policy, batch = make_policy(), uneven_batch()
-    result = one_pass(policy, batch, "auto")
-    build._find.cache_clear()
+    with no_compiler(tmp_path, monkeypatch):
+        result = one_pass(policy, batch, "auto")
     (notice,) = policy.kernels.notices
     assert notice.startswith("a training pass goes without native kernels, and is slower: no C++ compiler was found")
     assert same_bits(result, one_pass(policy, batch, "torch"))

@@ -40,6 +40,18 @@ def test_failures_of_a_part_are_no_reward_and_a_step_without_any_counts_as_0() -
     assert ">completions per step</text>" in svg
 
 
+def test_equal_curves_are_one_with_all_their_names() -> None:
+    rows = trained(
+        {"reward/mean": 0.5, "reward/right": 0.5, "reward/style": 0.5},
+        {"reward/mean": 1.0, "reward/right": 1.0, "reward/style": 0.75},
+    )
+    curves = metric_curves(rows, named("Reward"))
+    assert [(curve.label, curve.values) for curve in curves] == [
+        ("reward/mean = reward/right", (0.5, 1.0)),
+        ("reward/style", (0.5, 0.75)),
+    ]
+
+
 def test_a_run_without_failures_has_no_chart_of_them() -> None:
     rows = trained({"reward/mean": 1.0, "reward/missing_fraction": 0.0}, {"reward/missing_fraction": 0.0})
     assert set(drawn(rows)) == {"Reward"}

@@ -7,10 +7,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flatpeak.errors import UserError
 from flatpeak.report.charts import CHARTS, accuracy_curves, charts, metric_curves
-from flatpeak.report.page import compared_runs, evaluations_of, example_rollouts, run_table, write_report
+from flatpeak.report.page import compared_runs, evaluations_of, example_rollouts, run_table, subject, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.summary import RunSummary, StageEvaluation, write_summary
@@ -177,6 +178,33 @@ def test_text_of_models_and_recipes_cannot_become_markup(run):
     text = write_report(run.path).read_text()
     assert "<script" not in text
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4
+
+
+def test_the_page_says_what_stopped_a_run_and_where_its_curves_begin(run):
+    write_summary(run.summary, replace(SUMMARY, status="stopped", signal=2))
+    text = Page(write_report(run.path).read_text()).text
+    assert "stopped by Ctrl-C" in text
+    assert "Held-out curves begin at step 0 with the model that RL began with" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"path": "Qwen/Qwen2.5-0.5B"}, "Qwen/Qwen2.5-0.5B on sums"),
+        ({"path": None, "new": {"architecture": "gpt2"}}, "a new gpt2 on sums"),
+        ({"path": None, "new": None}, "a caller's model on sums"),
+    ],
+)
+def test_the_page_begins_with_model_and_task(run, model, named):
+    run.config.write_text(yaml.safe_dump({"model": model, "task": {"type": "rows"}}))
+    assert named in Page(write_report(run.path).read_text()).text
+    assert subject(run.config.read_text(), ()) == named.replace("sums", "rows")
+
+
+def test_completions_are_those_of_the_last_step_whose_file_is_whole(run):
+    newest = run.rollouts / "step_000040.jsonl"
+    newest.write_text(newest.read_text()[:100])
+    assert "Completions of step 39" in Page(write_report(run.path).read_text()).text
 
 
 def test_curves_hold_the_metrics_of_their_stage_and_skip_what_was_never_finite(run):

@@ -1,5 +1,6 @@
 import json
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 
@@ -180,6 +181,16 @@ def test_best_and_last_are_relative_links_that_move(tmp_path, write):
     assert (tmp_path / "a" / "last").readlink() == Path("step_000002")
     (tmp_path / "a").rename(tmp_path / "moved")
     assert read_checkpoint(tmp_path / "moved" / "last").step == 2
+
+
+def test_a_link_takes_the_place_of_the_directory_that_a_copy_of_the_run_has_there(tmp_path, write):
+    first, second = write(tmp_path / "a", 1), write(tmp_path / "a", 2)
+    link_checkpoint(tmp_path / "a", "last", first)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")  # follows links, as cp -rL and object storage do
+    assert not (tmp_path / "copy" / "last").is_symlink()
+    link_checkpoint(tmp_path / "copy", "last", second)
+    assert (tmp_path / "copy" / "last").readlink() == Path("step_000002")
+    assert read_checkpoint(tmp_path / "copy" / "step_000001").step == 1
 
 
 def test_pruning_keeps_the_first_the_best_the_last_and_the_newest(tmp_path, write):

@@ -234,6 +234,25 @@ def test_a_name_that_leaves_the_directory_is_refused(tmp_path, name):
         create(tmp_path, name=name)
 
 
+@pytest.mark.parametrize("name", ["n" * 256, "sweep/" + "é" * 128, "a\0b"])
+def test_a_name_that_no_directory_can_have_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"run\.name: no directory can have this name, of (256|3|5) bytes") as error:
+        create(tmp_path, name=name)
+    assert "\0" not in str(error.value)
+    create(tmp_path, name="n" * 255).close()
+
+
+@pytest.mark.parametrize("content", ["", "a: [\n", "- 1\n"])
+def test_a_damaged_recipe_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_path, content):
+    with create(tmp_path) as run:
+        run.config.write_text(content)
+    with pytest.raises(UserError, match=r"one/config\.yaml is empty or damaged, .* or delete it") as error:
+        create(tmp_path, resume=True)
+    assert len(str(error.value).splitlines()) == 1
+    run.config.unlink()
+    create(tmp_path, resume=True).close()
+
+
 def test_a_name_may_have_folders(tmp_path):
     with create(tmp_path, name="sweep/01") as run:
         assert run.path == tmp_path / "sweep" / "01"

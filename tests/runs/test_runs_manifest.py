@@ -13,7 +13,7 @@ from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library_name
 from flatpeak.pipeline.components import PlainSampler
 from flatpeak.report.page import write_report
-from flatpeak.runs.manifest import check_resumable
+from flatpeak.runs.manifest import check_resumable, describe_start
 
 OLD = {"evaluation": {"every": 5}, "rewards": {"correctness": {"type": "number"}}, "curriculum": None}
 
@@ -84,3 +84,8 @@ def test_the_manifest_and_the_report_name_what_draws_the_rollouts(
     result = train(recipe(training={"steps": 1}, rollout=rollout), **options)
     assert json.loads((result.path / "manifest.json").read_text())["decoder"] == expected
     assert f"rollouts by {expected}" in write_report(result.path).read_text()
+
+
+def test_the_command_in_the_manifest_has_no_secret_values() -> None:
+    start = describe_start(["flatpeak", "train", "rewards.f={arguments: {api_key: plain-value}}"])
+    assert start["command"] == ["flatpeak", "train", "rewards.f={arguments: {api_key: [redacted]}}"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatpeak.runs.notices import NoticeLog, RecordedProgress, read_notices, truncate_notices
+from support.runs import Watcher
 
 
 def texts(path: Path) -> list[str]:
@@ -43,6 +44,13 @@ def test_secrets_are_left_out_of_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     content = (tmp_path / "notices.jsonl").read_text()
     assert content.count("[redacted]") == 4
     assert not any(secret in content for secret in ("hunter2x", "horse", "sk-", "hf_"))
+
+
+def test_secrets_are_left_out_of_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_PASSWORD", "hunter2hunter2")
+    shown = Watcher()
+    RecordedProgress(shown, NoticeLog()).notice("reward 'f' failed: RuntimeError: hunter2hunter2")
+    assert shown.notices == ["reward 'f' failed: RuntimeError: [redacted]"]
 
 
 def test_a_later_start_repeats_no_text_of_an_earlier_one(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 import math
 
+import pytest
+
+from flatpeak.errors import UserError
 from flatpeak.runs import rollout_log
 from flatpeak.runs.rollout_log import RolloutLog, first_row, logged_steps, read_rollouts, truncate_rollouts
 from flatpeak.types import Completion, Example, Group, Prompt, Scores
@@ -106,3 +109,12 @@ def test_rollouts_that_take_little_room_are_not(tmp_path):
 def test_the_first_row_is_read_without_the_others(tmp_path):
     (tmp_path / "step_000001.jsonl").write_text('{"prompt": "a"}\n{torn')
     assert first_row(tmp_path / "step_000001.jsonl") == {"prompt": "a"}
+
+
+def test_a_file_that_is_cut_short_is_one_line_with_its_name(tmp_path):
+    RolloutLog(tmp_path).write(12, [group("a", ["x", "y"]), group("b", ["z", "w"])], SCORES, [[0.7, None], [0.1, 0.2]])
+    path = tmp_path / "step_000012.jsonl"
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(UserError, match=r"step_000012\.jsonl is not whole \(.*\): choose another step") as error:
+        read_rollouts(path)
+    assert len(str(error.value).splitlines()) == 1

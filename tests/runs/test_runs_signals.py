@@ -1,13 +1,17 @@
 import os
+import pty
 import signal
+import sys
 import threading
 
 import pytest
 
-from flatpeak.runs.signals import StopSignals
+from flatpeak.runs.signals import StopSignals, signal_name
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 128 + signal.SIGUSR1)]
+)
 def test_the_first_signal_is_remembered(number, code):
     with StopSignals() as stop:
         assert stop.signal is None
@@ -45,3 +49,56 @@ def test_outside_the_main_thread_it_does_nothing():
     thread.join()
     assert seen == [None, before]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_lost_terminal_is_a_request_to_stop_and_printing_goes_on_without_it(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from flatpeak.runs.signals import StopSignals\n"
+        "with StopSignals() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while stop.signal is None: time.sleep(0.01)\n"
+        "    print('x' * 100_000, flush=True); print('x', file=sys.stderr, flush=True)\n"
+        "    Path(sys.argv[1]).write_text(str(stop.exit_code))\n"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code, str(tmp_path / "saved")])
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "saved").read_text() == str(128 + signal.SIGHUP)
+
+
+@pytest.mark.parametrize(("number", "name"), [(2, "Ctrl-C"), (15, "SIGTERM"), (1, "SIGHUP"), (999, "signal 999")])
+def test_signals_are_named_in_words(number, name):
+    assert signal_name(number) == name
+
+
+def test_a_terminal_is_told_at_once_that_the_step_is_waited_for():
+    code = (
+        "import time; from flatpeak.runs.signals import StopSignals\n"
+        "with StopSignals() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while stop.signal is None: time.sleep(0.01)\n"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    assert os.read(terminal, 5) == b"ready"
+    os.kill(child, signal.SIGINT)
+    shown = b""
+    while b"without one" not in shown:
+        shown += os.read(terminal, 1000)
+    assert b"stopping after this step, with a checkpoint" in shown
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(terminal)

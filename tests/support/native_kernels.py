@@ -1,15 +1,19 @@
-"""Random shapes that the native kernels serve, and the same by plain torch: logits of models, attention of groups."""
+"""Random shapes that the native kernels serve, the same by plain torch, and a machine that has no kernels."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from flatpeak.kernels.native import build
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
 from flatpeak.kernels.native.training_pass import Groups
 from flatpeak.policy.model import Policy
@@ -18,6 +22,18 @@ from support.engines import Tokens, plain_logits
 from support.models import tiny_model
 
 POSITIONS = 160
+
+
+@contextmanager
+def no_compiler(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with no C++ compiler and no compiled kernels but those in `home/prebuilt`, until the block ends."""
+    for name in ("PATH", "CXX", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "" if name == "CXX" else str(home))
+    monkeypatch.setattr(build, "PREBUILT", home / "prebuilt")
+    home.chmod(0o700)
+    build._find.cache_clear()
+    yield
+    build._find.cache_clear()
 
 
 def random_policy(rng: random.Random) -> Policy:

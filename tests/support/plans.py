@@ -10,8 +10,11 @@ from torch import Tensor
 
 from flatpeak.config.load import merge, parse_config
 from flatpeak.config.run_config import RunConfig
+from flatpeak.pipeline.planning.device import GIB, PlannedDevice
+from flatpeak.pipeline.planning.memory import MemoryEstimate, estimate_memory
 from flatpeak.pipeline.planning.memory_tracker import MemoryTracker
 from flatpeak.pipeline.planning.planned_model import PlannedModel, read_model
+from flatpeak.pipeline.planning.workload import Evaluated, Workload
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
@@ -20,6 +23,24 @@ from support.models import RUN_SIZES, letter_tokenizer, tiny_model
 
 LETTERS = 24
 """The vocabulary of `saved_model`."""
+CPU = PlannedDevice(name="CPU", on_cpu=True, memory=8 * GIB, libraries=GIB // 2)
+GPU = PlannedDevice(name="GPU", on_cpu=False, memory=8 * GIB, libraries=GIB // 2)
+WORK = Workload(
+    task="sums",
+    train_rows=10,
+    test_rows=2,
+    prompt_lengths=(9, 7, 5),
+    group_size=4,
+    new_tokens=20,
+    draws=1,
+    steps=3,
+    updates=3,
+    sft_steps=0,
+    demonstrations=(),
+    evaluation=Evaluated(prompt_lengths=(9, 4), completions=1, new_tokens=20),
+    notes=(),
+)
+"""A run of three steps of twelve completions each."""
 
 
 def saved_model(directory: Path, architecture: str = "qwen2", *, weights: bool = False, **settings: Any) -> Path:
@@ -33,6 +54,18 @@ def saved_model(directory: Path, architecture: str = "qwen2", *, weights: bool =
 def planned(directory: Path, **settings: Any) -> PlannedModel:
     """The model of such a directory as a plan has it."""
     return read_model(ModelConfig.model_validate({"path": str(directory), "device": "cpu", **settings}))
+
+
+def config_of(directory: Path, **sections: Any) -> RunConfig:
+    """The recipe of three steps with the model in such a directory."""
+    model = {"path": str(directory), "device": "cpu", **sections.pop("model", {})}
+    return parse_config({"model": model, "training": {"steps": 3}, **sections})
+
+
+def estimated(directory: Path, device: PlannedDevice = CPU, work: Workload = WORK, **sections: Any) -> MemoryEstimate:
+    """The memory of that recipe's run, as a plan has it."""
+    config = config_of(directory, **sections)
+    return estimate_memory(config, work, planned(directory, **sections.get("model", {})), device)
 
 
 def sums_recipe(**sections: Any) -> RunConfig:

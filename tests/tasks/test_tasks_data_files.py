@@ -130,3 +130,28 @@ def test_cells_without_a_header_get_the_names_that_are_given(tmp_path):
     rows = list(read_csv_cells(tmp_path / "a.csv", columns=("q", "a")))
     assert [row.values for row in rows] == [{"q": "two\nlines", "a": "x"}, {"q": "q", "a": 'a "b"'}]
     assert rows[1].where.endswith("a.csv line 3")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (r'"1+\ud800"', r"'\ud800' is half of a character"),
+        (r'{"in": ["\uDFFF"]}', r"'\udfff' is half of a character"),
+        ("9" * 6000, "a whole number with too many digits; write it as a text, in quotes"),
+        ("[" * 200_000 + "]" * 200_000, "nested too deeply"),
+    ],
+    ids=["surrogate", "nested surrogate", "digits", "brackets"],
+)
+def test_json_that_python_cannot_keep_is_refused_with_its_line(tmp_path, value, problem):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"q": "1+1"}\n{"q": ' + value + "}\n")
+    with pytest.raises(UserError) as error:
+        read(file)
+    assert str(error.value).startswith(f"{file} line 2: ")
+    assert problem in str(error.value)
+
+
+def test_a_pair_of_surrogates_in_json_is_one_character(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(r'{"q": "\ud83d\ude00"}')
+    assert read(file)[0].values == {"q": "\U0001f600"}

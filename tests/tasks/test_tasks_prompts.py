@@ -296,3 +296,25 @@ def test_a_template_may_be_its_text_itself_and_equals_that_of_a_file(tmp_path):
     assert by_text.token_ids == by_file.token_ids
     # A text says itself how it ends; only an editor's line break at the end of a file is not meant.
     assert build("1", template="{question}\n").prompts[0].text == "1\n"
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if never %}\ud800{% endif %}" + CHAT_TEMPLATE, {"default": CHAT_TEMPLATE, "tools": "\ud800"}]
+)
+@pytest.mark.parametrize("wording", ["plain", "chat"])
+def test_half_of_a_character_in_a_chat_template_is_refused_before_a_checkpoint_needs_it(template, wording):
+    with pytest.raises(UserError, match=r"the tokenizer's chat template \(\w+\): '.ud800' is half of a character"):
+        build("1+1", tokenizer=make_tokenizer(chat_template=template), template=wording)
+
+
+def test_half_of_a_character_in_a_question_is_refused_by_its_example():
+    with pytest.raises(UserError, match=r"the question of example 'e1': '.ud83d' is half of a character"):
+        build("1+1", "\ud83d", template="plain")
+
+
+def test_half_of_a_character_is_refused_before_a_new_tokenizer_is_built_of_it():
+    with pytest.raises(UserError, match=r"the question of example 'e0': '.ud83d' is half of a character"):
+        prompt_texts(examples("\ud83d"), PromptConfig(template="plain"))
+    rationale = Example(id="r", question="1+1", gold="2", rationale="\ud83d")
+    with pytest.raises(UserError, match=r"the rationale of example 'r': '.ud83d' is half of a character"):
+        prompt_texts([rationale], PromptConfig(template="plain"))

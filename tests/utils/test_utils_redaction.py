@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak.utils.redaction import Secret, local_roots, redact, without_local_paths
+from flatpeak.utils.redaction import Secret, local_roots, redact, redact_command, without_local_paths
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,9 @@ from flatpeak.utils.redaction import Secret, local_roots, redact, without_local_
         ("https://me:hunter2@example.org/x", "https://[redacted]@example.org/x"),
         ("https://sk-abcdefghijklm:hunter2@example.org", "https://[redacted]@example.org"),
         ("ghp_abcdefghijklmnopqrstuvwx", "[redacted]"),
+        ("github_pat_11ABCDEFG0abcdefghij_KLMNOP", "[redacted]"),
+        ("post to https://hooks.slack.com/services/T01/B02/xyz", "post to https://hooks.slack.com/services/[redacted]"),
+        ("https://discord.com/api/webhooks/123/ab-c_d", "https://discord.com/api/webhooks/[redacted]"),
         ("gsk_abcdefghijkl", "[redacted]"),
         ("key=AIzaabcdefghijkl", "key=[redacted]"),
         ("xai-abcdefghijkl", "[redacted]"),
@@ -42,8 +45,11 @@ def test_values_of_secret_variables_are_hidden_wherever_they_stand(monkeypatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "correct-horse")
     monkeypatch.setenv("WANDB_API_KEY", "correct-horse-battery")
     monkeypatch.setenv("SHORT_KEY", "1234")
+    monkeypatch.setenv("AZURE_PAT", "staple-battery")
+    monkeypatch.setenv("SOME_PATH", "/usr/ordinary")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "untouched")
     content = {"command": ["x", "--k=correct-horse-battery"], "n": 1234, "t": ("correct-horse", "1234", "untouched")}
+    assert redact("staple-battery in /usr/ordinary") == "[redacted] in /usr/ordinary"
     assert redact(content) == {
         "command": ["x", "--k=[redacted]"],
         "n": 1234,
@@ -57,6 +63,24 @@ def test_fields_named_like_secrets_are_hidden_and_others_are_not():
         "api_key": "[redacted]",
         "judge": {"password": "[redacted]", "eos_token": "</s>", "max_tokens": 5, "secret": None},
     }
+
+
+@pytest.mark.parametrize(
+    ("argument", "clean"),
+    [
+        ("rewards.f.arguments.api_key=plain, value}", "rewards.f.arguments.api_key=[redacted]"),
+        (
+            "rewards.f={type: function, arguments: {api_key: plain-value, k: 2}}",
+            "rewards.f={type: function, arguments: {api_key: [redacted], k: 2}}",
+        ),
+        ('rewards.f={"my_password": "pl,ain", "k": 2}', 'rewards.f={"my_password": [redacted], "k": 2}'),
+        ("judge.backend.api_key_env=MY_KEY", "judge.backend.api_key_env=MY_KEY"),
+        ("model.new={tokenizer: {eos_token: </s>}}", "model.new={tokenizer: {eos_token: </s>}}"),
+        ("--json", "--json"),
+    ],
+)
+def test_a_command_keeps_its_settings_without_secret_values(argument, clean):
+    assert redact_command(["flatpeak", argument]) == ["flatpeak", clean]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -17,6 +16,7 @@ import typer
 
 from flatpeak.distributed.launch import job_rank, launch, needs_launch
 from flatpeak.pipeline.progress import MetricsLine, PlainProgress
+from flatpeak.runs.signals import signal_name
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -38,8 +38,6 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest va
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run of that name first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole recipe, defaults included; stop.")]
-
-_SIGNALS = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
 
 
 def read_config(recipe: str, overrides: Sequence[str] | None) -> RunConfig:
@@ -111,7 +109,7 @@ class RunOutput:
     def finish(self, result: RunResult, last_line: str) -> None:
         """Print the outcome: `last_line`, or the command that resumes a run that a signal stopped.
 
-        Exits with 130 or 143 for a signal. Of several processes the first prints it.
+        Exits with 128 + its number for a signal. Of several processes the first prints it.
         """
         if job_rank():
             return
@@ -121,7 +119,7 @@ class RunOutput:
         elif summary.signal is None:
             typer.echo(last_line)
         if summary.signal is not None:
-            by = _SIGNALS.get(summary.signal, f"signal {summary.signal}")
+            by = signal_name(summary.signal)
             command = _resume_command(self.resumed_by or ["train", str(result.path / "config.yaml")])
             stopped = f"{self.label}: stopped by {by} after step {summary.last_step}"
             typer.echo(f"{stopped}; resume it with\n{command}", err=self.as_json)

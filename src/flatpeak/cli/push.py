@@ -60,6 +60,9 @@ def push(
     if as_json:
         typer.echo(json.dumps(asdict(result), default=str))
     else:
+        if result.local:
+            keys = ", ".join(result.local)
+            typer.echo(f"push: recipe.yaml names local files, which are not uploaded ({keys}); the card says so")
         typer.echo(f"push: {result.source} -> {result.address or result.directory}")
 
 

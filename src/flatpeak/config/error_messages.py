@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from flatpeak.config.foreign_names import translate
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import nearest
 
@@ -73,6 +74,9 @@ def known_keys(annotation: Any = RunConfig, prefix: str = "") -> Iterator[str]:
 def _unknown_key(path: Sequence[str], model: Any, schema: type[BaseModel], kind: str) -> str:
     dotted, name, section = ".".join(path), path[-1], ".".join(path[:-1])
     known = list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+    foreign = translate(path) if schema is RunConfig else None
+    if foreign is not None:
+        return f"unknown key {dotted}: here it is {foreign}"
     near = [".".join((*path[:-1], close)) for close in nearest(name, known)]
     # The least nested first: a key that every reward of every curriculum may have is seldom meant.
     named = (key for key in known_keys(schema) if key.rpartition(".")[2] == name)
@@ -81,8 +85,9 @@ def _unknown_key(path: Sequence[str], model: Any, schema: type[BaseModel], kind:
         own = [field for field in known if field != "type"]
         type_ = model.model_fields["type"].default
         return f"unknown key {dotted}: {section}.type={type_} has no {name}, but {', '.join(own)}"
-    if near or elsewhere:
-        return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(near + elsewhere))[:3])}?"
+    other = [key for key in elsewhere if not _matches(key, path)]  # itself, which another type has
+    if near or other:
+        return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(near + other))[:3])}?"
     where = f"the keys of {section} are" if section else f"the sections of {kind} are"
     return f"unknown key {dotted}: {where} {', '.join(known)}"
 

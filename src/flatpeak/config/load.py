@@ -17,7 +17,7 @@ import yaml
 from flatpeak.config.error_messages import describe_errors
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import without_superseded
-from flatpeak.errors import UserError, nearest
+from flatpeak.errors import UserError, check_characters, nearest
 
 Settings = Mapping[str, Any] | Sequence[str]
 """Changes of a recipe: a mapping whose keys may be dotted (`{"training.steps": 2, "rollout": {"group_size": 8}}`), or
@@ -28,6 +28,8 @@ RENAMED = {
     "flatpeak:algorithms/gradient_regularization_s0": "flatpeak:algorithms/gradient_regularization_from_scratch_dr_grpo"
 }
 """Shipped recipes that had another name in the version before, which still works."""
+_DEEPEST, _LARGEST = 100, 100_000
+"""Levels and values of the largest recipe; a published one has some hundred values on six levels."""
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
 
@@ -57,10 +59,24 @@ def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
     """Check a resolved recipe. Raises UserError: one line, each problem with its dotted key and what would be right."""
     from pydantic import ValidationError
 
+    _check_texts(recipe, "")
     try:
         return RunConfig.model_validate(recipe)
     except ValidationError as error:
         raise UserError(describe_errors(error.errors(include_url=False))) from None
+
+
+def _check_texts(value: Any, key: str) -> None:
+    """Raise UserError for a key or text that neither config.yaml nor a checkpoint could hold."""
+    if isinstance(value, str):
+        check_characters(value, where=key)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            check_characters(str(name), where=f"a key of {key or 'the recipe'}")
+            _check_texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_texts(item, f"{key}.{index}")
 
 
 def shipped_recipes() -> list[str]:
@@ -270,7 +286,7 @@ for _tag, _pattern, _first in (
 def parse_file(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML file. Raises UserError with the line where it is broken."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_YAMLLoader)
+        content = _read_yaml(path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -284,6 +300,28 @@ def parse_file(path: Path) -> dict[str, Any]:
     return content
 
 
+def _read_yaml(text: str) -> Any:
+    """The content of a YAML text. Raises YAMLError also for what would exhaust a check: depth, multiplied aliases."""
+    try:
+        content = yaml.load(text, Loader=_YAMLLoader)
+    except RecursionError:
+        raise yaml.YAMLError("lists or mappings are nested too deeply") from None
+    except ValueError as error:  # more digits than Python converts
+        raise yaml.YAMLError(f"a whole number has too many digits ({error})") from None
+    waiting, seen = [(content, 0)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        seen += 1
+        if depth > _DEEPEST or seen > _LARGEST:
+            raise yaml.YAMLError(
+                f"lists or mappings are nested more than {_DEEPEST} deep, or hold more than {_LARGEST:,} values once "
+                "their aliases (*name) are filled in"
+            )
+        if isinstance(value, Mapping | list):
+            waiting += [(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value)]
+    return content
+
+
 def parse_value(text: str) -> Any:
     """Parse a value of the command line: a list, a mapping, a quotation, or a scalar whatever its colons and hashes.
 
@@ -291,15 +329,17 @@ def parse_value(text: str) -> Any:
     """
     text = text.strip()
     if text[:1] in ('"', "'"):
-        return yaml.load(text, Loader=_YAMLLoader)
+        return _read_yaml(text)
     if text[:1] == "[" or text == "{}" or (text[:1] == "{" and ":" in text):
         try:
-            return yaml.load(text, Loader=_YAMLLoader)
+            return _read_yaml(text)
         except yaml.YAMLError:
             return text
     loader = _YAMLLoader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text, (True, False))
         return loader.construct_object(yaml.ScalarNode(tag, text))
+    except ValueError:  # more digits than Python converts
+        return text
     finally:
         loader.dispose()

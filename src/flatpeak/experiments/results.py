@@ -16,7 +16,7 @@ from flatpeak.experiments.records import CellState, cell_state
 from flatpeak.experiments.table import SweepTable, write_table
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.manifest import describe_start
-from flatpeak.utils.redaction import redact
+from flatpeak.utils.redaction import redact, redact_command
 
 SECONDS_BETWEEN_TABLES = 30.0
 
@@ -117,7 +117,7 @@ class TableWriter:
             "sweep": f"{config.name}, {len(self.plan.runs)} runs",
             "flatpeak": _distinct(start["versions"].get("flatpeak", flatpeak.__version__) for start in starts),
             "commit": _distinct(_commit(start["commit"]["flatpeak"]) for start in starts),
-            "command": shlex.join(self.command),
+            "command": shlex.join(redact_command(self.command)),
             "hardware": _distinct(_hardware(start["hardware"]) for start in starts),
             "torch": _distinct(str(start["versions"].get("torch")) for start in starts),
             "seeds": _ranges(config.seeds),

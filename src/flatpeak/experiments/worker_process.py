@@ -88,6 +88,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             return "the worker process closed its connection"
+        self._kill_group()  # what it had started: it had no time to end that where it was killed
         if code >= 0:
             return f"the worker process ended with exit code {code} (see {self.log})"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -100,11 +101,14 @@ class WorkerProcess:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process at once, with the processes of its session."""
+        """End the process at once, with the processes of its group."""
         if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group()
             self._process.wait()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # macOS says the second of groups that have ended
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Let an idle process end, or kill it; then wait for it."""

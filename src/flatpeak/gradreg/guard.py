@@ -84,7 +84,7 @@ class Guard:
     def __init__(self, config: GradientRegularizationConfig, *, notice: Callable[[str], None]) -> None:
         self.minimum = config.min_perturbation_kept
         self.check_every = config.check_every
-        self.clips = config.g1_clip is not None or config.g2_clip is not None
+        self.config = config
         self.notice = notice
         self.passed = False
         """Whether any perturbation has survived rounding."""
@@ -153,7 +153,7 @@ class Guard:
             return
         if consistency < NOTICE_BELOW:
             message = inconsistency_message(
-                consistency, h=h, direction=direction, perturbation=perturbation, clips=self.clips
+                consistency, h=h, direction=direction, perturbation=perturbation, config=self.config
             )
             if self.checked is None and consistency < REFUSE_BELOW:
                 raise UserError(message)
@@ -209,12 +209,23 @@ def rounding_message(
 
 
 def inconsistency_message(
-    consistency: float, *, h: float, direction: Direction, perturbation: Perturbation, clips: bool
+    consistency: float,
+    *,
+    h: float,
+    direction: Direction,
+    perturbation: Perturbation,
+    config: GradientRegularizationConfig,
 ) -> str:
     """The message about a penalty that depends on the sign of its step, with the fix."""
     size, usual = relative_step(h, direction, perturbation), default_step(perturbation)
     dtype = str(perturbation.coarsest_dtype).removeprefix("torch.")
-    if clips:
+    clips = [name for name in ("g1_clip", "g2_clip") if getattr(config, name) is not None]
+    if len(clips) == 1:
+        fault = (
+            f"{clips[0]} scales one of the two gradients whose difference is the penalty, which is then mostly their "
+            "unlike lengths: leave it out"
+        )
+    elif clips:
         fault = "g1_clip and g2_clip scale the two gradients before their difference is taken: leave them out"
     elif consistency < ANOTHER_FUNCTION:
         fault = (
@@ -223,6 +234,12 @@ def inconsistency_message(
         )
     elif size > 2 * usual:
         fault = "the gradient bends over so long a step: lower gradient_regularization.step"
+    elif is_below_float32(perturbation.coarsest_dtype) and config.direction == "random":
+        fault = (
+            "along a random direction the gradient changes less than along its own, so that rounding to "
+            f"{dtype} drowns the difference sooner: raise gradient_regularization.step, tenfold or more, or compute in "
+            "float32"
+        )
     elif is_below_float32(perturbation.coarsest_dtype):
         fault = (
             f"rounding to {dtype} drowns the difference of two gradients, or the gradient bends over the step: raise "

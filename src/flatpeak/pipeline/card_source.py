@@ -37,6 +37,8 @@ class CardSource:
     """Whether the checkpoint has a record of its own, which names what a Python caller gave."""
     needed: tuple[str, ...] = ()
     """Keys of the recipe whose values were left out as secrets or as local paths."""
+    local: tuple[str, ...] = ()
+    """Keys of the recipe whose values are relative paths of files that the repository does not have."""
 
     @property
     def is_reward_model(self) -> bool:

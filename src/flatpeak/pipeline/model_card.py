@@ -323,4 +323,9 @@ def _reproduction(source: CardSource) -> str:
         )
     if source.needed:
         lines.append(f"Left out of it, and to be given again: {', '.join(map(code_span, source.needed))}.")
+    if source.local:
+        lines.append(
+            "It names files of the directory that the run was started in, which are not in this repository; put yours "
+            f"there, or change {', '.join(map(code_span, source.local))}."
+        )
     return "\n\n".join(lines)

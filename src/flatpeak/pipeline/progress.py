@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from flatpeak.errors import UserError
@@ -90,8 +92,20 @@ class PlainProgress:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        # A pipe whose reader has ended (`| head`), a full disk, a closed stream: the run matters more.
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            _discard(self._stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is written to a stream from now on to nowhere, what its buffer holds included."""
+    with suppress(OSError, ValueError):  # one without a descriptor, or closed
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class MetricsLine:

@@ -68,6 +68,8 @@ class Push:
     """The repository's page; None after a dry run."""
     directory: Path | None
     """The folder that a dry run has written."""
+    local: tuple[str, ...] = ()
+    """Keys of the recipe that name files by relative paths, which the folder does not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ def push(
         with whole_or_absent(target) as folder:
             files = writer.write(folder, extras, link=False)
         announce(files)
-        return Push(repo=repo, source=origin.path, files=files, address=None, directory=target)
+        return Push(repo=repo, source=origin.path, files=files, address=None, directory=target, local=writer.local)
     assert token is not None
     with _staging(origin.run.path) as folder:
         try:
@@ -127,7 +129,7 @@ def push(
         announce(files)
         message = f"Upload step {origin.step} of a flatpeak run"
         address = upload(folder, repo=repo, private=private, token=token, message=message)
-    return Push(repo=repo, source=origin.path, files=files, address=address, directory=None)
+    return Push(repo=repo, source=origin.path, files=files, address=address, directory=None, local=writer.local)
 
 
 def _locate(name: str, checkpoint: str) -> _Checkpoint:
@@ -183,6 +185,7 @@ class _FolderWriter:
         self.manifest = json.loads(origin.run.manifest.read_text(encoding="utf-8"))
         self.adapter = (origin.path / ADAPTER_CONFIG).is_file()
         self.record = self._record(base_model)
+        self.local: tuple[str, ...] = ()
 
     def write(self, folder: Path, extras: Sequence[str], *, link: bool) -> tuple[FolderFile, ...]:
         """Write the folder and list its files; `link` puts hard links in place of copies of weights."""
@@ -193,6 +196,7 @@ class _FolderWriter:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._put(path, target, link=link)
         recipe, needed = self._recipe()
+        self.local = tuple(key for key, value in flatten(recipe).items() if _is_relative_file(key, value))
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         (folder / RECIPE).write_text(text, encoding="utf-8")
         (folder / PROMPT_RECORD).write_text(self._clean(self.record).as_text(), encoding="utf-8")
@@ -212,6 +216,7 @@ class _FolderWriter:
                 license=self.license,
                 recorded=self.origin.source.record is not None,
                 needed=needed,
+                local=self.local,
             )
         )
         (folder / _CARD).write_text(self._text(card), encoding="utf-8")
@@ -308,6 +313,19 @@ class _FolderWriter:
     def _clean(self, record: PromptRecord) -> PromptRecord:
         content = without_local_paths(redact(record.model_dump(mode="json"), secrets=self.secrets), self.roots)
         return PromptRecord.model_validate(content)
+
+
+def _is_relative_file(key: str, value: Any) -> bool:
+    """Whether a setting names a file or directory by a relative path: by its form, or because it is there."""
+    if not isinstance(value, str) or key.startswith(("run.", "tracking.")) or value.startswith(f"{HIDDEN_DIRECTORY}/"):
+        return False
+    if value.startswith(("./", "../")) or value.endswith(".py") or ".py:" in value:
+        return len(value.splitlines()) == 1
+    is_place = key.rpartition(".")[2].endswith(("path", "model", "tokenizer", "file"))
+    try:
+        return is_place and Path(value).exists()
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        return False
 
 
 def _keys_of(recipe: dict[str, Any]) -> list[str]:

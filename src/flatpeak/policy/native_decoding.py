@@ -154,7 +154,7 @@ class KernelChoice:
 def read_weights(policy: Decoded) -> ModelWeights:
     """The weights of a model, as the kernels know it; UnavailableError where they do not."""
     causal, config = policy.causal, policy.causal.config
-    if policy.device.type != "cpu" or policy.below_float32:
+    if policy.below_float32 or (policy.device.type, policy.head.linear.weight.dtype) != ("cpu", torch.float32):
         raise UnavailableError("they compute in float32 on a CPU")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if config.model_type not in SERVED or (window is not None and window < (policy.context_length or window + 1)):

@@ -205,18 +205,21 @@ def charts(
 
 
 def metric_curves(rows: Sequence[Row], chart: Chart) -> list[Curve]:
-    """One curve for each metric of the chart that has a value at some step."""
+    """One curve for each metric of the chart that has a value at some step; of equal ones a single one for all.
+
+    A reward of one component, say, is its own mean: drawn twice, the first curve would lie hidden.
+    """
     rows = [row for row in rows if row.get("stage") == chart.stage]
     names = dict.fromkeys(name for row in rows for name in row if fnmatchcase(name, chart.metrics))
     absent = 0.0 if chart.absent_is_zero else None
-    curves = []
+    labels: dict[tuple[tuple[int, ...], tuple[float, ...]], list[str]] = {}
     for name in (name for name in names if not any(fnmatchcase(name, pattern) for pattern in chart.without)):
         by_step = [(row["step"], row.get(name, absent)) for row in rows]
         points = [(step, value) for step, value in by_step if value is not None]
         if points and not (chart.unless_zero and not any(value for _, value in points)):
             steps, values = zip(*points, strict=True)
-            curves.append(Curve(label=name, steps=steps, values=values))
-    return curves
+            labels.setdefault((steps, values), []).append(name)
+    return [Curve(label=" = ".join(equal), steps=steps, values=values) for (steps, values), equal in labels.items()]
 
 
 def accuracy_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:

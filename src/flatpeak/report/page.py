@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,7 @@ from flatpeak.runs.files import write_atomic
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import START, no_signal_message, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
+from flatpeak.runs.signals import signal_name
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
 Row = dict[str, Any]
@@ -83,6 +85,9 @@ def page_content(run: RunPaths) -> dict[str, Any]:
     return {
         "name": summary.name if summary else run.path.name,
         "summary": summary,
+        "subject": subject(config, evaluations),
+        "signal": signal_name(summary.signal) if summary and summary.signal else None,
+        "is_reward_model": is_reward_model,
         "headline": headline(summary, columns, rows),
         "no_signal": no_signal_warning(rows, evaluations, config),
         "notices": [(_position(row), row["text"]) for row in read_notices(run.notices)],
@@ -99,6 +104,18 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "config": config,
         "cell": cell,
     }
+
+
+def subject(config: str | None, evaluations: Sequence[StageEvaluation]) -> str | None:
+    """The model and the task of a run, as its recipe names them; None where that names no model."""
+    content: Any = yaml.safe_load(config) if config else None
+    model = content.get("model") if isinstance(content, Mapping) else None
+    if not isinstance(model, Mapping):
+        return None
+    new = model.get("new") or {}
+    name = model.get("path") or (f"a new {new['architecture']}" if "architecture" in new else "a caller's model")
+    task = evaluations[-1].task if evaluations else content.get("task", {}).get("type")
+    return f"{name} on {task}" if task else str(name)
 
 
 def headline(
@@ -174,9 +191,9 @@ def example_rollouts(run: RunPaths) -> dict[str, Any] | None:
     steps = logged_steps(run.rollouts)
     if not steps:
         return None
-    step, path = list(steps.items())[-1]
+    step, rows = _last_whole_step(steps)
     groups: dict[str, list[Row]] = {}
-    for row in read_rollouts(path):
+    for row in rows:
         if row["reward"] is not None:
             groups.setdefault(row["group"], []).append(row)
     if not groups:
@@ -192,6 +209,14 @@ def _position(notice: Row) -> str:
     if notice["stage"] == START:
         return "start"
     return f"{'SFT' if notice['stage'] == 'sft' else 'training'} step {notice['step']}"
+
+
+def _last_whole_step(steps: Mapping[int, Path]) -> tuple[int, list[Row]]:
+    """The last step whose file can be read, and its rows; (0, []) where there is none."""
+    for step in sorted(steps, reverse=True):
+        with suppress(UserError):
+            return step, read_rollouts(steps[step])
+    return 0, []
 
 
 def _spread(group: Sequence[Row]) -> float:

@@ -225,13 +225,20 @@ class RewardSet:
 
     def _total(self, scored: Mapping[str, ComponentScores], groups: Sequence[Group]) -> list[list[Score]]:
         weights = {name: weight for name, weight in self.weights.items() if weight}
-        return [
+        totals = [
             [
                 _weighted_sum([(weight, scored[name].scores[p][g]) for name, weight in weights.items()])
                 for g in range(len(group.completions))
             ]
             for p, group in enumerate(groups)
         ]
+        for group, row in zip(groups, totals, strict=True):
+            if any(total is not None and not math.isfinite(total) for total in row):
+                raise UserError(
+                    f"the weighted rewards of prompt {group.prompt.id!r} add up to no finite number: bound what the "
+                    "rewards return, or lower their weights"
+                )
+        return totals
 
     def _give_notices(self) -> None:
         for scorer in self._scorers.values():

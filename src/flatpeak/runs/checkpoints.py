@@ -217,7 +217,10 @@ def link_checkpoint(parent: Path, name: str, target: Path) -> None:
     temporary = parent / f"{_TEMPORARY}{name}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
-    temporary.replace(parent / name)
+    link = parent / name
+    if link.is_dir() and not link.is_symlink():  # in a copy of the run that has followed its links
+        _remove(link)
+    temporary.replace(link)
     fsync_path(parent)
 
 

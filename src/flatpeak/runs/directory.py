@@ -27,6 +27,8 @@ from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import truncate_rollouts
 from flatpeak.utils.redaction import redact
 
+_LONGEST_NAME = 255
+"""Bytes of the longest file name that common file systems take."""
 DEFAULT_DIRECTORY = Path("runs")
 """The directory of runs unless `run.directory` names another."""
 _LOCK = ".lock"
@@ -293,8 +295,17 @@ def check_start(
 
 
 def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> dict[str, str]:
-    """The keys that the recipe of a resumed run changes; UserError where it may not."""
-    return check_resumable(yaml.safe_load(run.config.read_text(encoding="utf-8")), resolved, chosen=chosen)
+    """The keys that the recipe of a resumed run changes; UserError where it may not, or where there is none to read."""
+    try:
+        content = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        content = None
+    if not isinstance(content, Mapping):
+        raise UserError(
+            f"{run.config} is empty or damaged, so that the recipe cannot be compared: put it back from a copy, or "
+            "delete it, and the run goes on with the recipe that is given"
+        )
+    return check_resumable(content, resolved, chosen=chosen)
 
 
 def _as_existing_files(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,6 +335,11 @@ def _run_path(config: RunSectionConfig, *, resume: bool, overwrite: bool) -> Pat
     parts = Path(config.name).parts
     if not parts or Path(config.name).is_absolute() or ".." in parts:
         raise UserError(f"run.name={config.name!r} must be a name inside run.directory, such as my-run or sweep/01")
+    longest = max(map(len, map(os.fsencode, parts)))
+    if "\0" in config.name or longest > _LONGEST_NAME:
+        raise UserError(
+            f"run.name: no directory can have this name, of {longest} bytes; use up to {_LONGEST_NAME} and no NUL"
+        )
     path = Path(config.directory) / config.name
     if _existing_files(path) and not RunPaths(path).is_run():
         raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")

@@ -16,6 +16,7 @@ from typing import Any
 
 import flatpeak
 from flatpeak.errors import UserError
+from flatpeak.utils.redaction import redact_command
 
 CHANGEABLE = frozenset(
     {
@@ -62,11 +63,12 @@ _GIB = 2**30
 def describe_start(command: Sequence[str] | None, *, decoder: str | None = None) -> dict[str, Any]:
     """The facts of one start of a run, as JSON; `command` is the command line, None for a start from Python.
 
-    `decoder` is what draws its rollouts: torch, a library of native kernels, generate, vllm, or a caller's sampler.
+    The command is kept without the values of secret settings. `decoder` is what draws its rollouts: torch, a library of
+    native kernels, generate, vllm, or a caller's sampler.
     """
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": list(sys.argv if command is None else command),
+        "command": redact_command(sys.argv if command is None else command),
         "versions": {"flatpeak": flatpeak.__version__, "python": platform.python_version()}
         | {name: _version(name) for name in ("torch", "transformers", "safetensors")},
         "commit": {"flatpeak": git_commit(Path(flatpeak.__file__)), "working_directory": git_commit(Path.cwd())},

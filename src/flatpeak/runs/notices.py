@@ -100,7 +100,8 @@ class RecordedProgress:
         self._progress.update(stage, step=step, total=total, metrics=metrics)
 
     def notice(self, text: str) -> None:
-        """Log a notice and pass it on, as protocols.Progress defines it."""
+        """Log a notice and pass it on, as protocols.Progress defines it, without its secrets."""
+        text = redact(text)
         self._log.add(text)
         self._progress.notice(text)
 

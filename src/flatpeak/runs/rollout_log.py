@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flatpeak.errors import UserError, brief
 from flatpeak.runs.notices import warn
 from flatpeak.types import Group, Scores
 from flatpeak.utils.redaction import redact
@@ -91,8 +92,14 @@ class RolloutLog:
 
 
 def read_rollouts(path: Path) -> list[Row]:
-    """The rows of one step's file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    """The rows of one step's file. UserError where it is cut short, as by a full disk, or damaged."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not whole ({brief(error)}): choose another step, or resume the run, which writes again what "
+            "comes after its last checkpoint"
+        ) from None
 
 
 def first_row(path: Path) -> Row:

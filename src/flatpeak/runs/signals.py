@@ -1,20 +1,34 @@
-"""Stop signals: SIGINT and SIGTERM as a request to stop at the next step boundary."""
+"""Stop signals: SIGINT, SIGTERM, SIGHUP and SIGUSR1 as a request to stop at the next step boundary."""
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-_CAUGHT = (signal.SIGINT, signal.SIGTERM)
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, an end asked for, a terminal or connection that is lost, and what batch systems send before a time limit."""
+
+_ANSWER = b"\nstopping after this step, with a checkpoint; the same again ends at once, without one\n"
+
+
+def signal_name(number: int) -> str:
+    """The words for a signal: Ctrl-C, SIGTERM, ..."""
+    if number == signal.SIGINT:
+        return "Ctrl-C"
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 class StopSignals:
-    """A context in which a first SIGINT or SIGTERM is only recorded, and a second one raises KeyboardInterrupt.
+    """A context in which a first stop signal is only recorded, and a second one raises KeyboardInterrupt.
 
-    The loop checks `stop.signal` wherever it can stop with its state whole, writes a checkpoint, and ends. Outside the
-    main thread, where Python delivers no signals, it does nothing.
+    A SIGHUP that is ignored, as under nohup, stays ignored. The loop checks `stop.signal` wherever it can stop with
+    its state whole, writes a checkpoint, and ends. Outside the main thread, where Python delivers no signals, it
+    does nothing.
     """
 
     def __init__(self) -> None:
@@ -36,7 +50,11 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._receive) for number in _CAUGHT}
+            self._previous = {
+                number: signal.signal(number, self._receive)
+                for number in _CAUGHT
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+            }
         return self
 
     def __exit__(
@@ -48,6 +66,21 @@ class StopSignals:
         self._previous = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
+        with suppress(OSError):
+            if os.isatty(2):  # not through sys.stderr, whose lock this thread may hold
+                os.write(2, _ANSWER)
+
+
+def _leave_terminal() -> None:
+    """Send output to nowhere in place of a terminal that is gone: its errors would end the run before it has saved."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatpeak.errors import UnreachableDataError, UserError, did_you_mean
+from flatpeak.errors import UnreachableDataError, UserError, check_characters, did_you_mean
 from flatpeak.types import Example
 from flatpeak.utils.huggingface import hub_or_cache
 from flatpeak.utils.schema import StrictConfig
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 
@@ -267,11 +268,18 @@ def _decode(data: bytes, *, where: str) -> str:
 
 def _parse(text: str, *, where: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{where}: not valid JSON ({error.msg} at its line {error.lineno}, column {error.colno}); repair it"
         ) from error
+    except ValueError as error:
+        raise UserError(f"{where}: a whole number with too many digits; write it as a text, in quotes") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: lists or objects are nested too deeply to be read; flatten them") from error
+    if _SURROGATE.search(text):  # a whole pair is one character by now
+        check_characters(json.dumps(value, ensure_ascii=False), where=where)
+    return value
 
 
 def _object(value: Any, *, where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from flatpeak.errors import UserError, did_you_mean
+from flatpeak.errors import UserError, check_characters, did_you_mean
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Example, Message, Prompt
 from flatpeak.utils.schema import StrictConfig
@@ -81,6 +81,7 @@ def build_prompts(
     without any. UserError for an unusable template, an empty prompt, and, with `overlong=error`, for prompts that are
     too long.
     """
+    _check_chat_template(tokenizer)
     limit = _token_limit(config, max_tokens)
     word = _chat_wording(tokenizer, config) if config.template == CHAT else _text_wording(tokenizer, config)
     prompts: list[Prompt] = []
@@ -88,6 +89,7 @@ def build_prompts(
     fewer_shots = 0
     interned: dict[int, int] = {}
     for example in examples:
+        _check_example(example)
         wording, shots_left_out = _fit_shots(example, word, limit=limit)
         if not wording.token_ids:
             raise UserError(
@@ -117,12 +119,28 @@ def build_prompts(
     )
 
 
+def _check_example(example: Example) -> None:
+    """Raise UserError for texts that no tokenizer takes."""
+    check_characters(example.question, where=f"the question of example {example.id!a}")
+    check_characters(example.rationale or "", where=f"the rationale of example {example.id!a}")
+
+
+def _check_chat_template(tokenizer: Tokenizer) -> None:
+    """Raise UserError for a chat template that no checkpoint could hold, whether or not prompts are worded by it."""
+    templates = getattr(tokenizer, "chat_template", None)  # a caller's own tokenizer may know of none
+    for name, text in templates.items() if isinstance(templates, Mapping) else [("chat_template", templates)]:
+        if isinstance(text, str):
+            check_characters(text, where=f"the tokenizer's chat template ({name})")
+
+
 def prompt_texts(examples: Sequence[Example], config: PromptConfig) -> list[str]:
     """The worded questions as text, then each distinct preamble and shot: the corpus of a new tokenizer."""
     if config.template == CHAT:
         raise UserError(
             "prompt.template=chat needs a tokenizer with a chat template, which a new model (model.new) lacks"
         )
+    for example in examples:
+        _check_example(example)
     template = template_text(config.template)
     contexts = dict.fromkeys(text for example in examples for text in (example.preamble, *example.shots) if text)
     return [*(template.replace(PLACEHOLDER, example.question) for example in examples), *contexts]

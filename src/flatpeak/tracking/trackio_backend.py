@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ class TrackioBackend:
     """A run in trackio's store.
 
     `trackio.log` prints to the standard output and keeps errors to itself; what it would write goes to the store here,
-    and an error is raised. The id of an entry is made of its place in the run, so that none is stored twice.
+    and an error is raised. The id of an entry is made of its place in the run, so that none is stored twice; that of an
+    evaluation also of its results, since a step may have two, of fewer and of more questions.
     """
 
     rows_first = True
@@ -43,7 +45,7 @@ class TrackioBackend:
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         """Add a row for each, in one transaction."""
         self._check()
-        ids = [f"metrics-{row.step}-{min(row.metrics, default='')}" for row in rows]
+        ids = [_row_id(row) for row in rows]
         self._write([dict(row.metrics) for row in rows], [row.step for row in rows], ids)
 
     def log_table(self, table: Table) -> None:
@@ -51,7 +53,7 @@ class TrackioBackend:
         self._check()
         content = TrackioTable(columns=list(table.columns), data=[list(row) for row in table.rows])
         value = content._to_dict(project=self._project, run=self._name, step=table.step)
-        self._write([{table.name: value}], [table.step], [f"{table.name}-{table.step}"])
+        self._write([{table.name: value}], [table.step], [f"{table.name}-{table.step}-{_digest(table.rows)}"])
 
     def log_notice(self, notice: NoticeRow) -> None:
         """Add a notice as an alert."""
@@ -108,3 +110,17 @@ class TrackioBackend:
             steps=[step],
             run_id=self.identity,
         )
+
+
+def _row_id(row: MetricRow) -> str:
+    first = min(row.metrics, default="")
+    place = f"metrics-{row.step}-{first}"
+    if not first.startswith("eval/"):
+        return place
+    return (
+        f"{place}-{_digest(sorted((name, value) for name, value in row.metrics.items() if name.startswith('eval/')))}"
+    )
+
+
+def _digest(content: Any) -> str:
+    return blake2b(repr(content).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()

@@ -14,12 +14,14 @@ from urllib.parse import urlsplit
 import wandb
 
 from flatpeak.tracking.backend import MetricRow, NoticeRow, RunFacts, Table, check_writable
+from flatpeak.tracking.background import LONGEST_IMPORT
 from flatpeak.tracking.config import WandbConfig
 
 REACH = 3.0
 """Seconds to wait for an answer of the server."""
-OPENING = 60.0
-"""Seconds to wait for a server that takes a run and does not answer: the library has the process wait as long."""
+OPENING = LONGEST_IMPORT
+"""Seconds to wait for a server that takes a run and does not answer: the library has the process wait as long, so that
+more than the end of a run waits would hold up the process alone. The run opens it again later."""
 _LONGEST_NAME = 128
 
 

@@ -36,8 +36,21 @@ def load_errors(path: str, *, where: str, kind: str = "") -> Iterator[None]:
 
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
-            reason = f"{problem}; name a directory, or check the network" if problem else brief(error)
+            reason = f"{problem}; name a directory, or check the network" if problem else _reason(error)
             raise UserError(f"{where}={path} does not load{kind and f' as {kind}'}: {reason}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The reason of a failed load, with the fix where the files are known to be at fault."""
+    from safetensors import SafetensorError
+
+    if isinstance(error, SafetensorError):
+        return f"{brief(error)}; a file of weights is cut short, damaged, or a pointer of Git LFS: fetch it again"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{brief(error)}; one of its .json files is damaged: fetch it again"
+    if type(error).__name__ == "UnpicklingError":  # pickle's, which nothing here imports
+        return "its weights are a pickle that is damaged, or holds more than tensors: convert them to safetensors"
+    return brief(error)
 
 
 def load_tokenizer(path: str, **settings: Any) -> Any:

@@ -19,12 +19,21 @@ _PATTERNS: Final = re.compile(
     |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # within a word none begins, but for a percent-escape before it
         (?:sk-|hf_|gsk_|AIza|xai-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Hugging Face, Groq, Google, xAI; starred out
     |   gh[pousr]_[A-Za-z0-9]{20,}                     # GitHub
+    |   github_pat_[A-Za-z0-9_]{20,}                   # GitHub, fine-grained
+    |   (?<=hooks\.slack\.com/services/)[A-Za-z0-9/]+   # incoming webhooks, whose address is the key
+    |   (?<=/api/webhooks/)[0-9]+/[A-Za-z0-9._-]+      # Discord
     |   (?i:bearer)\s+(?=\S*[0-9*=])[A-Za-z0-9._~+/=*-]{8,}  # an Authorization header
     """,
     re.VERBOSE,
 )
-_SECRET_VARIABLE: Final = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+_SECRET_VARIABLE: Final = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|PAT|CREDENTIALS?)(_|$)")
 _SECRET_FIELD: Final = re.compile(r"(^|_)(api_?key|secret|password|passwd|(access|auth|hf|bearer)_?token)$")
+_SECRET_ENTRY: Final = re.compile(
+    r"""(?i)((?<![a-z])(?:\w+_)?(?:api_?key|secret|password|passwd|(?:access|auth|hf|bearer)_?token)["']?\s*:\s*)
+        ("[^"]*"|'[^']*'|[^\s,}\]"'][^,}\]]*)""",
+    re.VERBOSE,
+)
+"""An entry of a YAML or JSON mapping within a text whose key is that of a secret."""
 HIDDEN_DIRECTORY: Final = "path/to"
 """The replacement for the directories of a local path."""
 _ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+|~[^/\s]*)(?:/[^/]+)+/?")
@@ -64,6 +73,19 @@ def _redact(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_redact(item, secrets) for item in value]
     return value
+
+
+def redact_command(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command without the values of settings that `redact` hides in a recipe.
+
+    Both `rewards.f.arguments.api_key=VALUE` and `rewards.f={arguments: {api_key: VALUE}}` are settings of this kind.
+    """
+    hidden = []
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_secret = equals and _SECRET_FIELD.search(name.rpartition(".")[2].lower())
+        hidden.append(f"{name}={HIDDEN}" if is_secret else _SECRET_ENTRY.sub(rf"\g<1>{HIDDEN}", argument))
+    return hidden
 
 
 def _environment_secrets() -> set[str]:

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flatpeak.config.load import parse_config
-from flatpeak.config.run_config import RunConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.kernels import matmul
 from flatpeak.pipeline.planning import memory, rollout_memory
-from flatpeak.pipeline.planning.device import GIB, PlannedDevice
 from flatpeak.pipeline.planning.fake_policy import PassSettings
 from flatpeak.pipeline.planning.inventory import take_inventory
 from flatpeak.pipeline.planning.memory import (
@@ -22,43 +19,13 @@ from flatpeak.pipeline.planning.memory import (
     KERNELS,
     MemoryEstimate,
     Phase,
-    estimate_memory,
     regularization_bytes,
 )
 from flatpeak.pipeline.planning.rollout_memory import Request, packed_copies, request_memory
-from flatpeak.pipeline.planning.workload import Evaluated, Workload
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rollout.scheduler import Schedule
-from support.plans import planned, saved_model
-
-CPU = PlannedDevice(name="CPU", on_cpu=True, memory=8 * GIB, libraries=GIB // 2)
-GPU = PlannedDevice(name="GPU", on_cpu=False, memory=8 * GIB, libraries=GIB // 2)
-WORK = Workload(
-    task="sums",
-    train_rows=10,
-    test_rows=2,
-    prompt_lengths=(9, 7, 5),
-    group_size=4,
-    new_tokens=20,
-    draws=1,
-    steps=3,
-    updates=3,
-    sft_steps=0,
-    demonstrations=(),
-    evaluation=Evaluated(prompt_lengths=(9, 4), completions=1, new_tokens=20),
-    notes=(),
-)
-
-
-def config_of(directory: Path, **sections: Any) -> RunConfig:
-    model = {"path": str(directory), "device": "cpu", **sections.pop("model", {})}
-    return parse_config({"model": model, "training": {"steps": 3}, **sections})
-
-
-def estimated(directory: Path, device: PlannedDevice = CPU, work: Workload = WORK, **sections: Any) -> MemoryEstimate:
-    config = config_of(directory, **sections)
-    return estimate_memory(config, work, planned(directory, **sections.get("model", {})), device)
+from support.plans import CPU, GPU, WORK, config_of, estimated, planned, saved_model
 
 
 def phase(estimate: MemoryEstimate, name: str) -> Phase:

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_planning_memory import GPU, estimated
 
 from flatpeak.distributed.ranks import BUCKET
 from flatpeak.pipeline.planning.memory import MemoryEstimate, Phase
 from flatpeak.pipeline.planning.per_rank import gathered_bytes
-from support.plans import planned, saved_model
+from support.plans import GPU, estimated, planned, saved_model
 
 GR = {"strength": 0.1, "check_every": 0, "perturbed": "all"}
 

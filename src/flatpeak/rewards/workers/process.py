@@ -21,7 +21,7 @@ from flatpeak.utils.user_code import OneLineError
 SPARE_SECONDS: Final = 1.0
 FORK: Final = 0
 """The request to a fork server for a new worker; any other number is a process id, and asks how that worker ended."""
-_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
+_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Reason = Literal["raised", "died", "timeout", "memory", "budget", "unloadable"]
 LIMITS: Final[frozenset[Reason]] = frozenset({"timeout", "memory", "budget"})
