@@ -1,4 +1,4 @@
-"""Two ranks that save memory: bfloat16 beside float32 masters, 8-bit moments, a base in 4 bits; and reference resets."""
+"""What saves memory, on two ranks: bfloat16 beside masters, 8-bit moments, a base in 4 bits; and reference resets."""
 
 from __future__ import annotations
 
