@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from flatpeak.runs.checkpoints import verify_checkpoint
 from support.distributed_runs import completions, files, largest_gap, recipe, rows, train, trainer_tensors
-from support.distributed_shards import eight_bit_steps
+from support.distributed_shards import crossed, eight_bit_steps, offloaded_steps
 from support.distributed_training import MATRIX, Case, relative_gaps
 from support.models import run_model
 from support.ranks import Ranks
@@ -105,12 +105,30 @@ def test_eight_bit_moments_of_parts_have_the_bits_of_the_whole(ranks):
         assert all(found.values()), found
 
 
+def test_states_on_the_host_have_the_bits_of_those_on_the_device(ranks):
+    for found in ranks(offloaded_steps):
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [("fsdp2", "alone"), ("alone", "fsdp2"), ("ddp", "fsdp2")], ids=lambda name: name
+)
+def test_masters_and_moments_are_restored_to_the_bit_under_another_strategy(ranks, begin, end):
+    """From fixed rollouts: those of a run part as soon as one token does."""
+    case = Case(dtype="bfloat16", optimizer=SLOWER)
+    for found in ranks(crossed, case, begin, end):
+        assert found["same"]
+        assert found["masters"] > 20
+        assert found["apart"] < 0.05
+
+
 @minutes
 @pytest.mark.slow
-def test_eight_bit_moments_of_four_parts_have_the_bits_of_the_whole():
+def test_eight_bit_moments_of_four_parts_or_of_two_held_twice_have_the_bits_of_the_whole():
     four = Ranks(4)
     try:
-        assert all(all(found.values()) for found in four(eight_bit_steps))
+        for replicas in (1, 2):
+            assert all(all(found.values()) for found in four(eight_bit_steps, replicas))
     finally:
         four.close()
 
@@ -148,9 +166,34 @@ def test_a_run_is_that_of_one_process_and_goes_on_in_the_same_bits(directory, ra
         )
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_letters_that_ranks_find_most_probable_are_those_of_one_process(directory, ranks, strategy):
+    questions = directory / "questions.jsonl"
+    row = '{{"question": "{}+{}=", "options": ["1", "2", "3"], "answer": "{}"}}\n'
+    questions.write_text("".join(row.format(n % 9, n % 7, "ABC"[n % 3]) for n in range(60)))
+
+    def ranked(name: str, **distributed: Any) -> dict[str, Any]:
+        wanted = recipe(directory, name, evaluation={"choices": "rank", "every": 2}, sft={"steps": 0}, **distributed)
+        wanted["task"] = {"type": "choices", "train": [{"path": str(questions), "options": "options"}]}
+        wanted["rewards"]["correctness"] = {"type": "choice", "extraction": "letter", "weight": 0.0}
+        return wanted
+
+    alone, shared = f"ranked_alone_{strategy}", f"ranked_{strategy}"
+    assert train(ranked(alone)).get("code") == 0
+    assert done(ranks(train, ranked(shared, distributed={"processes": 2, "strategy": strategy})))
+    for step in ("train_000002", "train_000004"):
+        answers, expected = (
+            [json.loads(line) for line in (directory / name / "evaluations" / f"{step}.jsonl").read_text().splitlines()]
+            for name in (shared, alone)
+        )
+        assert len(answers) > 5
+        assert [row["text"] for row in answers] == [row["text"] for row in expected]
+        assert len({row["text"] for row in answers}) > 1
+
+
 @minutes
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "bound"), [("bfloat16", 0.5), ("8bit", 0.02), ("nf4", 0.02)])
+@pytest.mark.parametrize(("kind", "bound"), [("8bit", 0.02), ("nf4", 0.02)])
 def test_what_is_saved_under_one_strategy_goes_on_under_any_other(directory, ranks, kind, bound):
     alone = directory / f"{kind}_over"
     assert train(wanted(directory, alone.name, kind)).get("code") == 0

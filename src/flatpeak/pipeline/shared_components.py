@@ -17,6 +17,7 @@ from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
 from flatpeak.pipeline.build import CallerObjects, Components, make_sampler
+from flatpeak.pipeline.components import check_regularization
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.vllm.weight_files import checksums_of
@@ -40,6 +41,7 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         weights = replica.present
         sampler = make_sampler(config, objects, replica)
         shard(policy, replica, config.distributed, ranks)
+        check_regularization(config, policy)
         for where, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):
             check_blocks(dict(policy.model.named_parameters()), optimizer, where=where)
     rewards = {id(phase.reward): SharedReward(phase.reward, ranks) for phase in components.phases}

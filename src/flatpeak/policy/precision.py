@@ -34,12 +34,17 @@ def _computes_below(device: str) -> bool:
     return torch.is_autocast_enabled(device) or not COARSE_PRECISIONS.isdisjoint(precisions)
 
 
-def master_weight(parameter: nn.Parameter) -> Tensor:
-    """The precise value of a weight: a float32 copy where it is stored below, else itself; UserError for float16."""
+def check_trainable_dtype(parameter: nn.Parameter) -> None:
+    """UserError for a trainable weight in float16."""
     if parameter.dtype == torch.float16:
         raise UserError(
             "the model has trainable weights in float16, whose small gradients underflow, and flatpeak scales no loss: "
             "give it in bfloat16 or float32, as model.to(torch.bfloat16) does"
         )
+
+
+def master_weight(parameter: nn.Parameter) -> Tensor:
+    """The precise value of a weight: a float32 copy where it is stored below, else itself; UserError for float16."""
+    check_trainable_dtype(parameter)
     precise = torch.promote_types(parameter.dtype, torch.float32)
     return parameter if parameter.dtype == precise else parameter.detach().to(precise)
