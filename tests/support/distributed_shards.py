@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from flatpeak.distributed.ranks import ALONE, Ranks
+from flatpeak.errors import UserError
 from flatpeak.gradreg.shards import full_tensor, reshard
 from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.local_shards import check_blocks
 from flatpeak.training.master_weights import MasterWeights
 from flatpeak.training.optimizer import (
     build_optimizer,
@@ -143,3 +145,17 @@ def crossed(case: Case, begin: str, end: str) -> dict[str, Any]:
         "masters": sum(name.startswith("master.") for name in tensors),
         "apart": distance(weights, wanted, start) / distance(wanted, start, start),
     }
+
+
+def refusals() -> list[str]:
+    """The messages about 8-bit moments of weights that are cut within a block, by shape; empty where there is none."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    messages = []
+    for shape in ((130, 33), (3, 24), (1, 5000)):
+        weight = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]))
+        try:
+            check_blocks({"layer.weight": weight}, OptimizerConfig(name="adamw_8bit"), where="optimizer")
+            messages.append("")
+        except UserError as error:
+            messages.append(str(error))
+    return messages
