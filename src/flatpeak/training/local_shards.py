@@ -61,7 +61,7 @@ class LocalShard:
         padded = torch.cat([own, own.new_zeros(self.blocks - len(own))])
         return gathered(self._joined(padded))[: math.ceil(self.weight.numel() / BLOCK)]
 
-    def part(self, name: str, value: Tensor) -> Tensor:
+    def local(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a whole weight's state."""
         if name in COMMON:
             return value.clone()

@@ -96,7 +96,7 @@ def load_optimizer_tensors(
         index, name = key.split(".", 1)
         parameter = parameters[int(index)]
         if int(index) in parts:
-            value = parts[int(index)].part(name, value)
+            value = parts[int(index)].local(name, value)
         alike = value.shape == parameter.shape and name != "step"
         state.setdefault(int(index), {})[name] = (
             value if host else distribute_like(value, parameter) if alike else value.clone()
@@ -206,7 +206,7 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         *,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """`compute_dtype`: see MasterWeights."""
+        """Build masters and optimizer; `compute_dtype` is that of MasterWeights."""
         self.config = config
         self.host = HostMemory.beside(next(iter(masters)).device) if config.offload else None
         """The memory of optimizer states and masters between updates, where it is not the device's own."""
