@@ -27,7 +27,6 @@ SHORT_FILES = {
     "config.distribution": "refusals that read every section, apart from the rules of unused settings",
     "functional.kl": "the KL estimators stand beside the losses, each with its equation",
     "functional.sampler_correction": "importance weights of the sampler, which are neither a ratio of the loss nor one",
-    "policy.precision": "what rounds below float32, apart from the policy that asks",
 }
 UNIONS = {"flatpeak.tasks.config", "flatpeak.rewards.config"}
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import flatpeak.pipeline.train
-from flatpeak.training.optimizer import MasterWeights
+from flatpeak.training.master_weights import MasterWeights
 from support.resumes import Death, Judge, Run, assert_same, die, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,8 +15,10 @@ from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.distributed.sharding import Replica, shard
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.shards import full_tensor, reshard
+from flatpeak.policy.loading import cast_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
+from flatpeak.policy.reference import snapshot
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
@@ -59,6 +61,8 @@ class Case:
     """Nats by which the sampler's log-probabilities are lower than in the other cases."""
     recompute: bool = False
     dtype: str = "float32"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes of the model that differ from those of `tiny_model`."""
 
 
 REGULARIZED: dict[str, Any] = {"regularization": {"strength": 0.05, "check_every": 0}}
@@ -121,7 +125,7 @@ class SameScores(FixedReward):
 
 
 def policy_of(case: Case) -> Policy:
-    model = tiny_model("gpt2", seed=1).double() if case.double else tiny_model(seed=1)
+    model = tiny_model("gpt2", seed=1).double() if case.double else tiny_model(seed=1, **case.sizes)
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -134,12 +138,17 @@ def policy_of(case: Case) -> Policy:
                     parameter.data = parameter.data.to(torch.float64 if case.double else torch.float32)
                     if "lora_B" in name:
                         torch.nn.init.normal_(parameter, std=0.2)
-    return Policy(model.to(getattr(torch, case.dtype)) if case.dtype != "float32" else model, letter_tokenizer())
+    if case.dtype != "float32":
+        adapters = {name: p.data for name, p in model.named_parameters() if "lora_" in name}
+        cast_weights(model, getattr(torch, case.dtype))
+        for name, weight in adapters.items():  # which are float32 whatever the base is
+            model.get_parameter(name).data = weight
+    return Policy(model, letter_tokenizer())
 
 
 def make_trainer(case: Case, ranks: Ranks) -> Trainer:
     policy = policy_of(case)
-    reference = Replica(policy) if case.kl else None
+    reference = snapshot(policy) if case.kl else None
     if ranks.size > 1 and case.strategy != "ddp":
         size = 2 if case.strategy == "hsdp" else None
         config = DistributedConfig(processes=ranks.size, strategy=case.strategy, shard_size=size)
@@ -205,8 +214,7 @@ def gaps(cases: Mapping[str, Case], *, metrics_too: bool = True) -> dict[str, tu
     alone: dict[str, Any] = {}
     found = {}
     for name, case in cases.items():
-        key = repr((case.double, case.lora, case.steps, case.regularization, case.training, case.objective,
-                    case.advantage, case.optimizer, case.kl, case.scores, case.sampler_gap, case.dtype))  # fmt: skip
+        key = repr(replace(case, strategy="ddp", recompute=False))
         if key not in alone:
             alone[key] = trained(case, ALONE)
         wanted, expected = alone[key]
@@ -228,3 +236,31 @@ def metric_gap(left: list[dict[str, float]], right: list[dict[str, float]]) -> f
                 continue
             worst = max(worst, abs(a - b) / max(1.0, abs(b)))
     return worst
+
+
+def relative_gaps(cases: Mapping[str, Case]) -> dict[str, tuple[float, float]]:
+    """By case, the distance of the weights from those of one process over the length of its way, and the difference of
+    the first step's loss and norm of the gradient, relative to the norm.
+
+    Weights that a run saves in a lower precision are compared in that.
+    """
+    ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
+    found = {}
+    for name, case in cases.items():
+        start = {n: weight.detach() for n, weight in policy_of(case).model.named_parameters()}
+        wanted, expected = trained(case, ALONE)
+        weights, metrics = trained(case, ranks)
+        apart = distance(weights, wanted, start)
+        first = [(metrics[0][n], expected[0][n]) for n in ("policy/loss", "policy/grad_norm")]
+        gap = max(abs(mine - theirs) for mine, theirs in first) / expected[0]["policy/grad_norm"]
+        found[name] = (apart / distance(wanted, start, start), gap)
+    return found
+
+
+def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor], kinds: Mapping[str, Tensor]) -> float:
+    """The distance of two models' weights, each rounded to the type that it has in `kinds`."""
+    squares = (
+        float((left[n].to(kind.dtype).double() - right[n].to(kind.dtype).double()).square().sum())
+        for n, kind in kinds.items()
+    )
+    return sum(squares) ** 0.5

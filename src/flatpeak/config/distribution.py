@@ -25,23 +25,7 @@ def _problems(config: Any) -> Iterator[str]:
     if not config.distributed.sharded:
         return
     strategy = f"distributed.strategy={config.distributed.strategy}"
-    if config.model.quantization is not None:
-        yield f"{strategy} does not shard the packed weights of model.quantization; use distributed.strategy=ddp"
-    if config.model.dtype != "float32":
-        yield (
-            f"{strategy} does not go with model.dtype={config.model.dtype}, whose float32 masters it would not shard; "
-            "use model.dtype=float32, or distributed.strategy=ddp"
-        )
-    for name, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):
-        if optimizer.name == "adamw_8bit":
-            yield f"{strategy} does not shard the states of {name}.name=adamw_8bit; use adamw, or strategy=ddp"
-        if optimizer.offload:
-            yield f"{strategy} does not go with {name}.offload; each process holds a share of the states already"
     if training.compile:
         yield f"{strategy} does not go with training.compile; set it to false"
-    if config.reference.resets:
-        yield f"{strategy} does not go with reference.resets; use distributed.strategy=ddp"
     if config.evaluation.sharpness is not None:
         yield f"{strategy} does not go with evaluation.sharpness; measure it with flatpeak eval on one device"
-    if config.evaluation.choices == "rank":
-        yield f"{strategy} does not go with evaluation.choices=rank; use evaluation.choices=generate"

@@ -37,3 +37,8 @@ class DistributedConfig(StrictConfig):
     def sharded(self) -> bool:
         """Whether a process holds only a share of the model."""
         return self.strategy != "ddp"
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether there are several processes, of which each holds only a share of the model."""
+        return self.sharded and self.processes > 1

@@ -3,19 +3,22 @@
 Each decoder layer is a unit, and the rest of the model (embeddings, norm, output layer) the root. A pass of the policy
 enters through the root, which gathers its weights for the pass; layers gather theirs one after the other. The native
 engine reads weights by their addresses and outside of any forward pass, so it decodes with the copy.
+
+Trainable weights in bfloat16 become float32 shards, which are their own masters: FSDP2 rounds them as it gathers them,
+and sums gradients over the ranks in float32.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from operator import call
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -27,9 +30,9 @@ from flatpeak.policy.model import Policy
 
 
 def shard(policy: Policy, replica: Replica, config: DistributedConfig, ranks: Ranks) -> None:
-    """Shard the weights of a policy over the ranks, in place; before an optimizer knows them.
+    """Shard the weights of a policy over the ranks, in place and layer by layer; before an optimizer knows them.
 
-    `replica` is its copy, whose memory is given back.
+    `replica` is its copy, which is empty from now on outside of `present`.
 
     UserError where the model has no layers that could be units: a model in one piece would be gathered whole.
     """
@@ -40,21 +43,48 @@ def shard(policy: Policy, replica: Replica, config: DistributedConfig, ranks: Ra
             f"distributed.strategy={config.strategy}: {type(causal).__name__} has no decoder layers that transformers "
             "marks, so nothing would be sharded by layer: use distributed.strategy=ddp"
         )
+    compute_dtype = rounded_dtype(policy)
+    replica.free()  # it may read the policy's own memory, which is to be given back
+    policy.forget_weights()
     mesh = make_mesh(config, ranks, device=policy.device)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(causal, mesh=mesh)
+    for unit in (*layers, causal):
+        if compute_dtype is None:
+            fully_shard(unit, mesh=mesh)
+        else:
+            _shard_as_masters(unit, mesh, compute_dtype)
     _check_sharded(causal)
-    causal.enter = _call
+    causal.enter = call
     register_fsdp_forward_method(causal, "enter")
     policy.enter = causal.enter
     policy.gathered = replica.present
-    policy.forget_masters()
-    replica.free()
+    policy.compute_dtype = compute_dtype
 
 
-def _call(run: Callable[[], Any]) -> Any:
-    return run()
+def rounded_dtype(policy: Policy) -> torch.dtype | None:
+    """The type of trainable weights below float32; None where these are precise already, as adapters are.
+
+    UserError where a model that is trained below float32 has weights of several types: FSDP2 rounds a unit to one.
+    """
+    dtypes = {weight.dtype for weight in policy.parameters()}
+    if all(torch.promote_types(dtype, torch.float32) == dtype for dtype in dtypes):
+        return None
+    (lowest, *others) = dtypes | {weight.dtype for weight in policy.model.parameters()}
+    if others:
+        raise UserError(
+            f"distributed.strategy shards the {', '.join(sorted(str(one)[6:] for one in (lowest, *others)))} weights "
+            "of a model only where the trainable ones are float32: use model.dtype=float32, or strategy=ddp"
+        )
+    return lowest
+
+
+def _shard_as_masters(unit: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shard float32 copies of a unit's trainable weights, which are rounded to `compute_dtype` as they are gathered."""
+    for weight in unit.parameters():
+        if weight.requires_grad and not isinstance(weight, DTensor):
+            weight.data = weight.data.to(torch.float32)
+    # Inputs are left alone: a pass of one process does not round its rotary tables either.
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(unit, mesh=mesh, mp_policy=precision)
 
 
 def make_mesh(config: DistributedConfig, ranks: Ranks, *, device: torch.device) -> DeviceMesh:
@@ -75,10 +105,12 @@ class Replica(Policy):
     """A whole copy of a policy that is sharded afterwards: in memory inside `present` alone."""
 
     def __init__(self, policy: Policy) -> None:
-        """Copy the policy, adapters included; `policy` has to be whole yet."""
+        """Copy the policy, adapters included; `policy` has to be whole yet, and its weights are shared until then."""
+        shared = {
+            id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in policy.model.parameters()
+        }
         with policy.plain_attention() as model:
-            duplicate = copy.deepcopy(model)
-        duplicate.requires_grad_(False)
+            duplicate = copy.deepcopy(model, memo=shared)
         super().__init__(duplicate, policy.tokenizer, kernels=policy.kernels)
         self.batch_invariant = policy.batch_invariant
         self._policy = policy
@@ -103,7 +135,7 @@ class Replica(Policy):
         reshard(self._policy.model)  # the root may still be gathered, and its parameters stand-ins, after a pass
         sources = dict(self._policy.model.named_parameters())
         for name, weight in self.model.named_parameters():
-            weight.data = full_tensor(sources[name].detach()).to(weight.dtype)
+            weight.data = full_tensor(sources[name].detach().to(weight.dtype))  # rounded before it is sent
         for own, source in zip(self.model.buffers(), self._policy.model.buffers(), strict=True):
             own.copy_(source)
 

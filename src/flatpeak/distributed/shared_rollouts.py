@@ -1,11 +1,14 @@
-"""Rollouts of several ranks: each samples its share of the groups, the first alone grades, and all know everything."""
+"""Rollouts of several ranks: each samples its share of the groups, the first alone grades, and all know everything.
+
+Questions of which the letters are ranked are divided like those that completions are drawn for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from flatpeak.distributed.ranks import Ranks
 from flatpeak.protocols import ResumableSampler, Sampler
@@ -15,6 +18,9 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.grading import Grading
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Scores
+
+Ranked = TypeVar("Ranked")
+"""The ranked letters of one question."""
 
 
 class SharedSampler:
@@ -66,6 +72,29 @@ class SharedSampler:
 
 def _pick(parts: Sequence[Sequence[tuple[Completion, ...]]], p: int, size: int) -> tuple[Completion, ...]:
     return parts[p % size][p // size]
+
+
+class SharedRanker(Generic[Ranked]):
+    """A ranker of letters whose questions the ranks divide."""
+
+    def __init__(
+        self,
+        ranker: Callable[[Sequence[Prompt]], list[Ranked]],
+        ranks: Ranks,
+        *,
+        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`weights` is a context with the weights that rank, which all ranks enter."""
+        self.ranker = ranker
+        self.ranks = ranks
+        self.weights = weights
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[Ranked]:
+        """The ranked letters of every prompt, in order; prompt p is ranked by rank p modulo their number."""
+        with self.weights(), self.ranks.together():
+            own = self.ranker(prompts[self.ranks.rank :: self.ranks.size])
+        parts = self.ranks.gather(own)
+        return [parts[p % self.ranks.size][p // self.ranks.size] for p in range(len(prompts))]
 
 
 class SharedReward(RewardSet):

@@ -7,7 +7,7 @@ letter, so its accuracy differs from that of generated answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import ascii_uppercase
 from typing import Any, Protocol
@@ -42,6 +42,10 @@ class Ranked:
     letter: str
     logprobs: Mapping[str, float]
     """By letter, its log-probability after the prompt; the sum where it has several tokens."""
+
+
+Ranker = Callable[[Sequence[Prompt]], list[Ranked]]
+"""Ranks the letters of every prompt's options, in the order of the prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)

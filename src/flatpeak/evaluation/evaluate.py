@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flatpeak.errors import UserError
-from flatpeak.evaluation.choice_ranking import LetterRanker, Ranked
+from flatpeak.evaluation.choice_ranking import Ranked, Ranker
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.result import Evaluation
 from flatpeak.evaluation.robustness import Judged, measure
@@ -55,7 +55,7 @@ class PolicyEvaluator(Evaluator):
     """The wording of perturbed questions."""
     longest_prompt: int
     """The most tokens of a perturbed question; a longer one is left out, and the coverage shows it."""
-    ranker: LetterRanker | None = None
+    ranker: Ranker | None = None
     sharpness: SharpnessProbe | None = None
     """Measures the policy that the sampler draws from under perturbed weights, at every evaluation."""
 
@@ -169,7 +169,7 @@ class PolicyEvaluator(Evaluator):
         seed = self.config.seed
         return self._grade(self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed))
 
-    def _ranked(self, prompts: Sequence[Prompt], ranker: LetterRanker) -> _Answers:
+    def _ranked(self, prompts: Sequence[Prompt], ranker: Ranker) -> _Answers:
         ranked = ranker(prompts)
         answers = self._grade([ranking.group for ranking in ranked])
         for ranking, (answer,) in zip(ranked, answers.texts or (), strict=True):

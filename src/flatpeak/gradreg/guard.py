@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.directions import Direction, default_step, perturbation_direction, relative_step, step_size
 from flatpeak.gradreg.parameters import is_below_float32
 from flatpeak.gradreg.perturbation import Perturbation, PerturbationFidelity, RandomState
+from flatpeak.gradreg.shards import noise_like
 
 REFUSE_BELOW, NOTICE_BELOW = 0.5, 0.9
 """Bounds of the consistency. With independent errors 0.9 is an error of a quarter of the penalty, 0.5 of 0.7."""
@@ -105,7 +104,7 @@ class Guard:
         if config.difference == "exact" or config.step_scale == "absolute":
             return
         before = RandomState.now()
-        noise = {p: torch.randn_like(p) for p in perturbation.parameters}
+        noise = {p: noise_like(p) for p in perturbation.parameters}
         before.restore()
         direction = perturbation_direction(noise, perturbation, scaling=config.scaling)
         h = step_size(direction, perturbation, config)

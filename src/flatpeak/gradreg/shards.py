@@ -168,6 +168,13 @@ def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(copied, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
+def noise_like(parameter: Tensor) -> Tensor:
+    """Gaussian noise of a parameter's shape; of a sharded one each rank draws its part, without a message."""
+    noise = torch.empty_like(parameter.detach())
+    (noise.to_local() if isinstance(noise, DTensor) else noise).normal_()
+    return noise
+
+
 def collective_device(tensor: Tensor) -> torch.device:
     """The device of collectives over a tensor: its mesh's, also where its shards are offloaded to the CPU."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device

@@ -164,7 +164,8 @@ def _build(
     policy = _policy(config, objects, examples, checkpoint=checkpoint)
     resources.callback(policy.release)
     check_policy(config, policy)
-    check_regularization(config, policy)
+    if not config.distributed.divides_model:  # else its copies of the weights are made of shards
+        check_regularization(config, policy)
     for notice in (*getattr(task, "notices", ()), *recipe_notices(config, policy)):
         progress.notice(notice)
 

@@ -17,6 +17,7 @@ from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
+from flatpeak.policy.precision import check_trainable
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Tokenizer
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
@@ -283,8 +284,7 @@ def check_metric(config: EvaluationConfig, reward: RewardSet) -> None:
 
 def check_policy(config: RunConfig, policy: Policy) -> None:
     """UserError where nothing can be trained, or held-out completions cannot fit into the context."""
-    if not policy.masters():  # which refuses float16
-        raise UserError("no parameter of the model has requires_grad: unfreeze what is to be trained")
+    check_trainable(policy.parameters())
     limit = config.evaluation.max_new_tokens or 0
     if policy.context_length is not None and limit > config.rollout.max_new_tokens:
         room = policy.context_length - limit
@@ -312,9 +312,10 @@ def check_sft_split(check_size: int, train: Sequence[Prompt]) -> None:
 
 def check_regularization(config: RunConfig, policy: Policy) -> None:
     """UserError where there is nothing to perturb, or rounding would swallow the perturbation."""
-    if config.gradient_regularization.enabled:
-        regularizer = GradientRegularizer(policy.model, config.gradient_regularization, masters=policy.masters())
-        regularizer.guard.probe(regularizer.perturbation, regularizer.config)
+    section = config.gradient_regularization
+    if section.enabled:  # weights are their masters yet, rounded
+        regularizer = GradientRegularizer(policy.model, section, compute_dtype=policy.compute_dtype)
+        regularizer.guard.probe(regularizer.perturbation, section)
 
 
 def without_model_source(config: RunConfig, *, own: Mapping[str, Any], named: str) -> tuple[RunConfig, list[str]]:

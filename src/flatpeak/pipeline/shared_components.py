@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import Ranks
 from flatpeak.distributed.sharding import Replica, shard
-from flatpeak.distributed.shared_rollouts import SharedReward, SharedSampler
+from flatpeak.distributed.shared_rollouts import SharedRanker, SharedReward, SharedSampler
 from flatpeak.errors import UserError
+from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
 from flatpeak.pipeline.build import CallerObjects, Components, make_sampler
+from flatpeak.pipeline.components import check_regularization
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.vllm.weight_files import checksums_of
+from flatpeak.training.local_shards import check_blocks
 
 
 def share_components(components: Components, config: RunConfig, objects: CallerObjects, ranks: Ranks) -> Components:
@@ -29,20 +32,29 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
     if ranks.size == 1:
         return components
     check_alike(components, ranks)
-    policy = components.policy
-    sampler: Sampler = SharedSampler(components.sampler, ranks)
+    policy, sampler = components.policy, components.sampler
+    whole: Policy = policy
+    weights: Callable[[], AbstractContextManager[object]] = nullcontext
     if config.distributed.sharded:
         check_shardable(objects, policy)
-        replica = Replica(policy)
-        sampler = SharedSampler(make_sampler(config, objects, replica), ranks, weights=replica.present)
+        whole = replica = Replica(policy)
+        weights = replica.present
+        sampler = make_sampler(config, objects, replica)
         shard(policy, replica, config.distributed, ranks)
+        check_regularization(config, policy)
+        for where, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):
+            check_blocks(dict(policy.model.named_parameters()), optimizer, where=where)
     rewards = {id(phase.reward): SharedReward(phase.reward, ranks) for phase in components.phases}
+    shared: dict[str, Any] = {"sampler": SharedSampler(sampler, ranks, weights=weights)}
+    if config.evaluation.choices == "rank":
+        ranker = LetterRanker(policy=whole, tokenizer=policy.tokenizer)
+        shared["ranker"] = SharedRanker(ranker, ranks, weights=weights)
     return replace(
         components,
-        sampler=sampler,
+        sampler=shared["sampler"],
         phases=tuple(replace(phase, reward=rewards[id(phase.reward)]) for phase in components.phases),
-        evaluator=_shared(components.evaluator, sampler, rewards),
-        sft_check=_shared(components.sft_check, sampler, rewards),
+        evaluator=_shared(components.evaluator, rewards, shared),
+        sft_check=_shared(components.sft_check, rewards, shared),
     )
 
 
@@ -84,7 +96,7 @@ def check_shardable(objects: CallerObjects, policy: Policy) -> None:
         raise UserError(f"distributed.strategy shards models of the native engine only ({policy.notice}): use ddp")
 
 
-def _shared(evaluator: Evaluator, sampler: Sampler, rewards: Mapping[int, RewardSet]) -> Evaluator:
+def _shared(evaluator: Evaluator, rewards: Mapping[int, RewardSet], shared: Mapping[str, Any]) -> Evaluator:
     if not isinstance(evaluator, PolicyEvaluator):
         return evaluator
-    return replace(evaluator, sampler=sampler, reward=rewards.get(id(evaluator.reward), evaluator.reward))
+    return replace(evaluator, reward=rewards.get(id(evaluator.reward), evaluator.reward), **shared)

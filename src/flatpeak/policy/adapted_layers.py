@@ -97,7 +97,7 @@ if is_bnb_4bit_available():
 
         def knows(self, base: nn.Module) -> bool:
             """Whether `matrix` reads such a base."""
-            state = getattr(base.weight, "quant_state", None)
+            state = _quant_state(base)
             shape = (self.out_features, self.in_features)
             return base.weight.device.type == "cpu" and state is not None and tuple(state.shape) == shape
 
@@ -109,10 +109,15 @@ if is_bnb_4bit_available():
         def matrix(self) -> Tensor:
             """The base's weight as [out, in], dequantized for this product alone."""
             weight = self.base_layer.weight
-            matrix: Tensor = dequantize_4bit(weight, weight.quant_state).to(self.base_layer.compute_dtype)
+            matrix: Tensor = dequantize_4bit(weight, _quant_state(self.base_layer)).to(self.base_layer.compute_dtype)
             return matrix
 
     _FAST[Linear4bit] = AdaptedLinear4bit
+
+
+def _quant_state(base: Any) -> Any:
+    """The scales of a weight in 4 bits; one that FSDP2 has gathered leaves them to its layer."""
+    return getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)
 
 
 def make_adapters_fast(model: nn.Module) -> None:

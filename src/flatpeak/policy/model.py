@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,12 @@ class Policy:
         """Whether decoding and training passes on a CPU go through native kernels."""
         self._uses_kernels = False
         self._packed: PackedModel | None = None
-        self.enter: Callable[[Callable[[], Any]], Any] = _call
+        self.enter: Callable[[Callable[[], Any]], Any] = call
         """The way of a pass into the model: a sharded one gathers the weights of its root around it."""
         self.gathered: Callable[[], AbstractContextManager[Policy]] | None = None
         """Of a sharded model, a context with a whole copy."""
+        self.compute_dtype: torch.dtype | None = None
+        """The type to which passes round the trainable weights of a sharded model, where these are float32 masters."""
         self._kept_cache: KeyValueCache | None = None
         self._offloaded: OffloadedWeights | None = None
         self.notice = unsupported(self.causal)
@@ -127,9 +130,10 @@ class Policy:
                 self._masters[parameter] = master_weight(parameter)
         return {parameter: self._masters[parameter] for parameter in self.parameters()}
 
-    def forget_masters(self) -> None:
-        """Drop the masters, whose weights have been replaced by others of the same values."""
+    def forget_weights(self) -> None:
+        """Drop all references to weights that others of the same values replace, or their memory would stay in use."""
         self._masters.clear()
+        self._before.forget_weights()
 
     @cached_property
     def _masters(self) -> dict[nn.Parameter, Tensor]:
@@ -185,7 +189,7 @@ class Policy:
     @property
     def below_float32(self) -> bool:
         """Whether anything on the way through the model rounds more coarsely than float32."""
-        return below_float32(self.model)
+        return self.compute_dtype is not None or below_float32(self.model)
 
     def scoring(self) -> AbstractContextManager[None]:
         """A context in which `token_logprobs` computes what it does in training, bit for bit, without gradients."""
@@ -393,7 +397,3 @@ def make_adapted_layers_fast(causal: nn.Module) -> None:
         from flatpeak.policy.adapted_layers import make_adapters_fast  # here, because it loads peft
 
         make_adapters_fast(causal)
-
-
-def _call(run: Callable[[], Any]) -> Any:
-    return run()

@@ -256,6 +256,11 @@ class ModelSettings:
             self.causal.set_attn_implementation(self.attention)
         make_plain(self.causal)
 
+    def forget_weights(self) -> None:
+        """Drop the weights, which others replace: `restore` then leaves weights as they are."""
+        for of_weights in (self.trainable, self.grad_dtypes, self.gradients):
+            of_weights.clear()
+
     def restore(self) -> None:
         """Restore everything. Gradients that training left are dropped; those from before it stay."""
         self.give_back_layers()

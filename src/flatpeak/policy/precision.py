@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -34,12 +36,19 @@ def _computes_below(device: str) -> bool:
     return torch.is_autocast_enabled(device) or not COARSE_PRECISIONS.isdisjoint(precisions)
 
 
-def master_weight(parameter: nn.Parameter) -> Tensor:
-    """The precise value of a weight: a float32 copy where it is stored below, else itself; UserError for float16."""
-    if parameter.dtype == torch.float16:
+def check_trainable(parameters: Sequence[nn.Parameter]) -> None:
+    """UserError where there are no trainable weights, or some in float16."""
+    if not parameters:
+        raise UserError("no parameter of the model has requires_grad: unfreeze what is to be trained")
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
         raise UserError(
             "the model has trainable weights in float16, whose small gradients underflow, and flatpeak scales no loss: "
             "give it in bfloat16 or float32, as model.to(torch.bfloat16) does"
         )
+
+
+def master_weight(parameter: nn.Parameter) -> Tensor:
+    """The precise value of a weight: a float32 copy where it is stored below, else itself; UserError for float16."""
+    check_trainable([parameter])
     precise = torch.promote_types(parameter.dtype, torch.float32)
     return parameter if parameter.dtype == precise else parameter.detach().to(precise)

@@ -18,14 +18,18 @@ from flatpeak.policy.model_settings import scoring
 class Snapshot(Policy):
     """A frozen copy of a policy, adapters included, that can be brought up to date in place.
 
-    It shares the weights that training leaves as they are: under adapters the whole base is in memory once.
+    It shares the weights that training leaves as they are: under adapters the whole base is in memory once. Of a
+    sharded policy it is whole, shares nothing, and is made and brought up to date by all ranks together.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.trained = frozenset(name for name, weight in policy.model.named_parameters() if weight.requires_grad)
         """Names of the weights that training changes; all others are equal to the policy's for good."""
-        shared = {id(weight): weight for weight in policy.model.parameters() if not weight.requires_grad}
-        with policy.plain_attention() as model:
+        self.shares = policy.gathered is None
+        """Whether it shares those others; the whole copy of a sharded policy is in memory for a while only."""
+        frozen = (weight for weight in policy.model.parameters() if not weight.requires_grad)
+        shared = {id(weight): weight for weight in frozen} if self.shares else {}
+        with policy.whole() as whole, whole.plain_attention() as model:
             duplicate = copy.deepcopy(model, memo=shared)
         duplicate.requires_grad_(False)
         super().__init__(duplicate, policy.tokenizer, kernels=policy.kernels)
@@ -36,7 +40,7 @@ class Snapshot(Policy):
 
     def _own_weights(self) -> list[nn.Parameter]:
         """The weights that are a copy; those that it shares stay where the policy needs them."""
-        return [weight for name, weight in self.model.named_parameters() if name in self.trained]
+        return [weight for name, weight in self.model.named_parameters() if not self.shares or name in self.trained]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that may differ from the policy's, tied weights once; no copies."""
@@ -52,7 +56,8 @@ class Snapshot(Policy):
 
     def follow(self, policy: Policy) -> None:
         """Copy the present weights of the policy that this is a copy of."""
-        self.load(self._movable(policy.model))
+        with policy.whole() as whole:
+            self.load(self._movable(whole.model))
 
     def _movable(self, model: Any) -> dict[str, Tensor]:
         # Buffers that a model does not save, such as rotary tables, are derived and no part of its state.
@@ -61,19 +66,9 @@ class Snapshot(Policy):
         return weights | {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def snapshot(policy: Policy) -> Policy:
-    """A frozen copy of the policy as it is now; of a sharded one a whole copy, which shares nothing with it."""
-    if policy.gathered is None:
-        return Snapshot(policy)
-    with policy.whole() as whole:
-        return whole_copy(whole)
-
-
-def whole_copy(policy: Policy) -> Policy:
-    """A frozen copy of a policy and all of its weights."""
-    with policy.plain_attention() as model:
-        duplicate = copy.deepcopy(model)
-    return Policy(duplicate.requires_grad_(False), policy.tokenizer, kernels=policy.kernels)
+def snapshot(policy: Policy) -> Snapshot:
+    """A frozen copy of the policy as it is now."""
+    return Snapshot(policy)
 
 
 def renewed(reference: Policy, policy: Policy) -> Snapshot:

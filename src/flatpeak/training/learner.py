@@ -64,7 +64,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         `undivided_work`: the floating-point operations of an update, 6 per weight and token, up to which the ranks do
         not divide it.
         """
-        super().__init__(policy.masters(), optimizer)
+        super().__init__(policy.masters(), optimizer, compute_dtype=policy.compute_dtype)
         weights = sum(weight.numel() for weight in policy.model.parameters())
         self.parallel = DataParallel(ranks=ranks, undivided_tokens=undivided_work / (6 * weights))
         self.policy = policy

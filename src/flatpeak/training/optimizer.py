@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,27 +13,32 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flatpeak.errors import DIVERGED, DivergedError, UserError
+from flatpeak.errors import DIVERGED, DivergedError
 from flatpeak.gradreg.shards import distribute_like, full_tensor, gathered
 from flatpeak.protocols import SavesModel
 from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.local_shards import LocalShard, adamw_8bit
+from flatpeak.training.master_weights import PREFIX, MasterWeights
 from flatpeak.utils.host_memory import HostMemory
 
 _Value = TypeVar("_Value")
-MASTERS = "master."
-"""Prefix of the masters' names in a checkpoint."""
 BUCKET_SIZE = 2**25
 """Weights whose states `optimizer.offload` has on the device at a time; a larger weight is a bucket by itself."""
 SMALLEST_OFFLOADED = 4096
 """Bytes below which a state stays on the device: step counts, and the tables that all 8-bit states share."""
 
 
-def build_optimizer(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over the trainable parameters, or the masters of those in a lower precision."""
+def build_optimizer(
+    parameters: Sequence[Tensor], config: OptimizerConfig, shards: Mapping[int, LocalShard] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW or SGD over the trainable parameters, or the masters of those in a lower precision.
+
+    `shards`: those of which a parameter is a part, by its position.
+    """
     if config.name == "sgd":
         return torch.optim.SGD(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
     if config.name == "adamw_8bit":
-        return _adamw_8bit(parameters, config)
+        return adamw_8bit(parameters, config, shards or {})
     return torch.optim.AdamW(
         parameters,
         lr=config.learning_rate,
@@ -42,19 +47,6 @@ def build_optimizer(parameters: Sequence[Tensor], config: OptimizerConfig) -> to
         weight_decay=config.weight_decay,
         fused=True,
     )
-
-
-def _adamw_8bit(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW with blockwise quantized moments (Dettmers et al. 2022, arXiv 2110.02861); tensors of fewer than 4,096
-    elements keep theirs in float32."""
-    try:
-        from bitsandbytes.optim import AdamW8bit  # here, because bitsandbytes is an extra
-    except ImportError as error:
-        raise UserError("optimizer.name=adamw_8bit needs bitsandbytes: pip install bitsandbytes") from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(
-        parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
-    return optimizer
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
@@ -78,24 +70,33 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, shards: Mapping[int, LocalShard] | None = None
+) -> dict[str, Tensor]:
     """The optimizer's state by "<parameter index>.<name>", whole: with shards every rank has to call it."""
+    parts = shards or {}
     return {
-        f"{index}.{name}": gathered(torch.as_tensor(value))
+        f"{index}.{name}": parts[index].whole(name, value) if index in parts else gathered(torch.as_tensor(value))
         for index, parameter in enumerate(_parameters(optimizer))
         for name, value in optimizer.state.get(parameter, {}).items()
     }
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], *, host: HostMemory | None = None
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    *,
+    host: HostMemory | None = None,
+    shards: Mapping[int, LocalShard] | None = None,
 ) -> None:
     """Put back the state that `optimizer_tensors` returned, with `host` into the memory that `step_in_buckets` uses."""
     state: dict[int, dict[str, Tensor]] = {}
-    parameters = list(_parameters(optimizer))
+    parameters, parts = list(_parameters(optimizer)), shards or {}
     for key, value in tensors.items():
         index, name = key.split(".", 1)
         parameter = parameters[int(index)]
+        if int(index) in parts:
+            value = parts[int(index)].local(name, value)
         alike = value.shape == parameter.shape and name != "step"
         state.setdefault(int(index), {})[name] = (
             value if host else distribute_like(value, parameter) if alike else value.clone()
@@ -132,7 +133,8 @@ def step_in_buckets(
     """
     (group,) = optimizer.param_groups
     try:
-        counts = {index: weight.numel() for index, weight in enumerate(masters.weights) if weight.grad is not None}
+        weights = zip(masters.weights, masters.stepped, strict=True)
+        counts = {index: own.numel() for index, (weight, own) in enumerate(weights) if weight.grad is not None}
         for bucket in buckets(counts, size=size):
             group["params"] = [masters.stepped[index] for index in bucket]
             with masters.on_device(bucket), _states_on_device(optimizer, group["params"], host):
@@ -179,88 +181,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class MasterWeights:
-    """Steps a master in a weight's stead and writes it, rounded, back into the weight.
-
-    Half a bfloat16 step is 1/512 of a weight, far more than most updates: added to the weight itself they would round
-    away. Gradients are summed over micro-batches in the master's type too, in `.grad` itself: autograd converts each
-    micro-batch's as it adds it, so that a rounded copy of all of them never exists beside the sum.
-
-    Nothing here touches a weight that is its own master.
-    """
-
-    def __init__(self, masters: Mapping[nn.Parameter, Tensor], *, host: HostMemory | None = None) -> None:
-        """Copy the weights as they are: the stage before, or a checkpoint's model, has left nothing else.
-
-        With `host` the masters lie there, and on the device only in `on_device`.
-        """
-        self.weights = list(masters)
-        """The weights, which the gradients of a loss are accumulated in."""
-        self.stepped = list(masters.values())
-        """The tensors that the optimizer steps, in the same order."""
-        self.pairs = {index: (w, m) for index, (w, m) in enumerate(masters.items()) if m is not w}
-        self.host = host
-        for weight, master in self.pairs.values():
-            weight.grad = None
-            weight.grad_dtype = master.dtype
-            if host is not None:
-                master.data = host.store(weight.detach().to(master.dtype))
-                continue
-            master.data = master.data.to(weight.device)  # an earlier stage may have offloaded its masters
-            master.copy_(weight.detach())
-        if host is not None:
-            host.wait()
-
-    def zero_grad(self) -> None:
-        """Clear the weights' gradients; the optimizer clears the masters'."""
-        for weight, _ in self.pairs.values():
-            weight.grad = None
-
-    def take_gradients(self, positions: Sequence[int] | None = None) -> None:
-        """Move each weight's gradient, or those at these positions, to its master, which is stepped."""
-        for weight, master in self._pairs(positions):
-            master.grad, weight.grad = weight.grad, None
-
-    @torch.no_grad()
-    def write(self, positions: Sequence[int] | None = None) -> None:
-        """Round the masters into the weights, in place: captured graphs and packed copies know their addresses."""
-        for weight, master in self._pairs(positions):
-            weight.copy_(master)
-
-    @contextmanager
-    def on_device(self, positions: Sequence[int]) -> Iterator[None]:
-        """A context with the offloaded masters at these positions on the device; they leave it without gradients."""
-        assert self.host is not None
-        hosts = [(master, master.data) for _, master in self._pairs(positions)]
-        for master, held in hosts:
-            master.data = self.host.fetch(held)
-        yield
-        for master, held in hosts:
-            master.grad = None
-            master.data = self.host.store(master.data, into=held)
-
-    def _pairs(self, positions: Sequence[int] | None) -> list[tuple[nn.Parameter, Tensor]]:
-        if positions is None:
-            return list(self.pairs.values())
-        return [self.pairs[index] for index in positions if index in self.pairs]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The masters for a checkpoint, by the position of their weight."""
-        return {str(index): gathered(master) for index, (_, master) in self.pairs.items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from saved masters, and round them into the weights."""
-        own = self.tensors()
-        if own.keys() != tensors.keys():
-            raise UserError(
-                f"the checkpoint holds float32 masters of {len(tensors)} weights and this model needs those of "
-                f"{len(own)}: resume with the model and the model.dtype that the run began with"
-            )
-        for name, master in own.items():
-            master.copy_(distribute_like(tensors[name], master))
-        self.write()
-
-
 @dataclass(kw_only=True, slots=True)
 class UpdateStatistics:
     """Loss and gradient of one update, over all its micro-batches."""
@@ -279,12 +199,20 @@ Statistics = TypeVar("Statistics", bound=UpdateStatistics)
 class BaseLearner(ABC, Generic[Data, Statistics]):
     """An optimizer over a model's weights; `update` accumulates the gradient of a loss, clips it once and steps."""
 
-    def __init__(self, masters: Mapping[nn.Parameter, Tensor], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        masters: Mapping[nn.Parameter, Tensor],
+        config: OptimizerConfig,
+        *,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Build masters and optimizer; `compute_dtype` is that of MasterWeights."""
         self.config = config
         self.host = HostMemory.beside(next(iter(masters)).device) if config.offload else None
         """The memory of optimizer states and masters between updates, where it is not the device's own."""
-        self.masters = MasterWeights(masters, host=self.host)
-        self.optimizer = build_optimizer(self.masters.stepped, config)
+        by_rank = config.name == "adamw_8bit" or self.host is not None
+        self.masters = MasterWeights(masters, host=self.host, compute_dtype=compute_dtype, by_rank=by_rank)
+        self.optimizer = build_optimizer(self.masters.stepped, config, self.masters.shards)
         self.updates = 0
         """Number of updates that have begun to change weights and optimizer."""
         self.updating = False
@@ -351,7 +279,7 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state in tensors, for a checkpoint."""
-        return optimizer_tensors(self.optimizer) | with_prefix(MASTERS, self.masters.tensors())
+        return optimizer_tensors(self.optimizer, self.masters.shards) | with_prefix(PREFIX, self.masters.tensors())
 
     def state(self) -> dict[str, Any]:
         """The rest of the state, as JSON."""
@@ -359,16 +287,15 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Continue from a saved `state` and `tensors`."""
-        masters, others = split_prefix(MASTERS, tensors)
+        masters, others = split_prefix(PREFIX, tensors)
         self.masters.load(masters)
         # A fork may have left gradient regularization, whose tensors have names of their own.
         own = {name: tensor for name, tensor in others.items() if name[0].isdecimal()}
-        load_optimizer_tensors(self.optimizer, own, host=self.host)
+        load_optimizer_tensors(self.optimizer, own, host=self.host, shards=self.masters.shards)
 
 
-def check_finite(optimizer: torch.optim.Optimizer, *, step: int) -> None:
+def check_finite(weights: Iterable[Tensor], *, step: int) -> None:
     """Raise DivergedError where a trained weight is NaN or infinite: such a checkpoint could not be trained on."""
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
     if not all(bool(full_tensor(torch.isfinite(weight).all())) for weight in weights):
         raise DivergedError(f"the weights are NaN or infinite after step {step} and are not saved: {DIVERGED}")
 

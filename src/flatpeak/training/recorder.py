@@ -266,7 +266,7 @@ class Recorder:
 
     def _save(self, done: CompletedStep) -> None:
         stage, step = done.stage, done.step
-        check_finite(stage.learner.optimizer, step=step)
+        check_finite(stage.learner.masters.precise, step=step)
         self._count_time()
         history = replace(done.history.copy(), last_step=step, seconds=self.history.seconds)
         tensors = stage.tensors()

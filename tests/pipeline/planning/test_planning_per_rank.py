@@ -19,10 +19,10 @@ def phases(estimate: MemoryEstimate) -> dict[str, Phase]:
     return {phase.name: phase for phase in estimate.phases}
 
 
-def of(directory: Path, **distributed: Any) -> dict[str, Phase]:
-    return phases(
-        estimated(directory, GPU, distributed=distributed, kl={"coefficient": 0.1}, gradient_regularization=GR)
-    )
+def of(directory: Path, model: Any = None, **distributed: Any) -> dict[str, Phase]:
+    penalty = {"strength": 0.1} if model else GR
+    sections = {"distributed": distributed, "kl": {"coefficient": 0.1}, "gradient_regularization": penalty}
+    return phases(estimated(directory, GPU, **sections, **({"model": model} if model else {})))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,28 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_moments(tmp_path: Path,
     for item in ("reference", "activations", "logits"):
         assert update[item] == alone["update"].items[item]
     assert update["gathered layers"] == gathered_bytes(planned(tmp_path), gradients=True)
-    assert rank["sharding"].items == {"weights": weights, "whole copy": weights}
     assert rank["rollout"].items["whole copy"] == weights
+
+
+def test_shards_of_a_model_in_bfloat16_are_float32_and_their_own_masters(tmp_path: Path) -> None:
+    half = {"path": str(saved_model(tmp_path)), "dtype": "bfloat16"}
+    alone, rank = of(tmp_path, half), of(tmp_path, half, processes=4, strategy="fsdp2")
+    weights = alone["update"].items["weights"]
+    assert alone["update"].items["masters"] == 2 * weights
+    for phase in ("rollout", "update"):
+        assert "weights" not in rank[phase].items
+        assert rank[phase].items["masters"] == pytest.approx(2 * weights / 4, abs=1)
+    assert rank["rollout"].items["whole copy"] == rank["update"].items["reference"] == weights
+
+
+def test_of_a_base_in_4_bits_the_scales_are_whole_and_the_reference_too(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = {"path": str(saved_model(tmp_path)), "quantization": "nf4", "lora": {"rank": 4}}
+    alone, rank = of(tmp_path, model), of(tmp_path, model, processes=2, strategy="fsdp2")
+    packed, shared = (one["update"].items["4-bit weights"] for one in (alone, rank))
+    assert packed / 2 < shared < packed
+    wanted = sum(alone["update"].items[item] for item in ("weights", "4-bit weights", "adapters"))
+    assert rank["rollout"].items["whole copy"] == rank["update"].items["reference"] == wanted
 
 
 def test_replicas_hold_everything_and_a_bucket_to_average(tmp_path: Path) -> None:
@@ -52,7 +72,6 @@ def test_replicas_hold_everything_and_a_bucket_to_average(tmp_path: Path) -> Non
     extra = rank["update"].items.keys() - alone["update"].items.keys()
     assert extra == {"averaged gradients"}
     assert rank["update"].items["averaged gradients"] == alone["update"].items["gradients"] < 4 * BUCKET
-    assert "sharding" not in rank
 
 
 def test_a_rank_samples_its_share_of_the_prompts(tmp_path: Path) -> None:

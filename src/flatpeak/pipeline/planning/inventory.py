@@ -63,6 +63,8 @@ class Inventory:
     """Bytes of the model's own weights that are not quantized."""
     quantized: int
     """Bytes of the weights in 4 bits, with their scales."""
+    scales: int = 0
+    """Bytes of those scales, with their tables."""
     adapters: int
     """Bytes of adapters, and of modules that are trained whole beside them."""
     files: int
@@ -141,6 +143,7 @@ def take_inventory(model: PlannedModel) -> Inventory:
         parameters=sum(p.numel() for p in own),
         weights=sum(p.nbytes for p in own if id(p) not in quantized),
         quantized=sum(nf4_bytes(p.numel()) for p in own if id(p) in quantized),
+        scales=sum(nf4_bytes(p.numel()) - -(-p.numel() // 2) for p in own if id(p) in quantized),
         adapters=sum(p.nbytes for name, p in parameters.items() if is_of_adapter(name)),
         files=_file_bytes(model, elements=sum(p.numel() for p in own)),
         trained=tuple(

@@ -2,7 +2,6 @@
 
     stays      weights, reward models; masters and moments of the optimizer; the reference, where one is kept
     loading    + a model's files, mapped (on a CPU, where both are in one memory)
-    sharding   + a whole copy of the weights (several processes that share them)
     rollout    + keys and values, decoding, and on some CPUs packed copies of the weights
     rewards    + a pass of the largest reward model
     scoring    + a pass without gradients: the reference's, and below float32 the policy's
@@ -34,7 +33,7 @@ from flatpeak.pipeline.planning.dry_run import NoDryRunError, logits_peak, scori
 from flatpeak.pipeline.planning.fake_policy import PassSettings
 from flatpeak.pipeline.planning.inventory import FLOAT32, Inventory, quantized_layers, take_inventory
 from flatpeak.pipeline.planning.minibatch import Minibatch, plan_minibatch, plan_sft_minibatch
-from flatpeak.pipeline.planning.per_rank import SHARDING, per_rank, share_of_rollouts
+from flatpeak.pipeline.planning.per_rank import per_rank, share_of_rollouts
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of, read_model
 from flatpeak.pipeline.planning.reward_model_memory import reward_model_memory
 from flatpeak.pipeline.planning.rollout_memory import (
@@ -143,8 +142,6 @@ class _Estimator:
         reference = self._staying_reference()
         if self.on_cpu:
             yield self._phase("loading", {"files": self.inventory.files}, computes=False)
-        if config.distributed.sharded and config.distributed.processes > 1:
-            yield self._phase(SHARDING, {}, computes=False)
         if self.sft_minibatch is not None:
             named = reference if config.reference.model is not None else {}
             yield from self._update("sft ", self.sft_minibatch, config.sft.optimizer, named | kept)
@@ -235,7 +232,8 @@ class _Estimator:
         return {"masters": self.inventory.masters, "optimizer": self.inventory.moments(optimizer)}
 
     def _reference(self) -> dict[str, int]:
-        """The reference: a copy of the trained weights, which shares all others, or another model."""
+        """The reference: a copy of the trained weights, which shares all others unless these are sharded, or another
+        model."""
         config = self.config
         if config.reference.model is not None:
             source = ModelConfig(
@@ -245,7 +243,9 @@ class _Estimator:
                 return {"reference": take_inventory(read_model(source)).stored}
             except UserError as error:
                 raise UserError(f"reference.model: {error}") from error
-        return {"reference": self.inventory.trained_bytes} if keeps_own_reference(config) else {}
+        inventory = self.inventory
+        copied = inventory.stored if config.distributed.divides_model else inventory.trained_bytes
+        return {"reference": copied} if keeps_own_reference(config) else {}
 
     def _staying_reference(self) -> dict[str, int]:
         """The reference where it is on the device while it does not score too."""

@@ -2,7 +2,7 @@
 
 ddp           everything, and a bucket of gradients as they are averaged
 fsdp2, hsdp   1 / shards of weights, gradients, moments and copies of them; the root and two layers gathered; a whole
-              copy of the weights while it samples
+              copy of the weights while it samples. Trained weights below float32 are float32 shards, their own masters
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from flatpeak.pipeline.planning.inventory import FLOAT32, Inventory
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of
 from flatpeak.pipeline.planning.workload import Workload
 
-SHARDED: Final = frozenset({"weights", "adapters", "optimizer", "gradients", "regularization"})
+SHARDED: Final = frozenset({"weights", "adapters", "masters", "optimizer", "gradients", "regularization"})
 """The items of which a rank of fsdp2 and hsdp has a share; the reference, and what depends on tokens, it has whole."""
-SHARDING: Final = "sharding"
-"""The phase in which a model is whole beside the copy that rollouts will use."""
 COPY: Final = "whole copy"
 PREFETCHED: Final = 2
 """Layers that are gathered at once: the one that computes, and the next."""
@@ -37,12 +35,13 @@ def per_rank(
     if not config.sharded:
         averaged = FLOAT32 * min(BUCKET, inventory.trained_parameters)
         return {**items, "averaged gradients": averaged} if "gradients" in items else dict(items)
-    if phase == SHARDING:
-        return {**items, COPY: inventory.stored}
-    if phase == "loading":  # shards are cut from the whole
+    if phase == "loading":  # shards are cut from the whole, layer by layer
         return dict(items)
     shards = config.shard_size or config.processes
-    held = {item: -(-size // shards) if item in SHARDED else size for item, size in items.items()}
+    rounded = sum(one.stored for one in inventory.trained if one.master)
+    shared = {**items, "weights": items["weights"] - rounded, "masters": inventory.masters}
+    held = {item: -(-size // shards) if item in SHARDED else size for item, size in shared.items()}
+    held["4-bit weights"] = -(-(inventory.quantized - inventory.scales) // shards) + inventory.scales
     if phase == "rollout":
         return {**held, COPY: inventory.stored}
     if "activations" in items and phase != "rewards":
