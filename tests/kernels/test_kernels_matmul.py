@@ -132,6 +132,16 @@ def test_first_and_second_derivatives_are_the_exact_ones(
         assert calls == []
 
 
+@pytest.mark.parametrize(("wide", "rows", "swapped"), [(512, 512, True), (512, 64, False), (64, 512, False)])
+def test_of_a_weights_gradient_the_narrower_factor_is_copied_and_the_result_is_exact(
+    library: str, wide: int, rows: int, swapped: bool
+) -> None:
+    grad_MN, input_MK = normal(rows, wide), normal(rows, K)
+    gradient_NK = linear(grad_MN.t(), input_MK.t())
+    assert_near(gradient_NK, grad_MN.double().t() @ input_MK.double(), times=4)
+    assert gradient_NK.is_contiguous() != (swapped and library == "onednn")
+
+
 def test_the_gradient_of_a_sum_whose_rows_are_one_number_repeated_is_exact(library: str) -> None:
     input_MK, weight_NK = normal(M, K).requires_grad_(), normal(N, K).requires_grad_()
     linear(input_MK, weight_NK).sum().backward()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.kernels.native.training_pass import Groups
-from flatpeak.policy import native_training, training_attention
+from flatpeak.policy import native_decoding, native_training, training_attention
 from flatpeak.policy.linears import Exchanged
 from flatpeak.policy.model import Policy
 from flatpeak.policy.native_decoding import SETTING
@@ -48,6 +48,53 @@ def test_a_small_or_late_error_of_attention_is_noticed(late: bool, monkeypatch: 
     monkeypatch.setattr(training_attention, "attention", damaged)
     policy = Policy(tiny_model("llama", scale=1.0, **COMMON), Tokens())  # type: ignore[arg-type]
     assert not policy.kernels.trains(policy)
+
+
+def test_where_a_pass_by_kernels_fails_torch_computes_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, batch, calls = make_policy(), uneven_batch(), []
+    monkeypatch.setenv(SETTING, "torch")
+    plain_T, _ = make_policy().token_logprobs(batch, temperature=1.0)
+
+    def fail(gate: Tensor, up: Tensor) -> Tensor:
+        calls.append(gate.shape)
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(native_training, "swiglu", fail)
+    for _ in range(2):
+        logprobs_T, _ = policy.token_logprobs(batch, temperature=1.0)
+        assert torch.equal(logprobs_T, plain_T)
+    assert len(calls) == 1
+    assert policy.kernels.training_reason == "a training pass by them failed: RuntimeError: no such luck"
+
+
+def test_where_torchs_own_pass_fails_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy()
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(policy, "packed_logprobs", fail)
+    with pytest.raises(ZeroDivisionError):
+        policy.kernels.trains(policy)
+
+
+def test_weights_that_are_nan_are_compared_once_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, compared = make_policy(), []
+    compare = native_training.largest_gaps
+    monkeypatch.setattr(native_decoding, "largest_gaps", lambda each: compared.append(each) or compare(each))
+    weight = policy.trunk.layers[1].mlp.down_proj.weight
+    before = weight[0, 0].item()
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    for _ in range(3):
+        assert not policy.kernels.trains(policy)
+    assert len(compared) == 1
+    assert policy.kernels.training_reason == "the model's log-probabilities or its gradient are NaN or infinite"
+    with torch.no_grad():
+        weight[0, 0] = before
+    assert policy.kernels.trains(policy)
+    assert len(compared) == 2
+    assert policy.kernels.training_reason is None
 
 
 def test_a_frozen_copy_that_is_scored_first_compares_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:

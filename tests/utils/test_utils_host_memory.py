@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +15,17 @@ from flatpeak.utils.host_memory import HostMemory, OffloadedWeights, offload_not
 from support.host_memory import SimulatedHost
 
 CPU = torch.device("cpu")
+PAGES = """
+import resource, torch
+from flatpeak.utils.host_memory import keep_freed_memory
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(1 << 20) for _ in range(40)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+kept = keep_freed_memory()
+print(kept, pages(), pages())
+"""
+"""The pages that 160 MiB of tensors ask Linux for, and those that the same ask for again."""
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -65,3 +81,16 @@ def test_a_copy_to_a_gpus_host_is_pinned_and_returns_the_same_values() -> None:
     assert fetched.is_cuda
     assert torch.equal(fetched, changed)
     assert torch.equal(stored, changed.cpu())
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("chosen", [False, True])
+def test_memory_that_was_freed_is_asked_for_once_unless_the_user_has_chosen(chosen: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    environment |= {"MALLOC_TRIM_THRESHOLD_": "131072"} if chosen else {}
+    command = [sys.executable, "-c", PAGES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    kept, first, again = done.stdout.split()
+    assert kept == str(not chosen)
+    assert int(first) > 10_000
+    assert (int(again) > 10_000) is chosen

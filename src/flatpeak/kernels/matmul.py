@@ -60,9 +60,26 @@ def pack(weight_NK: Tensor) -> Tensor:
 
 
 def multiply(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """oneDNN's input W^T + b, outside autograd; the weight may be packed."""
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(input_MK, weight_NK, bias_N, "none", [], "")
-    return output
+    """oneDNN's input W^T + b, outside autograd; the weight may be packed, and the result a transposed view.
+
+    oneDNN's operator first copies an input that is a transposed view, slowly. The gradient of a weight, grad^T input,
+    is a product of two of them: where less is copied so, it is computed as (input^T grad)^T.
+    """
+    swapped = bias_N is None and _copies_less_swapped(input_MK, weight_NK)
+    first, second = (weight_NK, input_MK) if swapped else (input_MK, weight_NK)
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(first, second, bias_N, "none", [], "")
+    return output.t() if swapped else output
+
+
+def _copies_less_swapped(input_MK: Tensor, weight_NK: Tensor) -> bool:
+    if not _is_transposed(input_MK):
+        return False
+    (M, K), N = input_MK.shape, len(weight_NK)
+    return M * N + N * K * _is_transposed(weight_NK) < M * K  # the transposed result is copied once more
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    return matrix.ndim == 2 and matrix.stride(0) == 1 < matrix.stride(1)
 
 
 @cache

@@ -36,6 +36,7 @@ from flatpeak.tracking.trackers import Trackers, open_trackers
 from flatpeak.training.completed_step import History
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.recorder import Recorder
+from flatpeak.utils.host_memory import keep_freed_memory
 from flatpeak.utils.huggingface import no_progress_bar
 from flatpeak.utils.redaction import redact
 
@@ -283,6 +284,7 @@ def open_run(
         run.check_start()
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
+        keep_freed_memory()
         if request.resume:
             run.resume_point = read_resume_point(config, run.progress)
         with run.held:

@@ -70,6 +70,8 @@ class KernelChoice:
         """Whether servers draw the rollouts, so that no decoder is chosen."""
         self._agrees: bool | None = None
         self._trains: bool | None = None
+        self._tested: list[int] | None = None
+        """The versions of the weights that training passes were last compared on, with or without a verdict."""
 
     @property
     def notices(self) -> list[str]:
@@ -109,7 +111,7 @@ class KernelChoice:
         # The shards of a model can be compared with nothing.
         if self._leaves_to_torch(policy) or (self._trains is None and policy.gathered is not None):
             return False
-        if self._trains is None:
+        if self._trains is None and self._tested != _versions(policy):
             self.training_reason = None
             try:
                 self._compare(policy)
@@ -142,12 +144,18 @@ class KernelChoice:
         if policy.below_float32 or (weight.device.type, weight.dtype) != ("cpu", torch.float32):
             raise UnavailableError("they compute in float32 on a CPU")
         library()
+        self._tested = _versions(policy)
         gaps = largest_gaps(policy)
         if not all(map(math.isfinite, gaps)):
             raise UnavailableError("the model's log-probabilities or its gradient are NaN or infinite")
         self._trains = max(gaps) <= 1
         if not self._trains:
             raise UnavailableError("log-probabilities or gradients differ from torch's on this model and machine")
+
+
+def _versions(policy: Decoded) -> list[int]:
+    """The number of changes of each weight so far, as torch counts them."""
+    return [weight._version for weight in policy.model.parameters()]
 
 
 @torch.no_grad()

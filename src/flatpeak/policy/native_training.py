@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation, SiLUActivation
 
-from flatpeak.kernels.native.build import library
+from flatpeak.errors import brief
+from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.kernels.native.training_pass import rms_norm, swiglu
 from flatpeak.policy.linears import Exchanged, Head, is_watched
 from flatpeak.policy.model_settings import plain_layers, without_dropout
@@ -129,7 +130,10 @@ def _native_class(plain: type[nn.Module]) -> type[nn.Module] | None:
 
 @torch.inference_mode(False)
 def largest_gaps(policy: Trained) -> tuple[float, float]:
-    """The largest differences from torch of log-probabilities and gradient, each relative to what is tolerated."""
+    """The largest differences from torch of log-probabilities and gradient, each relative to what is tolerated.
+
+    UnavailableError where the pass by kernels fails.
+    """
     vocabulary = len(policy.head.linear.weight)
     batch = _test_batch(vocabulary, policy.context_length or vocabulary)
     weights_T = torch.linspace(-1.0, 1.5, len(batch.tokens_T))
@@ -148,6 +152,10 @@ def largest_gaps(policy: Trained) -> tuple[float, float]:
                 loss = (weights_T * logprobs_T).sum()
                 grads = torch.autograd.grad(loss, parameters, allow_unused=True)
                 results.append((logprobs_T.detach(), [grad for grad in grads if grad is not None]))
+        except Exception as error:
+            if not results:  # torch's own pass failed: a run would too
+                raise
+            raise UnavailableError(f"a training pass by them failed: {type(error).__name__}: {brief(error)}") from error
         finally:
             policy.use_kernels(False)
     (torch_T, torch_grads), (native_T, native_grads) = results
