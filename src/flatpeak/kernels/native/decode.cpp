@@ -30,12 +30,9 @@ INLINE Vec gelu(Vec x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x *
 template <int M>
 INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float* bias, float* y, int64_t ldy, int end) {
   Vec acc[M][TILE];
-  const float* row[M];
-  for (int m = 0; m < M; m++) {
-    row[m] = x + m * ldx;
+  for (int m = 0; m < M; m++)
     for (int i = 0; i < TILE; i++) acc[m][i] = bias ? load(bias + WIDTH * i) : Vec{};
-  }
-  accumulate(acc, row, 1, w, PANEL, WIDTH, K);
+  accumulate(acc, x, ldx, 1, w, PANEL, WIDTH, K);
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++, y += ldy) {
 #pragma GCC unroll 4
@@ -134,51 +131,45 @@ static void remember(const Pass& pass, int64_t l, int r) {
 // Attention for one key head, of queries first ... last - 1: query n is of row n / repeats, and all share a prompt.
 static void attend(const Pass& pass, int64_t l, int head, int first, int last, float* scores) {
   int count = last - first, D = pass.D, Dv = pass.Dv;
+  float *out = scores + count * pass.most, *queries = out + count * Dv;
   const Row* row[QUERIES];
-  const float* q[QUERIES];
-  float *s[QUERIES], *own[QUERIES], *out[QUERIES];
+  int64_t before = 0;
   auto row_of = [&](int i) { return (first + i) / pass.repeats; };
   auto head_of = [&](int i) { return head * pass.repeats + (first + i) % pass.repeats; };
-  int64_t before = 0;
-  memset(scores + count * pass.most, 0, 4 * count * Dv);
+  memset(out, 0, 4 * count * Dv);
   for (int i = 0; i < count; i++) {
     row[i] = &pass.row(row_of(i));
-    q[i] = pass.qkv + row_of(i) * pass.wide + head_of(i) * D;
-    s[i] = scores + i * pass.most;
-    out[i] = scores + count * pass.most + i * Dv;
+    memcpy(queries + i * D, pass.qkv + row_of(i) * pass.wide + head_of(i) * D, 4 * D);
     before = std::max(before, padded(row[i]->shared.length, WIDTH));
   }
-  for (int i = 0; i < count; i++) own[i] = s[i] + before;
-  // Over one memory that queries i ... end - 1 share: scores, minus infinity past a row's end; and values times weights.
-  auto score_memory = [&](int i, int end, Memory Row::* which, int64_t columns, float* const* to) {
+  // Over one memory that queries i ... end - 1 share, whose scores begin at `from`: these, minus infinity past a row's
+  // end; and values times weights.
+  auto score_memory = [&](int i, int end, Memory Row::* which, int64_t from, int64_t columns) {
+    float* to = scores + i * pass.most + from;
     const float* keys = pass.keys(row[i]->*which, l, head);
-    with_count<QUERIES>(end - i, [&](auto Q) __attribute__((always_inline)) {
-      score<Q.value>(q + i, keys, columns, D, pass.m.scale, to + i);
-    });
-    for (; i < end; i++)
-      for (int64_t j = (row[i]->*which).length; j < columns; j++) to[i][j] = -INFINITY;
+    score<QUERIES>(end - i, queries + i * D, D, keys, columns, D, pass.m.scale, to, pass.most);
+    for (; i < end; i++, to += pass.most) std::fill(to + (row[i]->*which).length, to + columns, -INFINITY);
   };
-  auto weigh_memory = [&](int i, int end, Memory Row::* which, float* const* by) {
+  auto weigh_memory = [&](int i, int end, Memory Row::* which, int64_t from) {
     int64_t filled = 0;
     for (int n = i; n < end; n++) filled = std::max(filled, (row[n]->*which).length);
-    const float* values = pass.values(row[i]->*which, l, head);
-    with_count<QUERIES>(end - i, [&](auto Q) __attribute__((always_inline)) {
-      weigh<Q.value>(by + i, 1, values, Dv, filled, Dv, out + i);
-    });
+    const float *weights = scores + i * pass.most + from, *values = pass.values(row[i]->*which, l, head);
+    weigh<QUERIES>(end - i, weights, pass.most, 1, values, Dv, filled, Dv, out + i * Dv, Dv);
   };
-  score_memory(0, count, &Row::shared, before, s);
+  score_memory(0, count, &Row::shared, 0, before);
   for (int i = 0, end = 0; i < count; i = end) {
     while (end < count && row[end] == row[i]) end++;
     int64_t columns = padded(row[i]->own.length, WIDTH);
-    if (columns) score_memory(i, end, &Row::own, columns, own);
+    if (columns) score_memory(i, end, &Row::own, before, columns);
     for (int n = i; n < end; n++) {
-      float inverse = 1.f / exponentials(s[n], before + columns, 1.f).total;
-      for (int64_t j = 0; j < before + columns; j += WIDTH) store(s[n] + j, load(s[n] + j) * inverse);
+      float *weights = scores + n * pass.most, inverse = 1.f / exponentials(weights, before + columns, 1.f).total;
+      for (int64_t j = 0; j < before + columns; j += WIDTH) store(weights + j, load(weights + j) * inverse);
     }
-    if (columns) weigh_memory(i, end, &Row::own, own);
+    if (columns) weigh_memory(i, end, &Row::own, before);
   }
-  weigh_memory(0, count, &Row::shared, s);
-  for (int i = 0; i < count; i++) memcpy(pass.attended + row_of(i) * pass.joined + head_of(i) * D, out[i], 4 * D);
+  weigh_memory(0, count, &Row::shared, 0);
+  for (int i = 0; i < count; i++)
+    memcpy(pass.attended + row_of(i) * pass.joined + head_of(i) * D, out + i * Dv, 4 * D);
 }
 
 static void normalize_rows(const Pass& pass, const Norm& norm) {  // by all threads
@@ -228,7 +219,7 @@ static void run_chunk(Pass pass, float* hidden) {
   pass.most = shared + own;
 #pragma omp parallel num_threads(pass.threads)
   {
-    Floats scores(QUERIES * (pass.most + pass.Dv));
+    Floats scores(QUERIES * (pass.most + pass.Dv + pass.D));
 #pragma omp for schedule(static)
     for (int r = 0; r < pass.count; r++) {
       float* x = pass.x + r * pass.width;
