@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library, library_name
-from flatpeak.kernels.native.decode import NORMS, Affine, ModelWeights, NativeCache, PackedModel
+from flatpeak.kernels.native.decode import PRODUCTS, Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.compatibility import Probed
 from flatpeak.policy.linears import FastLayer, plain_class
 from flatpeak.policy.model_settings import has_training_forward
@@ -246,7 +246,7 @@ def _embedding(module: nn.Module) -> Tensor:
 
 def _part(block: nn.Module, part: str, paths: str) -> Affine:
     modules = [block.get_submodule(path) for path in paths.split()]
-    return _norm(modules[0]) if part in NORMS else _joined(modules)
+    return _joined(modules) if part in PRODUCTS else _norm(*modules)
 
 
 def _norm(module: Any) -> Affine:

@@ -26,7 +26,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
 SOURCES = ("vectors.h", "products.h", "decode.cpp", "training_pass.cpp")
 LEVELS = {
@@ -62,11 +61,6 @@ def library() -> ctypes.CDLL:
     return result
 
 
-def structure(**fields: Any) -> type[ctypes.Structure]:
-    """A structure of C with these fields, in this order."""
-    return type("Structure", (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
 def record(**values: Any) -> Any:
     """A structure of C with these values, in this order; see `_converted`. Tensors live as long as it does."""
     converted = {name: _converted(value) for name, value in values.items()}
@@ -79,18 +73,18 @@ def call(name: str, *arguments: Any) -> None:
     """Call a kernel with structures, contiguous tensors and numbers."""
     function = getattr(library(), name)
     function.restype = None
-    function(*(ctypes.byref(each) if isinstance(each, ctypes.Structure) else _converted(each) for each in arguments))
+    function(*map(_converted, arguments))
 
 
 def _converted(value: Any) -> Any:
-    """A value as C has it: the address of a tensor or null, float, int64_t; a structure in itself."""
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
+    """A value as C has it: int64_t, float, or the address of a tensor or structure, which may be null."""
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
     if isinstance(value, ctypes.Structure):
-        return value
-    if value is None:
-        return ctypes.c_void_p()
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
+        return ctypes.c_void_p(ctypes.addressof(value))
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 @cache

@@ -8,7 +8,6 @@ that moving a completion to another slot copies no key. A decoding step is one c
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ from torch import Tensor
 
 from flatpeak.kernels.native.build import call, library, record
 
-NORMS, PRODUCTS = ("before", "between", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
-"""The parts of a layer. `up` has gate and up below each other where the model has a gate (SwiGLU), else GELU follows
-it; the norms of queries and keys may be missing."""
-_LAYER = (*NORMS[:2], *PRODUCTS, *NORMS[2:])  # as the kernels have them
+PRODUCTS = ("qkv", "out", "up", "down", "head")
+_LAYER = ("before", "between", *PRODUCTS[:4], "q_norm", "k_norm")
+"""The parts of a layer, norms and products. `up` has gate and up below each other where the model has a gate (SwiGLU),
+else GELU follows it; the norms of queries and keys may be missing."""
 _ROW = 8
 _TOKEN, _OUTPUT, _SHARED, _SHARED_LENGTH, _OWN, _OWN_CAPACITY, _OWN_LENGTH = 0, 1, 2, 4, 5, 6, 7
 
@@ -63,8 +62,10 @@ class PackedModel:
         inner = first["down"].weight.shape[1]
         self._gated = len(first["up"].weight) != inner
         self._dim = len(first["qkv"].weight) // (weights.heads + 2 * weights.kv_heads)
-        parts = ((n, part, layer.get(part)) for n, layer in enumerate(weights.layers) for part in _LAYER)
-        self._layers = record(**{f"{part}_{n}": self._packed(part, affine) for n, part, affine in parts})
+        layers: dict[str, Tensor | None] = {}
+        for number, layer in enumerate(weights.layers):
+            for part in _LAYER:
+                layers |= self._packed(part, layer.get(part), number)
         self._model = record(
             layers=len(weights.layers),
             hidden=weights.embedding.shape[1],
@@ -80,9 +81,9 @@ class PackedModel:
             positions=None if weights.positions is None else weights.positions.detach().contiguous(),
             cosines=None,
             sines=None,
-            last=self._packed("before", weights.last),
-            head=self._packed("out", weights.head),
-            layer=ctypes.addressof(self._layers),
+            **self._packed("last", weights.last),
+            **self._packed("head", weights.head),
+            layer=record(**layers),
         )
 
     def reach(self, positions: int) -> None:
@@ -113,15 +114,15 @@ class PackedModel:
         call("forward", self._model, rows, order, len(order), outputs, logits, stride, torch.get_num_threads())
         return logits[:, : self.vocabulary]
 
-    def _packed(self, part: str, affine: Affine | None) -> Any:
+    def _packed(self, part: str, affine: Affine | None, layer: int = 0) -> dict[str, Tensor | None]:
         """Weight and bias as the kernels read them."""
         weight, bias = affine or (None, None)
         if part in PRODUCTS and weight is not None:
             gated = part == "up" and self._gated
             weight = _panels(weight, self._panel, gated=gated).transpose(1, 2)
             bias = None if bias is None else _panels(bias, self._panel, gated=gated)
-        weight, bias = (each if each is None else each.detach().contiguous() for each in (weight, bias))
-        return record(weight=weight, bias=bias)
+        plain = (each if each is None else each.detach().contiguous() for each in (weight, bias))
+        return dict(zip((f"{part}_{layer}", f"{part}_{layer}_bias"), plain, strict=True))
 
 
 def _panels(rows: Tensor, size: int, *, gated: bool = False) -> Tensor:
