@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library, library_name
-from flatpeak.kernels.native.decode import PRODUCTS, Affine, ModelWeights, NativeCache, PackedModel
+from flatpeak.kernels.native.decode import LINEAR, Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.compatibility import Probed
 from flatpeak.policy.linears import FastLayer, plain_class
 from flatpeak.policy.model_settings import has_training_forward
@@ -50,7 +50,7 @@ LAYERS = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA | {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"},
 }
-"""The model types that the kernels have a forward pass of, and their names of the parts of a layer."""
+"""The model types that the kernels have a forward pass of, and their names of the components of a layer."""
 SERVED = tuple(LAYERS)
 _GELU = ("gelu_new", "gelu_pytorch_tanh")
 TORCH = "torch"
@@ -136,7 +136,7 @@ class KernelChoice:
         return self.setting == "torch" or (self.setting == "auto" and policy.device.type != "cpu")
 
     def _unless_torch(self, policy: Decoded, prepare: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """What `prepare` returns, or None with the reason; UserError if kernels are the only choice."""
+        """The result of `prepare`, or None with the reason; UserError if kernels are the only choice."""
         if self._leaves_to_torch(policy):
             return None, None
         try:
@@ -189,7 +189,8 @@ def read_weights(policy: Decoded) -> ModelWeights:
         last=_norm(trunk.ln_f if gpt2 else trunk.norm),
         head=_joined([policy.head.linear]),
         layers=[
-            {part: _part(block, part, paths) for part, paths in LAYERS[config.model_type].items()} for block in blocks
+            {component: _component(block, component, paths) for component, paths in LAYERS[config.model_type].items()}
+            for block in blocks
         ],
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
@@ -244,9 +245,9 @@ def _embedding(module: nn.Module) -> Tensor:
     return module.weight
 
 
-def _part(block: nn.Module, part: str, paths: str) -> Affine:
+def _component(block: nn.Module, component: str, paths: str) -> Affine:
     modules = [block.get_submodule(path) for path in paths.split()]
-    return _joined(modules) if part in PRODUCTS else _norm(*modules)
+    return _joined(modules) if component in LINEAR else _norm(*modules)
 
 
 def _norm(module: Any) -> Affine:

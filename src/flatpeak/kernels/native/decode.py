@@ -18,10 +18,10 @@ from torch import Tensor
 
 from flatpeak.kernels.native.build import call, library, record
 
-PRODUCTS = ("qkv", "out", "up", "down", "head")
-_LAYER = ("before", "between", *PRODUCTS[:4], "q_norm", "k_norm")
-"""The parts of a layer, norms and products. `up` has gate and up below each other where the model has a gate (SwiGLU),
-else GELU follows it; the norms of queries and keys may be missing."""
+LINEAR = ("qkv", "out", "up", "down", "head")
+_LAYER = ("before", "between", *LINEAR[:4], "q_norm", "k_norm")
+"""The components of a layer, norms and products. `up` has gate and up below each other where the model has a gate
+(SwiGLU), else GELU follows it; the norms of queries and keys may be missing."""
 _ROW = 8
 _TOKEN, _OUTPUT, _SHARED, _SHARED_LENGTH, _OWN, _OWN_CAPACITY, _OWN_LENGTH = 0, 1, 2, 4, 5, 6, 7
 
@@ -44,7 +44,7 @@ class ModelWeights:
     last: Affine
     head: Affine
     layers: Sequence[Mapping[str, Affine]]
-    """Their parts, by name."""
+    """Their components, by name."""
     heads: int
     kv_heads: int
     epsilon: float
@@ -64,8 +64,8 @@ class PackedModel:
         self._dim = len(first["qkv"].weight) // (weights.heads + 2 * weights.kv_heads)
         layers: dict[str, Tensor | None] = {}
         for number, layer in enumerate(weights.layers):
-            for part in _LAYER:
-                layers |= self._packed(part, layer.get(part), number)
+            for component in _LAYER:
+                layers |= self._packed(component, layer.get(component), number)
         self._model = record(
             layers=len(weights.layers),
             hidden=weights.embedding.shape[1],
@@ -114,15 +114,15 @@ class PackedModel:
         call("forward", self._model, rows, order, len(order), outputs, logits, stride, torch.get_num_threads())
         return logits[:, : self.vocabulary]
 
-    def _packed(self, part: str, affine: Affine | None, layer: int = 0) -> dict[str, Tensor | None]:
+    def _packed(self, component: str, affine: Affine | None, layer: int = 0) -> dict[str, Tensor | None]:
         """Weight and bias as the kernels read them."""
         weight, bias = affine or (None, None)
-        if part in PRODUCTS and weight is not None:
-            gated = part == "up" and self._gated
+        if component in LINEAR and weight is not None:
+            gated = component == "up" and self._gated
             weight = _panels(weight, self._panel, gated=gated).transpose(1, 2)
             bias = None if bias is None else _panels(bias, self._panel, gated=gated)
         plain = (each if each is None else each.detach().contiguous() for each in (weight, bias))
-        return dict(zip((f"{part}_{layer}", f"{part}_{layer}_bias"), plain, strict=True))
+        return dict(zip((f"{component}_{layer}", f"{component}_{layer}_bias"), plain, strict=True))
 
 
 def _panels(rows: Tensor, size: int, *, gated: bool = False) -> Tensor:
