@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.kernels.native import build
-from flatpeak.kernels.native.decode import Affine, LayerWeights, ModelWeights, NativeCache, PackedModel
+from flatpeak.kernels.native.decode import Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.kernels.native.training_pass import Groups, attention, rms_norm, swiglu
 
 MODELS = 8
@@ -44,18 +44,17 @@ def random_weights(rng: random.Random, *, gelu: bool, dim: int) -> ModelWeights:
     bias = gelu or rng.random() < 0.5
     norm = lambda size: Affine(weight=torch.randn(size), bias=torch.randn(size) if gelu else None)  # noqa: E731
     product = lambda n, k: Affine(weight=torch.randn(n, k), bias=torch.randn(n) if bias else None)  # noqa: E731
-    normed = None if gelu or rng.random() < 0.5 else torch.randn(dim)
+    normed = {} if gelu or rng.random() < 0.5 else dict.fromkeys(("q_norm", "k_norm"), Affine(torch.randn(dim)))
     layers = [
-        LayerWeights(
-            before=norm(hidden),
-            between=norm(hidden),
-            qkv=product((heads + 2 * kv_heads) * dim, hidden),
-            out=product(hidden, heads * dim),
-            up=product(inner if gelu else 2 * inner, hidden),
-            down=product(hidden, inner),
-            q_norm=normed,
-            k_norm=normed,
-        )
+        {
+            "before": norm(hidden),
+            "between": norm(hidden),
+            "qkv": product((heads + 2 * kv_heads) * dim, hidden),
+            "out": product(hidden, heads * dim),
+            "up": product(inner if gelu else 2 * inner, hidden),
+            "down": product(hidden, inner),
+            **normed,
+        }
         for _ in range(2)
     ]
     return ModelWeights(
@@ -67,8 +66,6 @@ def random_weights(rng: random.Random, *, gelu: bool, dim: int) -> ModelWeights:
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        dim=dim,
-        inner=inner,
         epsilon=1e-6,
         scale=dim**-0.5,
     )

@@ -98,6 +98,11 @@ class Exchanged(nn.Module):
         return _without_init, (self.plain,), *reduced[2:]
 
 
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before it was exchanged."""
+    return module.plain if isinstance(module, Exchanged) else type(module)
+
+
 def _without_init(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 

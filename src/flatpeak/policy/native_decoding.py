@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +19,40 @@ from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library, library_name
-from flatpeak.kernels.native.decode import Affine, LayerWeights, ModelWeights, NativeCache, PackedModel
+from flatpeak.kernels.native.decode import LINEAR, Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.compatibility import Probed
-from flatpeak.policy.linears import Exchanged, FastConv1D, FastLayer, FastLinear
+from flatpeak.policy.linears import FastLayer, plain_class
 from flatpeak.policy.model_settings import has_training_forward
 from flatpeak.policy.native_training import Trained, largest_gaps, probe_tokens
 
 Kernels = Literal["auto", "torch", "native"]
 SETTING = "FLATPEAK_KERNELS"
 """The environment variable that decides where `rollout.kernels` is auto, and for policies without a recipe."""
-SERVED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""The model types that the kernels have a forward pass of."""
+_LLAMA = {
+    "before": "input_layernorm",
+    "between": "post_attention_layernorm",
+    "qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "up": "mlp.gate_proj mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+LAYERS = {
+    "gpt2": {
+        "before": "ln_1",
+        "between": "ln_2",
+        "qkv": "attn.c_attn",
+        "out": "attn.c_proj",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    },
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA | {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"},
+}
+"""The model types that the kernels have a forward pass of, and their names of the components of a layer."""
+SERVED = tuple(LAYERS)
+_GELU = ("gelu_new", "gelu_pytorch_tanh")
 TORCH = "torch"
 """The name of what decodes without kernels."""
 TOLERANCE = 1e-5
@@ -52,6 +77,9 @@ class Computed(Decoded, Trained, Protocol):
     gathered: Any
 
 
+Result = TypeVar("Result")
+
+
 class KernelChoice:
     """Whether a policy's requests and training passes go through native kernels, and why not."""
 
@@ -68,7 +96,7 @@ class KernelChoice:
         """The decoder of the last request: torch, or the name of a library of kernels."""
         self.idle = False
         """Whether servers draw the rollouts, so that no decoder is chosen."""
-        self._agrees: bool | None = None
+        self._agrees: bool | None = None  # not known before the first comparison
         self._trains: bool | None = None
         self._tested: list[int] | None = None
         """The versions of the weights that training passes were last compared on, with or without a verdict."""
@@ -95,38 +123,32 @@ class KernelChoice:
 
     def pack(self, policy: Decoded) -> PackedModel | None:
         """The weights for one request, or None if torch decodes it; UserError where only kernels are allowed."""
-        self.reason, self.used = None, TORCH
-        if self._leaves_to_torch(policy):
-            return None
-        try:
-            packed = self._pack(policy)
-        except UnavailableError as error:
-            self.reason = self._refused(error)
-            return None
-        self.used = library_name()
+        packed, self.reason = self._unless_torch(policy, lambda: self._pack(policy))
+        self.used = TORCH if packed is None else library_name()
         return packed
 
     def trains(self, policy: Computed) -> bool:
         """Whether passes with gradients go through kernels, and those that score as they do: decided once."""
         # The shards of a model can be compared with nothing.
-        if self._leaves_to_torch(policy) or (self._trains is None and policy.gathered is not None):
+        if self._leaves_to_torch(policy):
             return False
-        if self._trains is None and self._tested != _versions(policy):
-            self.training_reason = None
-            try:
-                self._compare(policy)
-            except UnavailableError as error:
-                self.training_reason = self._refused(error)
+        if self._trains is None and policy.gathered is None and self._tested != _versions(policy):
+            _, self.training_reason = self._unless_torch(policy, lambda: self._compare(policy))
         return bool(self._trains)
 
     def _leaves_to_torch(self, policy: Decoded) -> bool:
         return self.setting == "torch" or (self.setting == "auto" and policy.device.type != "cpu")
 
-    def _refused(self, error: UnavailableError) -> str:
-        """The reason, if kernels are not the only choice."""
-        if self.setting == "native":
-            raise UserError(f"rollout.kernels=native: {error}; set rollout.kernels=auto or torch") from None
-        return str(error)
+    def _unless_torch(self, policy: Decoded, prepare: Callable[[], Result]) -> tuple[Result | None, str | None]:
+        """The result of `prepare`, or None with the reason; UserError if kernels are the only choice."""
+        if self._leaves_to_torch(policy):
+            return None, None
+        try:
+            return prepare(), None
+        except UnavailableError as error:
+            if self.setting == "native":
+                raise UserError(f"rollout.kernels=native: {error}; set rollout.kernels=auto or torch") from None
+            return None, str(error)
 
     def _pack(self, policy: Decoded) -> PackedModel:
         packed = PackedModel(read_weights(policy))
@@ -161,91 +183,55 @@ def _versions(policy: Decoded) -> list[int]:
 @torch.no_grad()
 def read_weights(policy: Decoded) -> ModelWeights:
     """The weights of a model, as the kernels know it; UnavailableError where they do not."""
-    causal, config = policy.causal, policy.causal.config
-    if policy.below_float32 or (policy.device.type, policy.head.linear.weight.dtype) != ("cpu", torch.float32):
-        raise UnavailableError("they compute in float32 on a CPU")
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if config.model_type not in SERVED or (window is not None and window < (policy.context_length or window + 1)):
-        raise UnavailableError(f"they do not serve {config.model_type}{' with a window' if window else ''}")
-    if policy.head.softcap is not None or policy.head.logit_scale != 1:
-        raise UnavailableError("they know no soft cap and no scale of logits")
+    config, gpt2 = policy.causal.config, policy.causal.config.model_type == "gpt2"
+    if (reason := _unserved(policy)) is not None:
+        raise UnavailableError(reason)
     policy.model.eval()  # dropout of adapters, which is off then
-    for module in causal.modules():
-        replaced = "forward" in module.__dict__ and not has_training_forward(
-            module
-        )  # which is for passes with gradients
-        if replaced or any(module.__dict__[name] for name in _HOOKS):
-            raise UnavailableError(f"a {type(module).__name__} has a hook")
-    read = _read_gpt2 if config.model_type == "gpt2" else _read_llama
-    return read(policy, getattr(causal, causal.base_model_prefix))
-
-
-def _read_gpt2(policy: Decoded, trunk: Any) -> ModelWeights:
-    config = policy.causal.config
-    plain = config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx and not config.add_cross_attention
-    if config.activation_function not in ("gelu_new", "gelu_pytorch_tanh") or not plain:
-        raise UnavailableError("they know only the usual variant of gpt2")
-    dim = config.n_embd // config.n_head
-    blocks = list(trunk.h)
-    _check_own(policy, trunk, *blocks, *(module for block in blocks for module in (block.attn, block.mlp)))
+    trunk = getattr(policy.causal, policy.causal.base_model_prefix)
+    blocks = list(trunk.h if gpt2 else trunk.layers)
+    attention = [block.attn if gpt2 else block.self_attn for block in blocks]
+    rotary = None if gpt2 else trunk.rotary_emb
+    _check_own(policy, trunk, *blocks, *attention, *(block.mlp for block in blocks), *filter(None, [rotary]))
     return ModelWeights(
-        embedding=_weight(trunk.wte),
-        positions=_weight(trunk.wpe),
-        rope=None,
-        last=_norm(trunk.ln_f),
-        head=_affine(policy.head.linear),
+        embedding=_embedding(trunk.wte if gpt2 else trunk.embed_tokens),
+        positions=_embedding(trunk.wpe) if gpt2 else None,
+        rope=None if rotary is None else partial(_rope, rotary),
+        last=_norm(trunk.ln_f if gpt2 else trunk.norm),
+        head=_joined([policy.head.linear]),
         layers=[
-            LayerWeights(
-                before=_norm(block.ln_1),
-                between=_norm(block.ln_2),
-                qkv=_affine(block.attn.c_attn),
-                out=_affine(block.attn.c_proj),
-                up=_affine(block.mlp.c_fc),
-                down=_affine(block.mlp.c_proj),
-            )
-            for block in blocks
-        ],
-        heads=config.n_head,
-        kv_heads=config.n_head,
-        dim=dim,
-        inner=config.n_inner or 4 * config.n_embd,
-        epsilon=config.layer_norm_epsilon,
-        scale=dim**-0.5,
-    )
-
-
-def _read_llama(policy: Decoded, trunk: Any) -> ModelWeights:
-    config, blocks = policy.causal.config, list(trunk.layers)
-    attention = blocks[0].self_attn
-    if config.hidden_act not in ("silu", "swish"):
-        raise UnavailableError(f"they know SwiGLU, not {config.hidden_act}")
-    _check_own(policy, trunk, trunk.rotary_emb, *blocks, *(module for b in blocks for module in (b.self_attn, b.mlp)))
-    return ModelWeights(
-        embedding=_weight(trunk.embed_tokens),
-        positions=None,
-        rope=lambda positions: _rope(trunk.rotary_emb, positions),
-        last=_norm(trunk.norm),
-        head=_affine(policy.head.linear),
-        layers=[
-            LayerWeights(
-                before=_norm(block.input_layernorm),
-                between=_norm(block.post_attention_layernorm),
-                qkv=_affine(block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj),
-                out=_affine(block.self_attn.o_proj),
-                up=_affine(block.mlp.gate_proj, block.mlp.up_proj),
-                down=_affine(block.mlp.down_proj),
-                q_norm=block.self_attn.q_norm.weight if config.model_type == "qwen3" else None,
-                k_norm=block.self_attn.k_norm.weight if config.model_type == "qwen3" else None,
-            )
+            {component: _component(block, component, paths) for component, paths in LAYERS[config.model_type].items()}
             for block in blocks
         ],
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        dim=attention.head_dim,
-        inner=config.intermediate_size,
-        epsilon=config.rms_norm_eps,
-        scale=attention.scaling,
+        kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
+        epsilon=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
+        scale=attention[0].head_dim ** -0.5 if gpt2 else attention[0].scaling,
     )
+
+
+def _unserved(policy: Decoded) -> str | None:
+    """The reason why the kernels do not serve a model, if they do not."""
+    config = policy.causal.config
+    if policy.below_float32 or (policy.device.type, policy.head.linear.weight.dtype) != ("cpu", torch.float32):
+        return "they compute in float32 on a CPU"
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if config.model_type not in SERVED or (window is not None and window < (policy.context_length or window + 1)):
+        return f"they do not serve {config.model_type}{' with a window' if window else ''}"
+    if policy.head.softcap is not None or policy.head.logit_scale != 1:
+        return "they know no soft cap and no scale of logits"
+    if config.model_type != "gpt2":
+        known = config.hidden_act in ("silu", "swish")
+    else:
+        scaled = config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx
+        known = scaled and not config.add_cross_attention and config.activation_function in _GELU
+    if not known:
+        return f"they know only the usual variant of {config.model_type}"
+    for module in policy.causal.modules():
+        # A training forward is for passes with gradients.
+        replaced = "forward" in module.__dict__ and not has_training_forward(module)
+        if replaced or any(module.__dict__[name] for name in _HOOKS):
+            return f"a {type(module).__name__} has a hook"
+    return None
 
 
 def _rope(rotary: nn.Module, positions: int) -> tuple[Tensor, Tensor]:
@@ -259,40 +245,40 @@ def _check_own(policy: Decoded, *modules: nn.Module) -> None:
     """UnavailableError where a module is not the one that transformers has for this type of model."""
     kind = policy.causal.config.model_type
     for module in modules:
-        plain = module.plain if isinstance(module, Exchanged) else type(module)
-        if plain.__module__ != f"transformers.models.{kind}.modeling_{kind}":
+        if plain_class(module).__module__ != f"transformers.models.{kind}.modeling_{kind}":
             raise UnavailableError(f"{type(module).__name__} is not a module of transformers' {kind}")
 
 
-def _weight(embedding: nn.Module) -> Tensor:
-    if type(embedding) is not nn.Embedding:
-        raise UnavailableError(f"they do not know {type(embedding).__name__} as an embedding")
-    return embedding.weight
+def _embedding(module: nn.Module) -> Tensor:
+    if type(module) is not nn.Embedding:
+        raise UnavailableError(f"they do not know {type(module).__name__} as an embedding")
+    return module.weight
+
+
+def _component(block: nn.Module, component: str, paths: str) -> Affine:
+    modules = [block.get_submodule(path) for path in paths.split()]
+    return _joined(modules) if component in LINEAR else _norm(*modules)
 
 
 def _norm(module: Any) -> Affine:
-    plain = module.plain if isinstance(module, Exchanged) else type(module)
+    plain = plain_class(module)
     if plain is not nn.LayerNorm and not plain.__name__.endswith("RMSNorm"):
         raise UnavailableError(f"they do not know {type(module).__name__} as a norm")
-    return Affine(weight=module.weight, bias=getattr(module, "bias", None))
+    return Affine(module.weight, getattr(module, "bias", None))
 
 
-def _affine(*layers: Any) -> Affine:
+def _joined(layers: Sequence[Any]) -> Affine:
     """Linear layers that read the same input, one below the other, each with its adapter merged."""
     biases = [getattr(layer, "base_layer", layer).bias for layer in layers]
     if len({bias is None for bias in biases}) > 1:
         raise UnavailableError("only some of the layers that they join have a bias")
-    matrices = [_matrix(layer) for layer in layers]
-    return Affine(weight=torch.cat(matrices), bias=None if biases[0] is None else torch.cat(biases))
+    return Affine(torch.cat([_matrix(layer) for layer in layers]), None if biases[0] is None else torch.cat(biases))
 
 
 def _matrix(layer: Any) -> Tensor:
     """The weight as [out, in]."""
-    matrix: Tensor
-    if type(layer) in (nn.Linear, FastLinear):
-        matrix = layer.weight
-    elif type(layer) in (Conv1D, FastConv1D):
-        matrix = layer.weight.t()
+    if plain_class(layer) in (nn.Linear, Conv1D):
+        matrix: Tensor = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
     elif isinstance(layer, FastLayer) and (adapter := layer.adapter()) is not None:
         matrix = layer.matrix() + adapter.scaling * (adapter.up_NR @ adapter.down_RK)
     else:
@@ -315,12 +301,8 @@ def largest_gap(policy: Decoded, packed: PackedModel) -> tuple[float, float]:
     slots = list(range(len(entries)))
     torch_cache = policy.open(slots=len(slots), entries=len(prompts), prompt_lengths=lengths, new_tokens=steps)
     native_cache = NativeCache(packed, slots=len(slots), longest_prompt=max(lengths), new_tokens=steps)
-    pairs = [
-        (
-            policy.prefill(torch_cache, prompts, range(len(prompts))),
-            native_cache.prefill(prompts, range(len(prompts))),
-        )
-    ]
+    everything = range(len(prompts))
+    pairs = [(policy.prefill(torch_cache, prompts, everything), native_cache.prefill(prompts, everything))]
     for cache in (torch_cache, native_cache):
         cache.admit(slots, entries)
     for _ in range(steps):

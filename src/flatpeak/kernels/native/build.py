@@ -29,11 +29,15 @@ import torch
 
 SOURCES = ("vectors.h", "products.h", "decode.cpp", "training_pass.cpp")
 LEVELS = {
-    "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
-    "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}),
-    "armv8-a": frozenset({"asimd"}),
+    "x86-64-v4": (
+        "x86_64",
+        "AVX512",
+        "avx512f avx512bw avx512cd avx512dq avx512vl avx avx2 bmi1 bmi2 f16c fma abm movbe",
+    ),
+    "x86-64-v3": ("x86_64", "AVX", "avx avx2 bmi1 bmi2 f16c fma abm movbe"),
+    "armv8-a": ("aarch64", "", "asimd"),
 }
-"""Instruction sets by the compiler's name, and the processor's flags that one needs beside those of the next."""
+"""Instruction sets by the compiler's name, the best first: machine, beginning of torch's own, the processor's flags."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 THREADS = ("-fopenmp",)
 """Left out where the compiler has no OpenMP; kernels then run on one thread."""
@@ -43,8 +47,6 @@ SECONDS = 120
 _FOLDER = Path(__file__).parent
 PREBUILT = _FOLDER / "prebuilt"
 """The libraries that a wheel brings along."""
-SHIPPED = {"x86_64": ("x86-64-v3", "x86-64-v4"), "aarch64": ("armv8-a",)}
-"""The levels that are compiled for a wheel, by machine."""
 
 
 class UnavailableError(RuntimeError):
@@ -59,9 +61,35 @@ def library() -> ctypes.CDLL:
     return result
 
 
-def structure(**fields: Any) -> type[ctypes.Structure]:
-    """A structure of C with these fields, in this order."""
-    return type("Structure", (ctypes.Structure,), {"_fields_": list(fields.items())})
+def record(**values: Any) -> Any:
+    """A structure of C with these values, in this order; see `_converted`. Tensors live as long as it does."""
+    converted = {name: _converted(value) for name, value in values.items()}
+    result: Any = _kind(tuple((name, type(value)) for name, value in converted.items()))(*converted.values())
+    result.kept = values
+    return result
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a kernel with structures, contiguous tensors and numbers."""
+    function = getattr(library(), name)
+    function.restype = None
+    function(*map(_converted, arguments))
+
+
+def _converted(value: Any) -> Any:
+    """A value as C has it: int64_t, float, or the address of a tensor or structure, which may be null."""
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    if isinstance(value, ctypes.Structure):
+        return ctypes.c_void_p(ctypes.addressof(value))
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
+
+
+@cache
+def _kind(fields: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
+    return type("Structure", (ctypes.Structure,), {"_fields_": fields})
 
 
 def library_name() -> str:
@@ -85,17 +113,18 @@ def _load(level: str) -> ctypes.CDLL:
     if shipped.is_file():
         with suppress(OSError):  # of another C library: compile
             return ctypes.CDLL(str(shipped))
-    path = cache_folder() / file_name(level)
-    if path.exists():
-        _check_owner(path.lstat(), path)
-        with suppress(OSError):  # damaged, or of another C library: compile
-            return ctypes.CDLL(str(path))
-    compile_library(level, path)
-    _check_owner(path.lstat(), path)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise UnavailableError(f"the compiled kernels cannot be loaded: {error}") from None
+    path = cache_folder() / shipped.name
+    failure: OSError | None = None
+    for compiled in (False, True):  # what is there may be damaged, or of another C library
+        if compiled:
+            compile_library(level, path)
+        if path.exists():
+            _check_owner(path.lstat(), path)
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                failure = error
+    raise UnavailableError(f"the compiled kernels cannot be loaded: {failure}")
 
 
 def processor_level() -> str:
@@ -107,11 +136,9 @@ def processor_level() -> str:
     names = ("flags", "Features")
     flags = next((set(line.split()) for line in text.splitlines() if line.startswith(names)), set())
     capability = torch.backends.cpu.get_cpu_capability()
-    if platform.machine() == "aarch64" and LEVELS["armv8-a"] <= flags:
-        return "armv8-a"
-    if platform.machine() == "x86_64" and LEVELS["x86-64-v3"] <= flags and capability.startswith("AVX"):
-        wide = LEVELS["x86-64-v4"] <= flags and capability.startswith("AVX512")
-        return "x86-64-v4" if wide else "x86-64-v3"
+    for level, (machine, allowed, needed) in LEVELS.items():
+        if platform.machine() == machine and capability.startswith(allowed) and flags.issuperset(needed.split()):
+            return level
     raise UnavailableError("the processor has neither AVX2 nor NEON instructions")
 
 
@@ -132,33 +159,25 @@ def cache_folder() -> Path:
     folder = home / "flatpeak" / "kernels"
     try:
         for directory in (*reversed(folder.parents), folder):  # `parents=True` would let the umask decide who may write
-            if not directory.exists():
-                directory.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            directory.mkdir(mode=0o700, exist_ok=True)
+        _check_owner(folder.lstat(), folder)
+        for parent in folder.resolve().parents:  # who may rename a folder above may put another in its place
+            _check_owner(parent.stat(), parent, shared=True)
     except OSError as error:
         raise UnavailableError(f"no folder for compiled kernels: {folder}: {error.strerror}") from None
-    try:
-        _check_owner(os.fstat(descriptor), folder)
-    finally:
-        os.close(descriptor)
-    for parent in folder.resolve().parents:  # who may rename a folder above may put another in its place
-        _check_owner(parent.stat(), parent, shared=True)
     return folder
 
 
 def compile_library(level: str, path: Path) -> None:
     """Compile the kernels for a level into a file that appears at once and whole."""
-    compiler = _compiler()
-    last = ""
+    compiler, last = _compiler(), ""
+    sources = [str(_FOLDER / name) for name in SOURCES if name.endswith(".cpp")]
     try:
         with TemporaryDirectory(prefix=".", dir=path.parent) as scratch:  # a process id is not unique over containers
             target = Path(scratch) / path.name
             for threads in (THREADS, ()):
-                sources = [str(_FOLDER / name) for name in SOURCES if name.endswith(".cpp")]
-                arguments = [*FLAGS, *threads, f"-march={level}", "-o", str(target), *sources]
-                done = subprocess.run(
-                    [*compiler, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
-                )
+                command = [*compiler, *FLAGS, *threads, f"-march={level}", "-o", str(target), *sources]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
                 if done.returncode == 0:
                     target.chmod(0o600)
                     target.replace(path)
@@ -172,7 +191,8 @@ def compile_library(level: str, path: Path) -> None:
 def compile_shipped() -> list[Path]:
     """Compile the libraries of a wheel for machines like this one, for any of their processors; others are deleted."""
     PREBUILT.mkdir(exist_ok=True)
-    paths = {level: PREBUILT / file_name(level) for level in SHIPPED.get(platform.machine(), ())}
+    levels = [level for level, (machine, *_) in LEVELS.items() if machine == platform.machine()]
+    paths = {level: PREBUILT / file_name(level) for level in levels}
     for other in set(PREBUILT.iterdir()) - set(paths.values()):
         other.unlink()
     for level, path in paths.items():
@@ -197,9 +217,8 @@ def _check_owner(status: os.stat_result, path: Path, *, shared: bool = False) ->
 
     A `shared` folder may be written by all if only its owner can remove what is there (as in /tmp).
     """
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if shared and status.st_mode & stat.S_ISVTX:
-        writable = 0
+    kept = shared and status.st_mode & stat.S_ISVTX
+    writable = not kept and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if status.st_uid not in (os.geteuid(), 0) or writable or stat.S_ISLNK(status.st_mode):
         raise UnavailableError(f"others may write to {path}: compiled kernels are kept where only this user can")
 

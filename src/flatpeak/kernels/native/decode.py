@@ -8,42 +8,29 @@ that moving a completion to another slot copies no key. A decoding step is one c
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatpeak.kernels.native.build import library, structure
+from flatpeak.kernels.native.build import call, library, record
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+LINEAR = ("qkv", "out", "up", "down", "head")
+_LAYER = ("before", "between", *LINEAR[:4], "q_norm", "k_norm")
+"""The components of a layer, norms and products. `up` has gate and up below each other where the model has a gate
+(SwiGLU), else GELU follows it; the norms of queries and keys may be missing."""
 _ROW = 8
 _TOKEN, _OUTPUT, _SHARED, _SHARED_LENGTH, _OWN, _OWN_CAPACITY, _OWN_LENGTH = 0, 1, 2, 4, 5, 6, 7
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Affine:
+class Affine(NamedTuple):
     """A weight with its bias, of a product ([out, in]) or of a norm ([n]); a norm without a bias is RMSNorm."""
 
     weight: Tensor
     bias: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
-    """One layer. `up` has gate and up below each other where the model has a gate (SwiGLU), else GELU follows it."""
-
-    before: Affine
-    between: Affine
-    qkv: Affine
-    out: Affine
-    up: Affine
-    down: Affine
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,60 +43,47 @@ class ModelWeights:
     """cos and sin, each [n, D / 2]."""
     last: Affine
     head: Affine
-    layers: Sequence[LayerWeights]
+    layers: Sequence[Mapping[str, Affine]]
+    """Their components, by name."""
     heads: int
     kv_heads: int
-    dim: int
-    inner: int
     epsilon: float
     scale: float
-
-
-_Affine = structure(weight=_POINTER, bias=_POINTER)
-_Layer = structure(
-    **dict.fromkeys(("before", "between", "qkv", "out", "up", "down"), _Affine), q_norm=_POINTER, k_norm=_POINTER
-)
-_Model = structure(
-    **dict.fromkeys(("layers", "hidden", "inner", "heads", "kv_heads", "dim", "vocabulary", "gelu"), _INT),
-    **dict.fromkeys(("epsilon", "scale"), _FLOAT),
-    **dict.fromkeys(("embedding", "positions", "cosines", "sines"), _POINTER),
-    **dict.fromkeys(("last", "head"), _Affine),
-    layer=_POINTER,
-)
-_Draws = structure(
-    **dict.fromkeys(("keys", "ends"), _POINTER),
-    **dict.fromkeys(("num_ends", "count", "limit"), _INT),
-    **dict.fromkeys(("tokens", "lengths", "logprobs", "ended", "stopped"), _POINTER),
-    inverse_temperature=ctypes.c_double,
-)
 
 
 class PackedModel:
     """A copy of a model's weights as the kernels read them; it does not follow the weights."""
 
     def __init__(self, weights: ModelWeights) -> None:
-        kernels = library()
-        self.width: int = kernels.vector_width()
-        self.vocabulary = len(weights.head.weight)
-        self._panel: int = kernels.panel()
-        self._forward = kernels.forward
-        self._forward.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _INT]
-        self._forward.restype = None
+        self.width: int = library().vector_width()
+        self._panel: int = library().panel()
         self._weights = weights
-        self._kept: list[Tensor] = []
-        gelu = len(weights.layers[0].up.weight) == weights.inner
-        self._layers = (_Layer * len(weights.layers))(*(self._layer(layer, gelu) for layer in weights.layers))
-        self._model = _Model(
+        self.vocabulary, first = len(weights.head.weight), weights.layers[0]
+        inner = first["down"].weight.shape[1]
+        self._gated = len(first["up"].weight) != inner
+        self._dim = len(first["qkv"].weight) // (weights.heads + 2 * weights.kv_heads)
+        layers: dict[str, Tensor | None] = {}
+        for number, layer in enumerate(weights.layers):
+            for component in _LAYER:
+                layers |= self._packed(component, layer.get(component), number)
+        self._model = record(
             layers=len(weights.layers),
             hidden=weights.embedding.shape[1],
+            inner=inner,
+            heads=weights.heads,
+            kv_heads=weights.kv_heads,
+            dim=self._dim,
             vocabulary=self.vocabulary,
-            gelu=gelu,
-            embedding=self._address(weights.embedding),
-            positions=self._address(weights.positions),
-            last=self._affine(weights.last),
-            head=self._product(weights.head),
-            layer=ctypes.addressof(self._layers),
-            **{name: getattr(weights, name) for name in ("inner", "heads", "kv_heads", "dim", "epsilon", "scale")},
+            gelu=not self._gated,
+            epsilon=weights.epsilon,
+            scale=weights.scale,
+            embedding=weights.embedding.detach().contiguous(),
+            positions=None if weights.positions is None else weights.positions.detach().contiguous(),
+            cosines=None,
+            sines=None,
+            **self._packed("last", weights.last),
+            **self._packed("head", weights.head),
+            layer=record(**layers),
         )
 
     def reach(self, positions: int) -> None:
@@ -118,86 +92,55 @@ class PackedModel:
         if learned is not None and positions > len(learned):
             raise IndexError(f"{positions} positions are asked for, and the model has {len(learned)}")
         if self._weights.rope is not None:
-            cosines, sines = self._weights.rope(positions)
-            self._model.cosines, self._model.sines = self._address(cosines), self._address(sines)
+            self._tables = [table.contiguous() for table in self._weights.rope(positions)]
+            self._model.cosines, self._model.sines = (table.data_ptr() for table in self._tables)
 
-    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+    def check(self, tokens: Tensor) -> None:
         """IndexError where a token has no embedding: the kernels would read whatever lies there."""
-        known = range(len(self._weights.embedding))
-        for token in {token for prompt in prompts for token in prompt}:
-            if token not in known:
-                raise IndexError(f"token {token} of a prompt is none of the model's {len(known)}")
+        known = len(self._weights.embedding)
+        for token in tokens[(tokens < 0) | (tokens >= known)].tolist():
+            raise IndexError(f"token {token} of a prompt is none of the model's {known}")
 
     def memory(self, count: int, columns: int) -> Tensor:
         """Uninitialized memory for the keys and values of this many tokens, `count` times: [count, floats]."""
-        model, width = self._weights, self.width
-        per_column = model.dim + round_up(model.dim, width)
-        floats = len(model.layers) * model.kv_heads * round_up(columns, width) * per_column
-        return torch.empty(count, floats, dtype=torch.float32)
+        per_column = self._dim + round_up(self._dim, self.width)
+        heads = len(self._weights.layers) * self._weights.kv_heads
+        return torch.empty(count, heads * round_up(columns, self.width) * per_column, dtype=torch.float32)
 
     def forward(self, rows: Tensor, order: Tensor, outputs: int) -> Tensor:
         """The logits of these rows, in this order: float32 [outputs, V], those of no row without meaning."""
         stride = round_up(self.vocabulary, self._panel)
         logits = torch.empty(outputs, stride, dtype=torch.float32)
-        self._forward(
-            ctypes.addressof(self._model),
-            rows.data_ptr(),
-            order.data_ptr(),
-            len(order),
-            outputs,
-            logits.data_ptr(),
-            stride,
-            torch.get_num_threads(),
-        )
+        call("forward", self._model, rows, order, len(order), outputs, logits, stride, torch.get_num_threads())
         return logits[:, : self.vocabulary]
 
-    def _layer(self, layer: LayerWeights, gelu: bool) -> ctypes.Structure:
-        return _Layer(
-            before=self._affine(layer.before),
-            between=self._affine(layer.between),
-            qkv=self._product(layer.qkv),
-            out=self._product(layer.out),
-            up=self._product(layer.up if gelu else self._interleaved(layer.up)),
-            down=self._product(layer.down),
-            q_norm=self._address(layer.q_norm),
-            k_norm=self._address(layer.k_norm),
-        )
+    def _packed(self, component: str, affine: Affine | None, layer: int = 0) -> dict[str, Tensor | None]:
+        """Weight and bias as the kernels read them."""
+        weight, bias = affine or (None, None)
+        if component in LINEAR and weight is not None:
+            gated = component == "up" and self._gated
+            weight = _panels(weight, self._panel, gated=gated).transpose(1, 2)
+            bias = None if bias is None else _panels(bias, self._panel, gated=gated)
+        plain = (each if each is None else each.detach().contiguous() for each in (weight, bias))
+        return dict(zip((f"{component}_{layer}", f"{component}_{layer}_bias"), plain, strict=True))
 
-    def _interleaved(self, gate_and_up: Affine) -> Affine:
-        """Half a panel of the gate beside half a panel of what it gates, so that they meet in registers."""
-        half = self._panel // 2
 
-        def mix(joined: Tensor) -> Tensor:
-            gate, up = (_padded(each, half).unflatten(0, (-1, half)) for each in joined.chunk(2))
-            return torch.stack([gate, up], 1).flatten(0, 2)
+def _panels(rows: Tensor, size: int, *, gated: bool = False) -> Tensor:
+    """Rows in panels of this many, the last filled with zeros: [panels, size, ...].
 
-        bias = gate_and_up.bias
-        return Affine(weight=mix(gate_and_up.weight), bias=None if bias is None else mix(bias))
-
-    def _product(self, product: Affine) -> ctypes.Structure:
-        panels = _padded(product.weight, self._panel).unflatten(0, (-1, self._panel)).transpose(1, 2)
-        bias = None if product.bias is None else _padded(product.bias, self._panel)
-        return self._affine(Affine(weight=panels, bias=bias))
-
-    def _affine(self, affine: Affine) -> ctypes.Structure:
-        return _Affine(self._address(affine.weight), self._address(affine.bias))
-
-    def _address(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        self._kept.append(tensor.detach().contiguous())
-        return self._kept[-1].data_ptr()
+    Half a panel of a gate stands beside half a panel of what it gates, so that they meet in registers.
+    """
+    if gated:
+        return torch.cat([_panels(each, size // 2) for each in rows.chunk(2)], 1)
+    missing = -len(rows) % size
+    whole = F.pad(rows, (*[0] * (2 * rows.dim() - 1), missing)) if missing else rows
+    panels: Tensor = whole.unflatten(0, (-1, size))
+    return panels
 
 
 def round_up(length: int, multiple: int) -> int:
     """The smallest multiple that is at least `length`."""
     return -(-length // multiple) * multiple
-
-
-def _padded(tensor: Tensor, multiple: int) -> Tensor:
-    """More rows of zeros, up to a multiple."""
-    missing = -len(tensor) % multiple
-    return F.pad(tensor, (*[0] * (2 * tensor.dim() - 1), missing)) if missing else tensor
 
 
 class NativeCache:
@@ -207,31 +150,28 @@ class NativeCache:
         model.reach(longest_prompt + new_tokens)
         self._model = model
         self._own = model.memory(slots, new_tokens)
-        self._prompts: dict[int, Tensor] = {}  # memories, by entry
-        self._rows = torch.zeros(slots, _ROW, dtype=torch.int64)
+        self._prompts: dict[int, tuple[Tensor, int]] = {}  # memory and length, by entry
+        self._rows = torch.zeros(slots, _ROW, dtype=torch.int64)  # without a prompt where nothing is decoded
         self._rows[:, _OUTPUT] = torch.arange(slots)
         self._rows[:, _OWN] = self._own.data_ptr() + torch.arange(slots) * self._own.stride(0) * 4
         self._rows[:, _OWN_CAPACITY] = new_tokens
-        self._prompt_of: dict[int, int] = {}  # the address of the prompt's memory, by slot that is decoded
-        self._lengths: dict[int, int] = {}  # of prompts, by address
-        self._order: Tensor | None = None  # of these slots, those of a prompt side by side
+        self._order: Tensor | None = None  # of the slots that are decoded, those of a prompt side by side
 
     def prefill(self, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
         """Read prompts into these entries; the logits after each, float32 [P, V]."""
-        pieces = []
-        self._model.check(prompts)
-        for index, (token_ids, entry) in enumerate(zip(prompts, entries, strict=True)):
+        tokens = torch.tensor([token for token_ids in prompts for token in token_ids])
+        self._model.check(tokens)
+        rows = torch.zeros(len(tokens), _ROW, dtype=torch.int64)
+        rows[:, _TOKEN], rows[:, _OUTPUT] = tokens, -1
+        pieces = rows.split([len(token_ids) for token_ids in prompts])
+        for index, (piece, entry) in enumerate(zip(pieces, entries, strict=True)):
             self._release(entry)
-            memory = self._prompts[entry] = self._model.memory(1, len(token_ids))
-            self._lengths[memory.data_ptr()] = len(token_ids)
-            rows = torch.zeros(len(token_ids), _ROW, dtype=torch.int64)
-            rows[:, _TOKEN] = torch.tensor(token_ids)
-            rows[:, _OUTPUT] = -1
-            rows[-1, _OUTPUT] = index
-            rows[:, _SHARED:_SHARED_LENGTH] = torch.tensor([memory.data_ptr(), len(token_ids)])
-            rows[:, _SHARED_LENGTH] = torch.arange(1, len(token_ids) + 1)
-            pieces.append(rows)
-        rows = torch.cat(pieces)
+            length = len(piece)
+            memory = self._model.memory(1, length)
+            self._prompts[entry] = memory, length
+            piece[:, _SHARED:_SHARED_LENGTH] = torch.tensor([memory.data_ptr(), length])
+            piece[:, _SHARED_LENGTH] = torch.arange(1, length + 1)
+            piece[-1, _OUTPUT] = index
         return self._model.forward(rows, torch.arange(len(rows)), len(prompts))
 
     def decode(self, tokens_R: Tensor) -> Tensor:
@@ -241,26 +181,34 @@ class NativeCache:
         # A slot whose completion has ended stays at its last column until another takes its place.
         torch.minimum(rows[:, _OWN_LENGTH] + 1, rows[:, _OWN_CAPACITY], out=rows[:, _OWN_LENGTH])
         if self._order is None:
-            used = [slot for slot in self._prompt_of if slot < len(rows)]
-            slots = sorted(used, key=lambda slot: (self._prompt_of[slot], slot))
-            self._order = torch.tensor(slots, dtype=torch.int64)
+            prompts, slots = rows[:, _SHARED].sort(stable=True)
+            self._order = slots[prompts != 0]
         return self._model.forward(rows, self._order, len(rows))
 
     def drawing(self, buffer: Any) -> Callable[[Tensor, Tensor], Tensor]:
         """The draws of a CompletionBuffer by these kernels, or its own where filters or greedy tokens are wanted."""
-        draws = buffer.plain_draws
-        return buffer.draw if draws is None else _NativeDraws(**draws)
+        if buffer.plain_draws is None:
+            own: Callable[[Tensor, Tensor], Tensor] = buffer.draw
+            return own
+        tensors = dict(buffer.plain_draws)
+        inverse_temperature = 1 / tensors.pop("temperature")
+        num_ends, (completions, limit) = len(tensors["ends"]), tensors["tokens"].shape
+        count = completions - 1  # the last is a dummy
+        draws = record(**tensors, num_ends=num_ends, count=count, limit=limit, inverse_temperature=inverse_temperature)
+
+        def draw(logits_RV: Tensor, completion_R: Tensor) -> Tensor:
+            drawn_R = torch.empty_like(completion_R)
+            stride, (_, vocabulary) = logits_RV.stride(0), logits_RV.shape
+            call("draw", draws, logits_RV, stride, vocabulary, completion_R, len(completion_R), drawn_R)
+            return drawn_R
+
+        return draw
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
         """Begin completions in these slots, each of the prompt in its entry."""
-        for slot, entry in zip(slots, entries, strict=True):
-            self._prompt_of[slot] = self._prompts[entry].data_ptr()
-        bases = [self._prompt_of[slot] for slot in slots]
+        prompts = [(memory.data_ptr(), length, length) for memory, length in map(self._prompts.__getitem__, entries)]
         index = torch.tensor(slots)
-        self._rows[index, _SHARED] = torch.tensor(bases)
-        self._rows[index, _SHARED + 1] = self._rows[index, _SHARED_LENGTH] = torch.tensor(
-            [self._lengths[base] for base in bases]
-        )
+        self._rows[index, _SHARED:_OWN] = torch.tensor(prompts)
         self._rows[index, _OWN_LENGTH] = 0
         self._order = None
 
@@ -271,14 +219,12 @@ class NativeCache:
         idle: Sequence[int],
     ) -> None:
         """Move completions and prompts from sources to targets, by address; nothing is decoded in the idle slots."""
-        sources, targets = slots
-        if sources:
-            self._rows[[*targets, *sources]] = self._rows[[*sources, *targets]]
-            self._rows[:, _OUTPUT] = torch.arange(len(self._rows))
-        moved = {target: self._prompt_of[source] for source, target in zip(*slots, strict=True)}
-        for slot in (*sources, *idle):
-            self._prompt_of.pop(slot, None)
-        self._prompt_of |= moved
+        sources, targets = map(list, slots)
+        prompts = self._rows[sources, _SHARED]
+        self._rows[[*targets, *sources]] = self._rows[[*sources, *targets]]
+        self._rows[:, _OUTPUT] = torch.arange(len(self._rows))
+        self._rows[[*sources, *idle], _SHARED] = 0
+        self._rows[targets, _SHARED] = prompts
         for target in entries[1]:
             self._release(target)
         self._prompts |= {target: self._prompts.pop(source) for source, target in zip(*entries, strict=True)}
@@ -287,38 +233,6 @@ class NativeCache:
     def _release(self, entry: int) -> None:
         """Free the memory of an entry's prompt; slots that a completion of it was left in are not decoded any more."""
         if entry in self._prompts:
-            address = self._prompts.pop(entry).data_ptr()
-            self._prompt_of = {slot: base for slot, base in self._prompt_of.items() if base != address}
+            memory, _ = self._prompts.pop(entry)
+            self._rows[self._rows[:, _SHARED] == memory.data_ptr(), _SHARED] = 0
             self._order = None
-
-
-class _NativeDraws:
-    """A CompletionBuffer's draws from softmax(logits / temperature), recorded in its tensors."""
-
-    def __init__(self, *, temperature: float, **tensors: Tensor) -> None:
-        self._draw = library().draw
-        self._draw.argtypes = [_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER]
-        self._draw.restype = None
-        self._tensors = tensors
-        count, limit = tensors["tokens"].shape
-        self._draws = _Draws(
-            num_ends=len(tensors["ends"]),
-            count=count - 1,  # the last completion is a dummy
-            limit=limit,
-            inverse_temperature=1 / temperature,
-            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        )
-
-    def __call__(self, logits_RV: Tensor, completion_R: Tensor) -> Tensor:
-        """The next token of each of these completions, int64 [R]; see CompletionBuffer.draw."""
-        drawn_R = torch.empty_like(completion_R)
-        self._draw(
-            ctypes.addressof(self._draws),
-            logits_RV.data_ptr(),
-            logits_RV.stride(0),
-            logits_RV.shape[1],
-            completion_R.data_ptr(),
-            len(completion_R),
-            drawn_R.data_ptr(),
-        )
-        return drawn_R

@@ -4,47 +4,59 @@
 
 constexpr int TALL = 6;  // rows of a tile of registers
 
-// acc[m][t] += sum over k < K of a[m][k a_step] b[k][t], where b's rows and the vectors in them lie these steps apart.
+// acc[m][t] += sum over k < K of a[m][k] b[k][t], where rows, terms and vectors lie these steps apart.
 template <int M, int T>
-INLINE void accumulate(Vec (&acc)[M][T], const float* const* a, int64_t a_step, const float* b, int64_t b_step,
+INLINE void accumulate(Vec (&acc)[M][T], const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
                        int64_t b_vector, int64_t K) {
+  const float* rows[M];
+  for (int m = 0; m < M; m++) rows[m] = a + m * a_row;
   for (int64_t k = 0; k < K; k++) {
-    Vec row[T];
+    Vec terms[T];
 #pragma GCC unroll 4
-    for (int t = 0; t < T; t++) row[t] = load(b + k * b_step + t * b_vector);
+    for (int t = 0; t < T; t++) terms[t] = load(b + k * b_step + t * b_vector);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      Vec scalar = fill(a[m][k * a_step]);
+      Vec scalar = fill(rows[m][k * a_step]);
 #pragma GCC unroll 4
-      for (int t = 0; t < T; t++) acc[m][t] += scalar * row[t];
+      for (int t = 0; t < T; t++) acc[m][t] += scalar * terms[t];
     }
   }
 }
 
-// scores[i] = scale q[i] K^T, of keys in blocks [columns / WIDTH][D][WIDTH]
-template <int Q>
-INLINE void score(const float* const* q, const float* keys, int64_t columns, int64_t D, float scale, float* const* scores) {
-  int64_t at = 0;
-  auto blocks = [&](auto T) __attribute__((always_inline)) {
-    Vec acc[Q][T.value] = {};
-    accumulate(acc, q, 1, keys + at * D, WIDTH, D * WIDTH, D);
-    for (int i = 0; i < Q; i++)
-      for (int t = 0; t < T.value; t++) store(scores[i] + at + WIDTH * t, acc[i][t] * scale);
-    at += T.value * WIDTH;
-  };
-  while (at < columns) with_count<TILE>((int)std::min<int64_t>(TILE, (columns - at) / WIDTH), blocks);
+// scores = scale Q K^T of up to Most rows of queries, for keys in blocks [columns / WIDTH][D][WIDTH]
+template <int Most>
+INLINE void score(int count, const float* queries, int64_t query_row, const float* keys, int64_t columns, int64_t D,
+                  float scale, float* scores, int64_t score_row) {
+  with_count<Most>(count, [&](auto rows) __attribute__((always_inline)) {
+    constexpr int Q = decltype(rows)::value;
+    int64_t at = 0;
+    auto blocks = [&](auto T) __attribute__((always_inline)) {
+      Vec acc[Q][T.value] = {};
+      accumulate(acc, queries, query_row, 1, keys + at * D, WIDTH, D * WIDTH, D);
+      for (int i = 0; i < Q; i++)
+        for (int t = 0; t < T.value; t++) store(scores + i * score_row + at + WIDTH * t, acc[i][t] * scale);
+      at += T.value * WIDTH;
+    };
+    while (at < columns) with_count<TILE>((int)std::min<int64_t>(TILE, (columns - at) / WIDTH), blocks);
+  });
 }
 
-// out[i] += sum over j < columns of weights[i][j step] values[j], of `width` floats, a slice of TILE vectors at a time
-template <int Q>
-INLINE void weigh(const float* const* weights, int64_t step, const float* values, int64_t stride, int64_t columns,
-                  int64_t width, float* const* out) {
-  for (int64_t e = 0; e < width; e += PANEL) {
-    with_count<TILE>((int)std::min<int64_t>(TILE, (width - e) / WIDTH), [&](auto T) __attribute__((always_inline)) {
-      Vec acc[Q][T.value] = {};
-      accumulate(acc, weights, step, values + e, stride, WIDTH, columns);
-      for (int i = 0; i < Q; i++)
-        for (int t = 0; t < T.value; t++) store(out[i] + e + WIDTH * t, load(out[i] + e + WIDTH * t) + acc[i][t]);
-    });
-  }
+// out += W V of up to Most rows of weights, for values in rows of `width` floats, a slice of TILE vectors at a time
+template <int Most>
+INLINE void weigh(int count, const float* weights, int64_t weight_row, int64_t step, const float* values, int64_t stride,
+                  int64_t columns, int64_t width, float* out, int64_t out_row) {
+  with_count<Most>(count, [&](auto rows) __attribute__((always_inline)) {
+    constexpr int Q = decltype(rows)::value;
+    for (int64_t e = 0; e < width; e += PANEL) {
+      with_count<TILE>((int)std::min<int64_t>(TILE, (width - e) / WIDTH), [&](auto T) __attribute__((always_inline)) {
+        Vec acc[Q][T.value] = {};
+        accumulate(acc, weights, weight_row, step, values + e, stride, WIDTH, columns);
+        for (int i = 0; i < Q; i++)
+          for (int t = 0; t < T.value; t++) {
+            float* to = out + i * out_row + e + WIDTH * t;
+            store(to, load(to) + acc[i][t]);
+          }
+      });
+    }
+  });
 }

@@ -49,17 +49,8 @@ struct Head {
 // Products of up to TALL rows x with the keys or values that query t and those after it see.
 static void score_seen(const Head& h, const float* x, int64_t stride, int count, int64_t t, const Blocks& prompt,
                        const Blocks& own, float scale, float* scores, int64_t columns) {
-  const float* row[TALL];
-  float *before[TALL], *after[TALL];
-  for (int i = 0; i < count; i++) {
-    row[i] = x + i * stride;
-    before[i] = scores + i * columns;
-    after[i] = before[i] + h.before();
-  }
-  with_count<TALL>(count, [&](auto Q) __attribute__((always_inline)) {
-    score<Q.value>(row, prompt.memory.get(), h.before(), h.a.dim, scale, before);
-    score<Q.value>(row, own.memory.get(), padded(t + count, WIDTH), h.a.dim, scale, after);
-  });
+  score<TALL>(count, x, stride, prompt.memory.get(), h.before(), h.a.dim, scale, scores, columns);
+  score<TALL>(count, x, stride, own.memory.get(), padded(t + count, WIDTH), h.a.dim, scale, scores + h.before(), columns);
 }
 
 // Minus infinity for columns from `end` on, up to a multiple of WIDTH that is not before `last`
@@ -75,18 +66,9 @@ static void hide_unseen(const Head& h, float* scores, int64_t t, int64_t last) {
 
 // out += weights times prompt's and own rows (keys or values)
 static void weigh_seen(const Head& h, const float* weights, int64_t columns, int count, int64_t t, const float* prompt,
-                       const float* own, int64_t stride, float* out, int64_t out_stride) {
-  const float *before[TALL], *after[TALL];
-  float* sum[TALL];
-  for (int i = 0; i < count; i++) {
-    before[i] = weights + i * columns;
-    after[i] = before[i] + h.before();
-    sum[i] = out + i * out_stride;
-  }
-  with_count<TALL>(count, [&](auto Q) __attribute__((always_inline)) {
-    weigh<Q.value>(before, 1, prompt, stride, h.prompt.length, h.a.dim, sum);
-    weigh<Q.value>(after, 1, own, stride, t + count, h.a.dim, sum);
-  });
+                       const float* own, int64_t stride, float* out, int64_t out_row) {
+  weigh<TALL>(count, weights, columns, 1, prompt, stride, h.prompt.length, h.a.dim, out, out_row);
+  weigh<TALL>(count, weights + h.before(), columns, 1, own, stride, t + count, h.a.dim, out, out_row);
 }
 
 static void attend(const Head& h, Scratch& s, float* output, float* log_sums) {
@@ -98,17 +80,9 @@ static void attend(const Head& h, Scratch& s, float* output, float* log_sums) {
     for (int i = 0; i < count; i++) {
       float* p = s.weights.get() + i * s.columns;
       hide_unseen(h, p, t + i, t + count - 1);
-      Vec best = load(p), total{};
-      for (int64_t j = WIDTH; j < columns; j += WIDTH) best = larger(best, load(p + j));
-      best = fill(largest(best));
-      for (int64_t j = 0; j < columns; j += WIDTH) {
-        Vec e = exponential(load(p + j) - best);
-        total += e;
-        store(p + j, e);
-      }
-      float all = sum(total);
-      log_sums[(h.own.first + t + i) * h.a.heads + h.head] = best[0] + std::log(all);
-      inverse[i] = 1.f / all;
+      Softmax softmax = exponentials(p, columns, 1.f);
+      log_sums[(h.own.first + t + i) * h.a.heads + h.head] = softmax.largest + std::log(softmax.total);
+      inverse[i] = 1.f / softmax.total;
     }
     weigh_seen(h, s.weights.get(), s.columns, count, t, h.value(h.prompt), h.value(h.own), h.a.v_row,
                output + h.result(t), h.a.heads * h.a.dim);
@@ -123,15 +97,10 @@ struct Gradients { const float *output, *log_sums, *of_output; float *q, *k, *v;
 // to[j] += sum over queries of weights[query][j] x[query], for keys j of one segment
 static void sum_over_queries(const Head& h, const float* weights, int64_t columns, const float* x, int64_t stride,
                              int64_t queries, int64_t keys, float* to) {
-  for (int64_t j = 0; j < keys; j += TALL) {
-    int count = (int)std::min<int64_t>(TALL, keys - j);
-    const float* weight[TALL];
-    float* sum[TALL];
-    for (int i = 0; i < count; i++) weight[i] = weights + j + i, sum[i] = to + (j + i) * h.a.kv_heads * h.a.dim;
-    with_count<TALL>(count, [&](auto K) __attribute__((always_inline)) {
-      weigh<K.value>(weight, columns, x, stride, queries, h.a.dim, sum);
-    });
-  }
+  int64_t row = h.a.kv_heads * h.a.dim;
+  for (int64_t j = 0; j < keys; j += TALL)
+    weigh<TALL>((int)std::min<int64_t>(TALL, keys - j), weights + j, 1, columns, x, stride, queries, h.a.dim,
+                to + j * row, row);
 }
 
 // Weights p = exp(score - log sum) again, and d loss / d score = scale p (d p - sum over keys of p d p).

@@ -7,7 +7,6 @@ Shape letters: S tokens of a packed row, Hq query heads, Hkv key heads, D head d
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatpeak.kernels.native.build import library, structure
-
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_Attention = structure(
-    **dict.fromkeys(("heads", "kv_heads", "dim", "groups"), _INT),
-    **dict.fromkeys(("bounds", "segments", "q", "k", "v"), _POINTER),
-    **dict.fromkeys(("q_row", "k_row", "v_row"), _INT),
-    scale=_FLOAT,
-)
-_Gradients = structure(**dict.fromkeys(("output", "log_sums", "of_output", "q", "k", "v"), _POINTER))
+from flatpeak.kernels.native.build import call, library, record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,21 +27,6 @@ class Groups:
     """int64 [groups + 1]: the first segment of each group, which is its prompt, and the number of segments."""
     segments: Tensor
     """int64 [segments, 2]: first row and number of rows."""
-
-
-def call(name: str, *arguments: Tensor | ctypes.Structure | int | float) -> None:
-    """Call a kernel with addresses of tensors, which have to be alive and contiguous, and with numbers."""
-    function = getattr(library(), name)
-    function.restype = None
-    function(*map(_argument, arguments))
-
-
-def _argument(value: Tensor | ctypes.Structure | int | float) -> Any:
-    if isinstance(value, Tensor):
-        return _POINTER(value.data_ptr())
-    if isinstance(value, ctypes.Structure):
-        return ctypes.byref(value)
-    return _FLOAT(value) if isinstance(value, float) else _INT(value)
 
 
 def attention(states: Sequence[Tensor], groups: Groups, scale: float) -> Tensor:
@@ -76,9 +51,8 @@ class _PackedAttention(torch.autograd.Function):
         q, k, v, output, log_sums, bounds, segments = ctx.saved_tensors
         grad_output = _whole_vectors(grad_output).contiguous()
         grads = [each.new_zeros(each.shape) for each in (q, k, v)]
-        names = ("output", "log_sums", "of_output", "q", "k", "v")
-        tensors = (output, log_sums, grad_output, *grads)
-        gradients = _Gradients(**{name: each.data_ptr() for name, each in zip(names, tensors, strict=True)})
+        grad_q, grad_k, grad_v = grads
+        gradients = record(output=output, sums=log_sums, of_output=grad_output, q=grad_q, k=grad_k, v=grad_v)
         described = _described([q, k, v], Groups(bounds=bounds, segments=segments), ctx.scale)
         call("attention_backward", described, gradients, torch.get_num_threads())
         return *(grad[..., : ctx.dim] for grad in grads), None, None
@@ -92,18 +66,22 @@ def _whole_vectors(states: Tensor) -> Tensor:
     return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
 
 
-def _described(states: Sequence[Tensor], groups: Groups, scale: float) -> ctypes.Structure:
-    query, key, _ = states
-    return _Attention(
+def _described(states: Sequence[Tensor], groups: Groups, scale: float) -> Any:
+    query, key, value = states
+    return record(
         heads=query.shape[1],
         kv_heads=key.shape[1],
         dim=query.shape[2],
         groups=len(groups.bounds) - 1,
-        bounds=groups.bounds.data_ptr(),
-        segments=groups.segments.data_ptr(),
+        bounds=groups.bounds,
+        segments=groups.segments,
+        q=query,
+        k=key,
+        v=value,
+        q_row=query.stride(0),
+        k_row=key.stride(0),
+        v_row=value.stride(0),
         scale=scale,
-        **{name: each.data_ptr() for name, each in zip("qkv", states, strict=True)},
-        **{f"{name}_row": each.stride(0) for name, each in zip("qkv", states, strict=True)},
     )
 
 

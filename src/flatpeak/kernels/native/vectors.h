@@ -20,6 +20,11 @@ constexpr int PANEL = WIDTH * TILE;  // columns of a panel of a packed weight
 typedef float Vec __attribute__((vector_size(4 * WIDTH)));
 typedef float Loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+struct Floats {  // uninitialized memory
+  std::unique_ptr<float[]> memory;
+  explicit Floats(int64_t count) : memory(new float[count]) {}
+  operator float*() const { return memory.get(); }
+};
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE Vec load(const float* p) { return *(const Loose*)p; }
@@ -28,26 +33,20 @@ INLINE Vec fill(float a) { return a - Vec{}; }  // 0 + a would be an addition: i
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 INLINE int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-INLINE float largest(Vec a) {
+template <class F> INLINE float fold(Vec a, F f) {  // halves onto halves: a fixed order
   float part[WIDTH];
   memcpy(part, &a, sizeof part);
   for (int s = WIDTH / 2; s; s >>= 1)
-    for (int i = 0; i < s; i++) part[i] = part[i] > part[i + s] ? part[i] : part[i + s];
+    for (int i = 0; i < s; i++) part[i] = f(part[i], part[i + s]);
   return part[0];
 }
+INLINE float sum(Vec a) { return fold(a, [](float x, float y) { return x + y; }); }
+INLINE float largest(Vec a) { return fold(a, [](float x, float y) { return x > y ? x : y; }); }
 
 INLINE Ints lanes() {  // 0, 1, 2, ...
   Ints lane;
   for (int i = 0; i < WIDTH; i++) lane[i] = i;
   return lane;
-}
-
-INLINE float sum(Vec a) {  // of halves, in a fixed order
-  float part[WIDTH];
-  memcpy(part, &a, sizeof part);
-  for (int s = WIDTH / 2; s; s >>= 1)
-    for (int i = 0; i < s; i++) part[i] += part[i + s];
-  return part[0];
 }
 
 // exp to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients: Cephes, expf); 0 below -87.3.
@@ -68,6 +67,20 @@ INLINE Vec exponential(Vec given) {
   p = p * r * r + r + 1.f;
   Vec result = given < fill(-87.3f) ? Vec{} : p * (Vec)power;
   return given == given ? result : given;  // NaN stays
+}
+
+struct Softmax { float largest, total; };
+// x[j] = exp(factor (x[j] - largest)) for n numbers, a multiple of WIDTH, and their sum.
+INLINE Softmax exponentials(float* x, int64_t n, float factor) {
+  Vec best = load(x), total{};
+  for (int64_t j = WIDTH; j < n; j += WIDTH) best = larger(best, load(x + j));
+  best = fill(largest(best));
+  for (int64_t j = 0; j < n; j += WIDTH) {
+    Vec e = exponential((load(x + j) - best) * factor);
+    total += e;
+    store(x + j, e);
+  }
+  return {best[0], sum(total)};
 }
 
 INLINE Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }
