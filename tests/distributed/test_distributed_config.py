@@ -29,6 +29,7 @@ SHARDED = {"processes": 4, "strategy": "fsdp2"}
         ({"distributed": SHARDED, "training": {"compile": True}}, "training.compile"),
         ({"distributed": SHARDED, "evaluation": {"sharpness": {}}}, "evaluation.sharpness"),
         ({"distributed": SHARDED, "model": {"path": "x", "dtype": "bfloat16"}}, "model.dtype=bfloat16"),
+        ({"distributed": {"processes": 2}, "rollout": {"staleness": 1}}, "rollout.engine.type=vllm"),
         (
             {"distributed": {"processes": 2}, "gradient_regularization": {"strength": 0.1, "difference": "exact"}},
             "use forward or central",
@@ -40,6 +41,11 @@ def test_what_several_processes_do_not_serve_is_refused_by_name(recipe, words):
         parse_config(recipe)
     assert words in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_servers_may_draw_ahead_for_several_processes():
+    recipe = {"distributed": {"processes": 2}, "rollout": {"staleness": 1, "engine": {"type": "vllm"}}}
+    assert parse_config(recipe).rollout.staleness == 1
 
 
 def test_one_process_may_name_any_strategy():

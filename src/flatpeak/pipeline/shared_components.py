@@ -10,6 +10,7 @@ from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import Ranks
+from flatpeak.distributed.served_rollouts import ServedSampler
 from flatpeak.distributed.sharding import Replica, shard
 from flatpeak.distributed.shared_rollouts import SharedReward, SharedSampler
 from flatpeak.errors import UserError
@@ -30,11 +31,13 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         return components
     check_alike(components, ranks)
     policy = components.policy
-    sampler: Sampler = SharedSampler(components.sampler, ranks)
+    served = isinstance(components.sampler, ServedSampler)
+    sampler: Sampler = components.sampler if served else SharedSampler(components.sampler, ranks)
     if config.distributed.sharded:
         check_shardable(objects, policy)
         replica = Replica(policy)
-        sampler = SharedSampler(make_sampler(config, objects, replica), ranks, weights=replica.present)
+        if not served:
+            sampler = SharedSampler(make_sampler(config, objects, replica), ranks, weights=replica.present)
         shard(policy, replica, config.distributed, ranks)
     rewards = {id(phase.reward): SharedReward(phase.reward, ranks) for phase in components.phases}
     return replace(
