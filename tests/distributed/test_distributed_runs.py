@@ -121,7 +121,7 @@ def test_resampled_groups_of_a_curriculum_are_those_of_one_process_also_when_it_
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(directory, ranks):
     done = ranks(train, recipe(directory, "stopped", processes=2), fault="signal")
     # The launcher ends what is left once a process ends with another code than 0: only the first rank's counts.
-    assert [one["code"] for one in done] == [143, 0]
+    assert [(one["code"], one["rank"]) for one in done] == [(143, 1), (0, 1)]
     run = directory / "stopped"
     assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
     assert (run / "checkpoints" / "last").resolve().name == "step_000003"

@@ -15,7 +15,8 @@ from support.ranks import Ranks
 BOUNDS = {(True, False): 1e-9, (True, True): 1e-9, (False, False): 1e-5, (False, True): 1e-3}
 """Largest difference of a weight, by (float64, regularized)."""
 MORE_RANKS = 4.0
-"""Times that much on four ranks, whose sums have more orders: 1.9e-9 at most was seen, float64 and regularized."""
+"""Times that much on four ranks: 1.9e-9 at most was seen, float64 and regularized, which is what one process differs by
+from itself when its weights begin one last digit away."""
 minutes = pytest.mark.skipif("FLATPEAK_SLOW_TESTS" not in os.environ, reason="takes minutes: set FLATPEAK_SLOW_TESTS=1")
 FEW = {
     "ddp/plain": Case(double=True),

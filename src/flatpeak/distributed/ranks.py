@@ -44,6 +44,9 @@ ALIKE_SECONDS = 5.0
 SAME_SIGNAL_SECONDS = 2.0
 """Signals within so many seconds are one: a launcher passes on what the terminal has sent already."""
 
+PASSED_ON_SECONDS = 0.2
+"""Seconds after which a signal to all ranks has reached all of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
@@ -241,9 +244,18 @@ class SharedStopSignals(StopSignals):
 
     def agree(self) -> None:
         """Make a signal that any rank has received that of all."""
-        signals = [number for number in self.ranks.gather(self.received) if number is not None]
-        if signals:
-            self.signal = max(signals)
+        by_rank = self._by_rank()
+        if by_rank and len(by_rank) < self.ranks.size:
+            time.sleep(PASSED_ON_SECONDS)
+            by_rank = self._by_rank()
+        if by_rank:
+            self.signal = max(by_rank.values())
+            self.rank = next(iter(by_rank)) if len(by_rank) == 1 else None
+
+    def _by_rank(self) -> dict[int, int]:
+        """The signals that ranks have received."""
+        received = self.ranks.gather(self.received)
+        return {rank: number for rank, number in enumerate(received) if number is not None}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         dead = [rank for rank, pid in self._neighbours.items() if _is_dead(pid)]
