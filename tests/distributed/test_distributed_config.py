@@ -31,8 +31,8 @@ SHARDED = {"processes": 4, "strategy": "fsdp2"}
         ({"distributed": SHARDED, "model": {"path": "x", "dtype": "bfloat16"}}, "model.dtype=bfloat16"),
         ({"distributed": {"processes": 2}, "rollout": {"staleness": 1}}, "rollout.engine.type=vllm"),
         (
-            {"distributed": {"processes": 2}, "gradient_regularization": {"strength": 0.1, "difference": "exact"}},
-            "use forward or central",
+            {"distributed": SHARDED, "gradient_regularization": {"strength": 0.1, "difference": "exact"}},
+            "use forward, central, or ddp",
         ),
     ],
 )  # fmt: skip
@@ -41,6 +41,11 @@ def test_what_several_processes_do_not_serve_is_refused_by_name(recipe, words):
         parse_config(recipe)
     assert words in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_replicas_may_regularize_by_exact_curvature():
+    recipe = {"distributed": {"processes": 2}, "gradient_regularization": {"strength": 0.1, "difference": "exact"}}
+    assert parse_config(recipe).gradient_regularization.difference == "exact"
 
 
 def test_servers_may_draw_ahead_for_several_processes():

@@ -21,11 +21,11 @@ def _problems(config: Any) -> Iterator[str]:
             "rollout.staleness does not go with ranks that each sample their share; set it to 0, or let servers draw "
             "(rollout.engine.type=vllm)"
         )
-    if regularization.enabled and regularization.difference == "exact":
-        yield "gradient_regularization.difference=exact does not average over ranks; use forward or central"
     if not config.distributed.sharded:
         return
     strategy = f"distributed.strategy={config.distributed.strategy}"
+    if regularization.enabled and regularization.difference == "exact":
+        yield f"{strategy} does not go with gradient_regularization.difference=exact; use forward, central, or ddp"
     if config.model.quantization is not None:
         yield f"{strategy} does not shard the packed weights of model.quantization; use distributed.strategy=ddp"
     if config.model.dtype != "float32":

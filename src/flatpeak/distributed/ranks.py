@@ -32,6 +32,7 @@ from flatpeak.runs.checkpoints import CheckpointError
 from flatpeak.runs.signals import StopSignals
 
 Value = TypeVar("Value")
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 PATIENCE = timedelta(days=7)
 """Limit of a collective: a judge may be down for hours while the first rank waits. The dead are noticed otherwise."""
 PR_SET_PDEATHSIG = 1
@@ -165,6 +166,12 @@ class Ranks:
             for bucket in _buckets(alike):
                 self._average([cast(Tensor, parameter.grad) for parameter in bucket])
 
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors, of which every rank has its own, by their means over the ranks."""
+        if self.size > 1:
+            for bucket in _buckets(list(tensors)):
+                self._average(bucket)
+
     def _average(self, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self.sum(flat, purpose="gradients")
@@ -186,15 +193,15 @@ ALONE = Ranks()
 """The one process of a run that is not distributed."""
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
+def _buckets(tensors: list[AnyTensor]) -> Iterator[list[AnyTensor]]:
+    bucket: list[AnyTensor] = []
     held = 0
-    for parameter in parameters:
-        if bucket and held + parameter.numel() > BUCKET:
+    for tensor in tensors:
+        if bucket and held + tensor.numel() > BUCKET:
             yield bucket
             bucket, held = [], 0
-        bucket.append(parameter)
-        held += parameter.numel()
+        bucket.append(tensor)
+        held += tensor.numel()
     if bucket:
         yield bucket
 

@@ -107,11 +107,6 @@ class Replica(Policy):
         for own, source in zip(self.model.buffers(), self._policy.model.buffers(), strict=True):
             own.copy_(source)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The weights that are trained, in the policy: here they only follow."""
-        trained = {name for name, weight in self._policy.model.named_parameters() if weight.requires_grad}
-        return [weight for name, weight in self.model.named_parameters() if name in trained]
-
     def free(self) -> None:
         """Give the memory of the weights back."""
         for weight in self.model.parameters():

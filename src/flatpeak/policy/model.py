@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Policy:
         """Whether decoding and training passes on a CPU go through native kernels."""
         self._uses_kernels = False
         self._packed: PackedModel | None = None
-        self.enter: Callable[[Callable[[], Any]], Any] = _call
+        self.enter: Callable[[Callable[[], Any]], Any] = call
         """The way of a pass into the model: a sharded one gathers the weights of its root around it."""
         self.gathered: Callable[[], AbstractContextManager[Policy]] | None = None
         """Of a sharded model, a context with a whole copy."""
@@ -349,7 +350,8 @@ class Policy:
     def saved_weights(self) -> list[nn.Parameter]:
         """The weights that `save_weights` writes: all of them, or the adapters; of a sharded model inside `whole`."""
         with self.whole() as whole:
-            return whole.parameters() if self.adapted else list(whole.model.parameters())
+            pairs = zip(self.model.parameters(), whole.model.parameters(), strict=True)
+            return [weight for own, weight in pairs if own.requires_grad or not self.adapted]
 
     def whole(self) -> AbstractContextManager[Policy]:
         """A context with the policy as one that decodes and can be saved; of a sharded one all ranks enter it."""
@@ -394,7 +396,3 @@ def make_adapted_layers_fast(causal: nn.Module) -> None:
         from flatpeak.policy.adapted_layers import make_adapters_fast  # here, because it loads peft
 
         make_adapters_fast(causal)
-
-
-def _call(run: Callable[[], Any]) -> Any:
-    return run()

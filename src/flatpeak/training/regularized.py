@@ -99,7 +99,9 @@ class RegularizedLearner(Learner):
         super().__init__(
             policy, objective, optimizer, temperature=temperature, micro_batch_tokens=micro_batch_tokens, ranks=ranks
         )
-        self.regularizer = GradientRegularizer(policy.model, config, masters=policy.masters(), seed=seed, notice=notice)
+        self.regularizer = GradientRegularizer(
+            policy.model, config, masters=policy.masters(), seed=seed, notice=notice, average=ranks.average
+        )
         perturbed = set(self.regularizer.parameters)
         self.outside = [p for p in self.regularizer.trainable if p not in perturbed]
         self.twice_differentiable = config.difference == "exact"
