@@ -24,9 +24,10 @@ SHARDED = {"processes": 4, "strategy": "fsdp2"}
         ({"distributed": {"processes": 0}}, "greater than or equal to 1"),
         ({"distributed": SHARDED, "training": {"compile": True}}, "training.compile"),
         ({"distributed": SHARDED, "evaluation": {"sharpness": {}}}, "evaluation.sharpness"),
+        ({"distributed": {"processes": 2}, "rollout": {"staleness": 1}}, "rollout.engine.type=vllm"),
         (
-            {"distributed": {"processes": 2}, "gradient_regularization": {"strength": 0.1, "difference": "exact"}},
-            "use forward or central",
+            {"distributed": SHARDED, "gradient_regularization": {"strength": 0.1, "difference": "exact"}},
+            "use forward, central, or ddp",
         ),
     ],
 )  # fmt: skip
@@ -35,6 +36,16 @@ def test_what_several_processes_do_not_serve_is_refused_by_name(recipe, words):
         parse_config(recipe)
     assert words in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_replicas_may_regularize_by_exact_curvature():
+    recipe = {"distributed": {"processes": 2}, "gradient_regularization": {"strength": 0.1, "difference": "exact"}}
+    assert parse_config(recipe).gradient_regularization.difference == "exact"
+
+
+def test_servers_may_draw_ahead_for_several_processes():
+    recipe = {"distributed": {"processes": 2}, "rollout": {"staleness": 1, "engine": {"type": "vllm"}}}
+    assert parse_config(recipe).rollout.staleness == 1
 
 
 def test_one_process_may_name_any_strategy():

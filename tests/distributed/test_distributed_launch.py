@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from flatpeak.distributed.launch import _end
 from support.kills import alive
 
 RANK = """
@@ -18,6 +21,8 @@ rank, way = os.environ["RANK"], sys.argv[1]
 assert os.environ["WORLD_SIZE"] == "2"
 if way == "killed" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
+if way == "terminated" and rank == "1":
+    os.kill(os.getpid(), signal.SIGTERM)
 if way == "exits" and rank == "0":
     sys.exit(2)
 if way == "lost" and rank == "1":
@@ -30,7 +35,7 @@ import json, sys, time
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.launch import launch
 said, results = [], {}
-for way in ("done", "killed", "exits", "lost"):
+for way in ("done", "killed", "terminated", "exits", "lost"):
     started = time.monotonic()
     code = launch([way], DistributedConfig(processes=2), say=said.append, command=[sys.argv[1]])
     results[way] = [code, said[:], time.monotonic() - started]
@@ -98,8 +103,46 @@ def test_a_killed_rank_ends_the_run_with_one_message_that_names_it(ends):
     assert seconds < 30
 
 
+def test_a_terminated_rank_is_named_rather_than_the_one_that_torchrun_terminates_after_it(ends):
+    code, (message,), _ = ends["terminated"]
+    assert code == 1
+    assert message.startswith("rank 1 (process ")
+    assert "was ended by SIGTERM, and the run with it" in message
+
+
 def test_the_exit_code_is_that_of_the_process_that_has_printed_its_error(ends):
     assert ends["exits"][:2] == [2, []]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a process ended, as torchrun says it."""
+
+    exitcode: int
+    pid: int = 7
+
+
+@pytest.mark.parametrize(
+    ("codes", "named"),
+    [
+        ({0: 3, 1: -signal.SIGTERM}, "rank 1 (process 7) was ended by SIGTERM"),
+        ({0: -signal.SIGTERM, 1: 3}, "rank 0 (process 7) was ended by SIGTERM"),
+        ({0: 3, 1: -signal.SIGKILL}, "rank 1 (process 7) was ended by SIGKILL"),
+        ({0: -signal.SIGTERM, 1: -signal.SIGKILL}, "rank 1 (process 7) was ended by SIGKILL"),
+        # torchrun has ended the second one.
+        ({0: -signal.SIGTERM, 1: -signal.SIGTERM}, "rank 0 (process 7) was ended by SIGTERM"),
+        ({1: -signal.SIGTERM, 0: -signal.SIGTERM}, "rank 1 (process 7) was ended by SIGTERM"),
+        ({1: -signal.SIGTERM, 0: -signal.SIGKILL}, "rank 1 (process 7) was ended by SIGTERM"),
+        ({1: 3, 0: -signal.SIGTERM}, "rank 1 lost the connection to the others: go on from the last checkpoint"),
+        # These have printed their errors.
+        ({0: 3, 1: 1}, None),
+        ({0: -signal.SIGTERM, 1: 1}, None),
+    ],
+)
+def test_of_processes_that_end_at_once_the_one_is_named_that_the_others_have_lost(codes, named):
+    said: list[str] = []
+    assert _end([(rank, Failure(exitcode=code)) for rank, code in codes.items()], said.append) == 1
+    assert [message.split(",")[0].removesuffix(" with --resume") for message in said] == ([named] if named else [])
 
 
 def test_a_lost_connection_is_named_where_no_process_has_died_first(ends):

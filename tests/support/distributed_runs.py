@@ -66,7 +66,7 @@ def train(
             result = flatpeak.train(recipe, progress=False, resume=resume, **objects)
         except Exception as error:
             return {"error": type(error).__name__, "text": str(error)}
-    return {"code": result.exit_code, "signal": result.summary.signal}
+    return {"code": result.exit_code, "signal": result.summary.signal, "rank": result.stopped_rank}
 
 
 def train_without_space(recipe: Mapping[str, Any]) -> dict[str, Any]:

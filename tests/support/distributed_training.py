@@ -66,6 +66,7 @@ class Case:
 
 
 REGULARIZED: dict[str, Any] = {"regularization": {"strength": 0.05, "check_every": 0}}
+EXACT: dict[str, Any] = {"regularization": {"strength": 0.05, "difference": "exact"}}
 TWICE: dict[str, Any] = {"training": {"epochs_per_rollout": 2, "minibatches": 2}}
 ONE: dict[str, Any] = {"scores": "one", "advantage": {"baseline": "none", "scale": "none"}}
 MATRIX: dict[str, dict[str, Any]] = {

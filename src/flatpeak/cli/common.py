@@ -120,6 +120,7 @@ class RunOutput:
             typer.echo(last_line)
         if summary.signal is not None:
             by = signal_name(summary.signal)
+            by += "" if result.stopped_rank is None else f" to rank {result.stopped_rank}"
             command = _resume_command(self.resumed_by or ["train", str(result.path / "config.yaml")])
             stopped = f"{self.label}: stopped by {by} after step {summary.last_step}"
             typer.echo(f"{stopped}; resume it with\n{command}", err=self.as_json)

@@ -16,15 +16,16 @@ def refuse_undistributable(config: Any) -> None:
 
 def _problems(config: Any) -> Iterator[str]:
     regularization, training = config.gradient_regularization, config.training
-    if not isinstance(config.rollout.engine, str):
-        yield f"every rank would update the servers of rollout.engine.type={config.rollout.engine.type}; use native"
-    if config.rollout.staleness:
-        yield "rollout.staleness does not go with several ranks, each of which samples its share; set it to 0"
-    if regularization.enabled and regularization.difference == "exact":
-        yield "gradient_regularization.difference=exact does not average over ranks; use forward or central"
+    if config.rollout.staleness and isinstance(config.rollout.engine, str):
+        yield (
+            "rollout.staleness does not go with ranks that each sample their share; set it to 0, or let servers draw "
+            "(rollout.engine.type=vllm)"
+        )
     if not config.distributed.sharded:
         return
     strategy = f"distributed.strategy={config.distributed.strategy}"
+    if regularization.enabled and regularization.difference == "exact":
+        yield f"{strategy} does not go with gradient_regularization.difference=exact; use forward, central, or ddp"
     if training.compile:
         yield f"{strategy} does not go with training.compile; set it to false"
     if config.evaluation.sharpness is not None:

@@ -105,8 +105,7 @@ def launch(
 
 def _end(failures: Iterable[tuple[int, ProcessFailure]], say: Callable[[str], None]) -> int:
     """The exit code of a run that ended badly, with a message where the rank that began it could give none."""
-    by_blame = sorted(failures, key=lambda failure: (_blame(failure[1].exitcode), failure[0]))
-    rank, failure = by_blame[0]
+    rank, failure = min(_seen_first(failures), key=lambda failure: _blame(failure[1].exitcode))
     code: int = failure.exitcode
     if code < 0:
         name = signal.Signals(-code).name
@@ -121,8 +120,22 @@ def _end(failures: Iterable[tuple[int, ProcessFailure]], say: Callable[[str], No
     return code
 
 
+def _seen_first(failures: Iterable[tuple[int, ProcessFailure]]) -> list[tuple[int, ProcessFailure]]:
+    """The failures before torchrun ended the other processes, whose ends it appends; both are in the order of ranks."""
+    first: list[tuple[int, ProcessFailure]] = []
+    for rank, failure in failures:
+        if first and rank < first[-1][0]:
+            break
+        first.append((rank, failure))
+    return first
+
+
 def _blame(code: int) -> int:
-    """Rank of a failure among others: a process ended from outside, then one with an error of its own."""
-    if code < 0 and -code != signal.SIGTERM:
-        return 0
-    return 2 if code == LOST_RANK_CODE else 3 if code < 0 else 1
+    """Rank of a failure among others: a process ended from outside, then one with an error of its own.
+
+    Of two that SIGTERM has ended the first one counts, since the other may have got it from torchrun. A lost connection
+    comes last: it most likely led to the process that a signal has ended.
+    """
+    if code < 0:
+        return 2 if -code == signal.SIGTERM else 0
+    return 3 if code == LOST_RANK_CODE else 1

@@ -32,6 +32,7 @@ from flatpeak.runs.checkpoints import CheckpointError
 from flatpeak.runs.signals import StopSignals
 
 Value = TypeVar("Value")
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 PATIENCE = timedelta(days=7)
 """Limit of a collective: a judge may be down for hours while the first rank waits. The dead are noticed otherwise."""
 PR_SET_PDEATHSIG = 1
@@ -43,6 +44,9 @@ ALIKE_SECONDS = 5.0
 """Seconds in which all ranks have to come to an error that they raise alike."""
 SAME_SIGNAL_SECONDS = 2.0
 """Signals within so many seconds are one: a launcher passes on what the terminal has sent already."""
+
+PASSED_ON_SECONDS = 0.2
+"""Seconds after which a signal to all ranks has reached all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,12 @@ class Ranks:
             for bucket in _buckets(alike):
                 self._average([cast(Tensor, parameter.grad) for parameter in bucket])
 
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors, of which every rank has its own, by their means over the ranks."""
+        if self.size > 1:
+            for bucket in _buckets(list(tensors)):
+                self._average(bucket)
+
     def _average(self, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self.sum(flat, purpose="gradients")
@@ -183,15 +193,15 @@ ALONE = Ranks()
 """The one process of a run that is not distributed."""
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
+def _buckets(tensors: list[AnyTensor]) -> Iterator[list[AnyTensor]]:
+    bucket: list[AnyTensor] = []
     held = 0
-    for parameter in parameters:
-        if bucket and held + parameter.numel() > BUCKET:
+    for tensor in tensors:
+        if bucket and held + tensor.numel() > BUCKET:
             yield bucket
             bucket, held = [], 0
-        bucket.append(parameter)
-        held += parameter.numel()
+        bucket.append(tensor)
+        held += tensor.numel()
     if bucket:
         yield bucket
 
@@ -241,9 +251,18 @@ class SharedStopSignals(StopSignals):
 
     def agree(self) -> None:
         """Make a signal that any rank has received that of all."""
-        signals = [number for number in self.ranks.gather(self.received) if number is not None]
-        if signals:
-            self.signal = max(signals)
+        by_rank = self._by_rank()
+        if by_rank and len(by_rank) < self.ranks.size:
+            time.sleep(PASSED_ON_SECONDS)
+            by_rank = self._by_rank()
+        if by_rank:
+            self.signal = max(by_rank.values())
+            self.rank = next(iter(by_rank)) if len(by_rank) == 1 else None
+
+    def _by_rank(self) -> dict[int, int]:
+        """The signals that ranks have received."""
+        received = self.ranks.gather(self.received)
+        return {rank: number for rank, number in enumerate(received) if number is not None}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         dead = [rank for rank, pid in self._neighbours.items() if _is_dead(pid)]

@@ -152,6 +152,8 @@ def exact_curvature(
     vector = [direction[p] for p in parameters]
     total = [torch.zeros_like(v) for v in vector]
     for loss in losses():
+        if not loss.requires_grad:  # that of a micro-batch without a token, where another rank has more of them
+            continue
         curvature = hessian_vector_product(partial(_itself, loss), parameters, vector)
         for accumulated, of_loss in zip(total, curvature, strict=True):
             accumulated.add_(of_loss)

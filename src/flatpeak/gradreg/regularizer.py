@@ -64,15 +64,18 @@ class GradientRegularizer:
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
         notice: Callable[[str], None] = warnings.warn,
+        average: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
         """Choose the parameters to perturb; UserError where there are none.
 
         `masters`: the float32 values behind parameters of a lower precision. `compute_dtype`: the type to which the
         forward pass rounds weights (autocast, a sharding policy), where the first pass is not to observe it. `seed`: of
-        random directions, equal on every rank.
+        random directions, equal on every rank. `average` replaces tensors by their means over the ranks, where the
+        caller averages gradients so, and no wrapper does; exact curvature on several ranks needs it.
         """
         self.config = config
         self.seed = seed
+        self.average = average
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.parameters = choose_parameters(model, config)
         self.perturbation = Perturbation(model, self.parameters, masters=masters, compute_dtype=compute_dtype)
@@ -349,9 +352,15 @@ class _Update:
     def _exact(self, direction: Direction) -> dict[nn.Parameter, Tensor]:
         if self.replay.losses is None:
             raise UserError("difference=exact needs the losses themselves: use accumulate, or difference=central")
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UserError("difference=exact does not average over ranks: use forward or central, or one process")
+        average = self.owner.average
+        if average is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UserError(
+                "difference=exact: a wrapper of the model averages no second derivatives over ranks: use forward or "
+                "central, or one process"
+            )
         self.pass_count += 1
         with self.owner.perturbation.restored_buffers(start=self.replay.start):
             curvature = exact_curvature(self.replay.losses, self.owner.parameters, direction.vector)
+            if average is not None:
+                average(curvature.values())
         return {p: product.mul_(self.replay.scale) for p, product in curvature.items()}

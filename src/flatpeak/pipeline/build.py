@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flatpeak.config.run_config import RunConfig
+from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
@@ -30,7 +31,7 @@ from flatpeak.pipeline.components import (
 )
 from flatpeak.pipeline.evaluators import build_evaluator, longest_prompt
 from flatpeak.pipeline.rollout_process import with_rollouts_ahead
-from flatpeak.pipeline.served_sampler import close_sampler, stop_waiting
+from flatpeak.pipeline.served_sampler import close_sampler, served_to_all, stop_waiting
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights, resumed_source
 from flatpeak.policy.model import Policy
@@ -38,6 +39,7 @@ from flatpeak.policy.reference import check_reference
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerPool
+from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.signals import StopSignals
 from flatpeak.tasks.config import build_task
@@ -138,20 +140,26 @@ class Components:
 
 
 def build_components(
-    config: RunConfig, objects: CallerObjects, *, checkpoint: Path | None, progress: Progress
+    config: RunConfig, objects: CallerObjects, *, checkpoint: Path | None, progress: Progress, ranks: Ranks = ALONE
 ) -> Components:
-    """Load or build every component; with `checkpoint`, the policy is the one saved there.
+    """Load or build every component; with `checkpoint`, the policy is the one saved there. Sends no message to ranks.
 
     Where the components do not fit together, processes end and a caller's model is given back as it was.
     """
     with ExitStack() as resources:
-        components = _build(config, objects, resources, checkpoint=checkpoint, progress=progress)
+        components = _build(config, objects, resources, checkpoint=checkpoint, progress=progress, ranks=ranks)
         resources.pop_all()
     return components
 
 
 def _build(
-    config: RunConfig, objects: CallerObjects, resources: ExitStack, *, checkpoint: Path | None, progress: Progress
+    config: RunConfig,
+    objects: CallerObjects,
+    resources: ExitStack,
+    *,
+    checkpoint: Path | None,
+    progress: Progress,
+    ranks: Ranks,
 ) -> Components:
     """Build the components, each of them closed with `resources`."""
     if objects.model is None and checkpoint is None:
@@ -161,14 +169,8 @@ def _build(
     workers = _closing(open_workers(config), resources)
     reward = _closing(main_reward(config, objects.reward, workers=workers, progress=progress), resources)
     examples = [*task.train, *task.test, *(first_task.train if first_task else ())] if config.model.new else []
-    policy = _policy(config, objects, examples, checkpoint=checkpoint)
-    resources.callback(policy.release)
-    check_policy(config, policy)
-    if not config.distributed.divides_model:  # else its copies of the weights are made of shards
-        check_regularization(config, policy)
-    for notice in (*getattr(task, "notices", ()), *recipe_notices(config, policy)):
-        progress.notice(notice)
-
+    policy = _open_policy(config, objects, examples, resources, checkpoint=checkpoint)
+    _check_and_announce(config, policy, task, progress)
     train, test = (
         _prompts(examples, policy, config, progress, split=f"{task.name} {split}")
         for examples, split in ((task.train, "train"), (task.test, "test"))
@@ -186,7 +188,7 @@ def _build(
         own = _closing(first_reward(config, workers=workers, progress=progress), resources)
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
-    sampler = make_sampler(config, objects, policy)
+    sampler = make_sampler(config, objects, policy, ranks=ranks)
     evaluator = build_evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
     return Components(
         policy=policy,
@@ -200,6 +202,15 @@ def _build(
         sft_check=replace(evaluator, prompts=train[:check_size], sharpness=None),
         workers=workers,
     )
+
+
+def _check_and_announce(config: RunConfig, policy: Policy, task: Task, progress: Progress) -> None:
+    """Check that the recipe can train this policy, and give the notices of task and recipe."""
+    check_policy(config, policy)
+    if not config.distributed.divides_model:  # else its copies of the weights are made of shards
+        check_regularization(config, policy)
+    for notice in (*getattr(task, "notices", ()), *recipe_notices(config, policy)):
+        progress.notice(notice)
 
 
 def _first_phase(
@@ -226,8 +237,7 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
         if config.model.new is not None:  # its tokenizer is made of the same texts as in `build_components`
             first = build_task(config.curriculum.task).train if config.curriculum else ()
             examples = [*task.train, *task.test, *first]
-        policy = _policy(config, CallerObjects(), examples, checkpoint=None)
-        resources.callback(policy.release)
+        policy = _open_policy(config, CallerObjects(), examples, resources, checkpoint=None)
         for notice in renamed_settings(config):
             progress.notice(notice)
         prompts = _prompts(task.test, policy, config, progress, split=f"{task.name} test")
@@ -244,11 +254,20 @@ def _closing(component: Closing, resources: ExitStack) -> Closing:
     return component
 
 
-def make_sampler(config: RunConfig, objects: CallerObjects, policy: Policy) -> Sampler:
-    """The caller's sampler, or the one that the recipe asks for, with rollouts ahead where it asks for these."""
+def make_sampler(config: RunConfig, objects: CallerObjects, policy: Policy, *, ranks: Ranks = ALONE) -> Sampler:
+    """The caller's sampler, or the one that the recipe asks for, with rollouts ahead where it asks for these.
+
+    Servers are asked by the first of several ranks; any other sampler is one of each rank, and not shared yet.
+    """
     own = objects.sampler
-    sampler = build_sampler(policy, config) if own is None else callers_sampler(own, policy, config)
-    return with_rollouts_ahead(sampler, policy, config, foreign=own is not None)
+
+    def make() -> Sampler:
+        sampler = build_sampler(policy, config) if own is None else callers_sampler(own, policy, config)
+        return with_rollouts_ahead(sampler, policy, config, foreign=own is not None)
+
+    if ranks.size > 1 and own is None and isinstance(config.rollout.engine, VLLMConfig):
+        return served_to_all(make, policy, ranks, ahead=config.rollout.staleness > 0)
+    return make()
 
 
 def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
@@ -273,6 +292,20 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
     if config.reference.offload:
         reference.offload()
     return reference
+
+
+def _open_policy(
+    config: RunConfig,
+    objects: CallerObjects,
+    examples: Sequence[Example],
+    resources: ExitStack,
+    *,
+    checkpoint: Path | None,
+) -> Policy:
+    """The policy of `_policy`, given back with `resources`."""
+    policy = _policy(config, objects, examples, checkpoint=checkpoint)
+    resources.callback(policy.release)
+    return policy
 
 
 def _policy(

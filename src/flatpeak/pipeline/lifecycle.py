@@ -70,6 +70,8 @@ class RunResult:
     """The report page; `flatpeak report` writes that of a sweep's run."""
     exit_code: int
     """0 when done; 130 or 143 when a signal stopped it, with a valid checkpoint left."""
+    stopped_rank: int | None = None
+    """Of several processes the one that alone got that signal."""
 
     @property
     def best(self) -> Path:
@@ -297,7 +299,9 @@ def open_run(
                 run.trackers.log_report(report)
         # A process that ends with another code than 0 has the launcher end the others.
         code = run.stop.exit_code if ranks.is_first else 0
-        run.result = RunResult(path=directory.path, summary=run.summary, report=report, exit_code=code)
+        run.result = RunResult(
+            path=directory.path, summary=run.summary, report=report, exit_code=code, stopped_rank=run.stop.rank
+        )
 
 
 def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> RunConfig:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flatpeak.distributed.ranks import Ranks
+from flatpeak.distributed.served_rollouts import ServedAheadSampler, ServedSampler
 from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Sampler
+from flatpeak.protocols import AheadSampler, Sampler
 from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm.drawing_thread import DrawingThread
@@ -28,27 +30,43 @@ def served_sampler(
     return VLLMSampler(policy, config, sampling=sampling)
 
 
+def served_to_all(make: Callable[[], Sampler], policy: Policy, ranks: Ranks, *, ahead: bool) -> Sampler:
+    """A sampler that only the first rank makes, and that draws for all ranks; `ahead` says whether it draws ahead."""
+    policy.kernels.idle = True
+    own = make() if ranks.is_first else None
+    if not ahead:
+        return ServedSampler(own, ranks, weights=policy.whole)
+    assert own is None or isinstance(own, AheadSampler)
+    return ServedAheadSampler(own, ranks, weights=policy.whole)
+
+
 def stop_waiting(sampler: Sampler, stopping: Callable[[], bool]) -> None:
     """Let a sampler that waits for servers raise StoppedError once `stopping()`."""
-    drawing = drawing_sampler(sampler)
+    own, drawing = _own(sampler), drawing_sampler(sampler)
     if isinstance(drawing, VLLMSampler):
         drawing.stop_when(stopping)
-    if isinstance(sampler, RolloutsAhead) and isinstance(sampler.background, DrawingThread):
-        sampler.background.stop_when(stopping)
+    if isinstance(own, RolloutsAhead) and isinstance(own.background, DrawingThread):
+        own.background.stop_when(stopping)
 
 
 def close_sampler(sampler: Sampler) -> None:
     """End a sampler's second process or thread; delete what it has written for servers or for that process."""
-    if isinstance(sampler, RolloutsAhead):
-        sampler.close()
-    drawing = drawing_sampler(sampler)
+    own, drawing = _own(sampler), drawing_sampler(sampler)
+    if isinstance(own, RolloutsAhead):
+        own.close()
     if isinstance(drawing, VLLMSampler):
         drawing.close()
 
 
-def drawing_sampler(sampler: Sampler) -> Sampler:
-    """The sampler itself, or the one that rollouts ahead are made of."""
-    return sampler.sampler if isinstance(sampler, RolloutsAhead) else sampler
+def drawing_sampler(sampler: Sampler) -> Sampler | None:
+    """The sampler itself, or the one that rollouts ahead are made of; None where another rank has it."""
+    own = _own(sampler)
+    return own.sampler if isinstance(own, RolloutsAhead) else own
+
+
+def _own(sampler: Sampler) -> Sampler | None:
+    """This rank's sampler, where the first one has it for all."""
+    return sampler.own if isinstance(sampler, ServedSampler) else sampler
 
 
 def _check_adapters(policy: Policy) -> None:

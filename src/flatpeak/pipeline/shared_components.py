@@ -11,6 +11,7 @@ from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import Ranks
+from flatpeak.distributed.served_rollouts import ServedSampler
 from flatpeak.distributed.sharding import Replica, shard
 from flatpeak.distributed.shared_rollouts import SharedRanker, SharedReward, SharedSampler
 from flatpeak.errors import UserError
@@ -33,19 +34,21 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         return components
     check_alike(components, ranks)
     policy, sampler = components.policy, components.sampler
+    served = isinstance(sampler, ServedSampler)
     whole: Policy = policy
     weights: Callable[[], AbstractContextManager[object]] = nullcontext
     if config.distributed.sharded:
         check_shardable(objects, policy)
         whole = replica = Replica(policy)
         weights = replica.present
-        sampler = make_sampler(config, objects, replica)
+        if not served:
+            sampler = make_sampler(config, objects, replica)
         shard(policy, replica, config.distributed, ranks)
         check_regularization(config, policy)
         for where, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):
             check_blocks(dict(policy.model.named_parameters()), optimizer, where=where)
     rewards = {id(phase.reward): SharedReward(phase.reward, ranks) for phase in components.phases}
-    shared: dict[str, Any] = {"sampler": SharedSampler(sampler, ranks, weights=weights)}
+    shared: dict[str, Any] = {"sampler": sampler if served else SharedSampler(sampler, ranks, weights=weights)}
     if config.evaluation.choices == "rank":
         ranker = LetterRanker(policy=whole, tokenizer=policy.tokenizer)
         shared["ranker"] = SharedRanker(ranker, ranks, weights=weights)

@@ -119,7 +119,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
         with ranks.together():
             reference_checkpoint = _reference_checkpoint(config, point)
             components = run.resources.enter_context(
-                closing(build_components(config, objects, checkpoint=point.model, progress=run.progress))
+                closing(build_components(config, objects, checkpoint=point.model, progress=run.progress, ranks=ranks))
             )
         if not isinstance(config.rollout.engine, VLLMConfig):
             announce_decoding(
@@ -165,12 +165,12 @@ def _announce_kernels(policy: Policy, progress: Progress) -> None:
 
 def _decoder(sampler: Sampler, policy: Policy) -> str:
     """The name of what draws rollouts, for the manifest."""
-    sampler = drawing_sampler(sampler)
-    if isinstance(sampler, NativeEngine):
+    drawing = drawing_sampler(sampler)
+    if isinstance(drawing, NativeEngine):
         return policy.decoded_with or TORCH
-    if isinstance(sampler, CheckedSampler):
-        return type(sampler.sampler).__name__
-    return "generate" if isinstance(sampler, PlainSampler) else "vllm"
+    if isinstance(drawing, CheckedSampler):
+        return type(drawing.sampler).__name__
+    return "generate" if isinstance(drawing, PlainSampler) else "vllm"
 
 
 def run_sft(config: RunConfig, components: Components, recorder: Recorder, checkpoint: CheckpointState | None) -> None:

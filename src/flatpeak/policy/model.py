@@ -351,8 +351,10 @@ class Policy:
         return self.head.linear.weight.shape[0]
 
     def saved_weights(self) -> list[nn.Parameter]:
-        """The weights that `save_weights` writes: all of them, or the adapters."""
-        return self.parameters() if self.adapted else self._own_weights()
+        """The weights that `save_weights` writes: all of them, or the adapters; of a sharded model inside `whole`."""
+        with self.whole() as whole:
+            pairs = zip(self.model.parameters(), whole.model.parameters(), strict=True)
+            return [weight for own, weight in pairs if own.requires_grad or not self.adapted]
 
     def whole(self) -> AbstractContextManager[Policy]:
         """A context with the policy as one that decodes and can be saved; of a sharded one all ranks enter it."""
@@ -365,15 +367,15 @@ class Policy:
 
     def save_weights(self, directory: Path, *, head: bool = False) -> None:
         """Write the same without the tokenizer; `head`: an output layer tied to the embeddings by itself too."""
-        with no_progress_bar():
+        with no_progress_bar(), self.whole() as whole:
             if self.adapted:
-                save_adapter(self.model, directory)
+                save_adapter(whole.model, directory)
                 return
-            self.model.save_pretrained(directory)
-        if head and self.head.linear.weight is self.causal.get_input_embeddings().weight:
-            name = next(name for name, module in self.causal.named_modules() if module is self.head.linear)
-            weight = self.head.linear.weight.detach().cpu().contiguous()
-            save_file({f"{name}.weight": weight}, directory / "head.safetensors", metadata={"format": "pt"})
+            whole.model.save_pretrained(directory)
+            if head and whole.head.linear.weight is whole.causal.get_input_embeddings().weight:
+                name = next(name for name, module in whole.causal.named_modules() if module is whole.head.linear)
+                weight = whole.head.linear.weight.detach().cpu().contiguous()
+                save_file({f"{name}.weight": weight}, directory / "head.safetensors", metadata={"format": "pt"})
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, [S, D]."""

@@ -33,6 +33,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.rank: int | None = None
+        """Of several processes the one that alone got the signal."""
         self._previous: dict[signal.Signals, Any] = {}
 
     @property

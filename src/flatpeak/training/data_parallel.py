@@ -54,13 +54,17 @@ class DataParallel:
         """Average `.grad` over the ranks; those of a sharded model are averaged in its backward pass."""
         self.ranks.average_gradients(p for p in parameters if not isinstance(p, DTensor))
 
+    def is_undivided(self, batch: PackedCompletions) -> bool:
+        """Whether a batch is so small that the first rank computes all of it."""
+        return len(batch.tokens_T) + sum(map(len, batch.prompts)) <= self.undivided_tokens
+
     def shares(self, batch: PackedCompletions) -> list[Tensor]:
         """The completions of each rank, ascending: see `divide_evenly`, or a small batch's all on the first rank.
 
         Its gradient then has the bits of one process where the number of ranks is a power of two: the others add 0 to
         a gradient that is multiplied and divided by it.
         """
-        if len(batch.tokens_T) + sum(map(len, batch.prompts)) > self.undivided_tokens:
+        if not self.is_undivided(batch):
             return divide_evenly(batch, self.ranks.size)
         completions = torch.arange(len(batch.lengths_N), device=batch.lengths_N.device)
         return [completions, *(completions[:0] for _ in range(self.ranks.size - 1))]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +133,19 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         """Raise RunError where a correction is asked of a sampler that is another model altogether."""
         if self.objective.corrects_sampler:
             check_sampler(statistics.tokens)
+
+    def clip_gradients(self, *batches: Batch) -> Tensor:
+        """Clip the gradient of an update, once; its norm before that.
+
+        Of an update that the first rank has computed by itself the gradient is gathered: the norm of a whole tensor has
+        other last digits than one of its shards, and SFT would go another way than in one process.
+        """
+        if not all(map(self.parallel.is_undivided, batches)):
+            return super().clip_gradients(*batches)
+        weights = [weight for weight in self.masters.weights if weight.grad is not None]
+        norm = torch.nn.utils.get_total_norm([full_tensor(cast(Tensor, weight.grad)) for weight in weights])
+        torch.nn.utils.clip_grads_with_norm_(weights, self.largest_norm, norm)
+        return norm
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """For every pass of an update; gradients are averaged over the ranks after the last one's backward pass.

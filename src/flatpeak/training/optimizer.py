@@ -254,8 +254,7 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         self.zero_grad()
         statistics = self.accumulate_gradients(*batches)
         self.check(statistics)
-        limit = self.config.max_grad_norm or float("inf")
-        grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.masters.weights, limit))
+        grad_norm = self.clip_gradients(*batches)
         statistics.grad_norm = float(grad_norm)
         statistics.skipped = not bool(torch.isfinite(grad_norm))
         if not statistics.skipped:
@@ -263,6 +262,15 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
             self._step()
         self.updating = False
         return statistics
+
+    def clip_gradients(self, *batches: Data) -> Tensor:
+        """Clip the gradient of an update to `max_grad_norm`, once; its norm before that."""
+        return full_tensor(torch.nn.utils.clip_grad_norm_(self.masters.weights, self.largest_norm))
+
+    @property
+    def largest_norm(self) -> float:
+        """The norm to which gradients are clipped, which may be infinite."""
+        return self.config.max_grad_norm or float("inf")
 
     def _step(self) -> None:
         if self.host is not None:

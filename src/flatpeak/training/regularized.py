@@ -106,6 +106,7 @@ class RegularizedLearner(Learner):
             compute_dtype=policy.compute_dtype,
             seed=seed,
             notice=notice,
+            average=ranks.average,
         )
         perturbed = set(self.regularizer.parameters)
         self.outside = [p for p in self.regularizer.trainable if p not in perturbed]
