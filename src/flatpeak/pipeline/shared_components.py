@@ -18,7 +18,7 @@ from flatpeak.pipeline.build import CallerObjects, Components, make_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import RewardSet
-from flatpeak.rollout.vllm.weight_files import checksums_of
+from flatpeak.rollout.vllm.weight_versions import checksums_of
 
 
 def share_components(components: Components, config: RunConfig, objects: CallerObjects, ranks: Ranks) -> Components:

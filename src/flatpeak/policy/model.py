@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
+from flatpeak.policy.checkpoint_weights import named_weights, save_model
 from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
@@ -361,15 +361,15 @@ class Policy:
 
     def save_weights(self, directory: Path, *, head: bool = False) -> None:
         """Write the same without the tokenizer; `head`: an output layer tied to the embeddings by itself too."""
-        with no_progress_bar():
-            if self.adapted:
+        if self.adapted:
+            with no_progress_bar():
                 save_adapter(self.model, directory)
-                return
-            self.model.save_pretrained(directory)
-        if head and self.head.linear.weight is self.causal.get_input_embeddings().weight:
-            name = next(name for name, module in self.causal.named_modules() if module is self.head.linear)
-            weight = self.head.linear.weight.detach().cpu().contiguous()
-            save_file({f"{name}.weight": weight}, directory / "head.safetensors", metadata={"format": "pt"})
+        else:
+            save_model(self.model, directory, head=self.head.linear if head else None)
+
+    def named_weights(self, *, head: bool = False) -> list[tuple[str, Tensor]]:
+        """The tensors that `save_weights` writes under the same names; those of the model itself, not copies."""
+        return named_weights(self.model, head=self.head.linear if head else None)
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, [S, D]."""

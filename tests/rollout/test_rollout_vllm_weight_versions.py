@@ -6,14 +6,15 @@ from safetensors.torch import load_file
 
 from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
-from flatpeak.rollout.vllm.weight_files import KEPT, WeightFiles, checksums_of
+from flatpeak.rollout.vllm.weight_versions import KEPT, WeightFiles, WeightVersions, checksums_of
+from support.architectures import ARCHITECTURES, architecture_model
 from support.models import letter_tokenizer, tiny_model
 from support.vllm_server import ScriptedPolicy, read_weights
 
 
 def test_a_change_of_one_bit_makes_a_new_version_and_nothing_else_does(tmp_path):
     policy = ScriptedPolicy()
-    files = WeightFiles(policy, str(tmp_path))
+    files = WeightVersions(policy, WeightFiles(policy, str(tmp_path)))
     first = files.current()
     assert files.current() is first
     policy.weight.add_(0.25).sub_(0.25)  # written, and the same
@@ -34,7 +35,7 @@ def test_checksums_see_what_is_written_behind_the_back_of_autograd():
 
 def test_old_versions_are_deleted_and_at_the_end_all(tmp_path):
     policy = ScriptedPolicy()
-    files = WeightFiles(policy, str(tmp_path))
+    files = WeightVersions(policy, WeightFiles(policy, str(tmp_path)))
     versions = []
     for _ in range(4):
         versions.append(files.current())
@@ -46,14 +47,14 @@ def test_old_versions_are_deleted_and_at_the_end_all(tmp_path):
 
 def test_the_first_version_of_a_new_process_has_another_name_than_any_before(tmp_path):
     policy = ScriptedPolicy()
-    first, resumed = (WeightFiles(policy, str(tmp_path)).current() for _ in range(2))
+    first, resumed = (WeightVersions(policy, WeightFiles(policy, str(tmp_path))).current() for _ in range(2))
     assert first.number == resumed.number == 1
     assert first.tag != resumed.tag
 
 
 def test_a_version_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     policy = ScriptedPolicy()
-    files = WeightFiles(policy, str(tmp_path))
+    files = WeightVersions(policy, WeightFiles(policy, str(tmp_path)))
     first = files.current()
 
     def fail(directory, *, head=False):
@@ -88,3 +89,19 @@ def test_an_output_layer_of_its_own_is_not_written_twice(tmp_path):
     policy = Policy(tiny_model("qwen2", tie_word_embeddings=False), letter_tokenizer())
     policy.save_weights(tmp_path, head=True)
     assert not (tmp_path / "head.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("head", [False, True])
+def test_servers_are_sent_the_tensors_that_are_written_to_files(tmp_path, name, head):
+    policy = Policy(architecture_model(name), letter_tokenizer())
+    policy.save_weights(tmp_path, head=head)
+    written = {}
+    for path in tmp_path.glob("*.safetensors"):
+        written |= load_file(path)
+    sent = policy.named_weights(head=head)
+    assert len(sent) == len(dict(sent)) == len(written)
+    for key, weight in sent:
+        assert weight.dtype == written[key].dtype
+        assert torch.equal(weight, written[key])
+    assert {weight.data_ptr() for _, weight in sent} == {weight.data_ptr() for weight in policy.saved_weights()}
