@@ -9,6 +9,7 @@ import pytest
 
 from flatpeak.config.load import apply_settings, parse_config
 from flatpeak.errors import RunError, UserError
+from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.pipeline.lifecycle import resolve_config
 from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.model import Policy
@@ -200,6 +201,16 @@ def test_a_run_with_a_filter_needs_a_server_with_raw_log_probs(served, train):
         train(served(server, rollout=rollout))
     with VLLMServer(logprobs_mode="raw_logprobs") as server:
         assert train(served(server, rollout=rollout, training={"steps": 1})).exit_code == 0
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_an_evaluation_of_a_run_with_a_filter_takes_either_log_probs(served, train, mode):
+    with VLLMServer(logprobs_mode="raw_logprobs") as server:
+        result = train(served(server, rollout={"top_k": 5}, training={"steps": 1}))
+    with VLLMServer(logprobs_mode=mode) as server:
+        compared = compare_checkpoints([str(result.path)], [f"rollout.engine.urls=[{server.url}]"])
+        assert len(compared.evaluations) == 1
+        assert server.generated()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
