@@ -17,7 +17,7 @@ from flatpeak.rollout.vllm.weight_transfer import WeightTransfer, end_unfinished
 from flatpeak.rollout.vllm.weight_versions import ADAPTER, WHOLE, WeightVersion
 from flatpeak.utils.redaction import Secret
 
-PROBE_SECONDS: Final = 60.0
+PROBE_SECONDS: Final = 20.0
 """Longest wait for an answer that takes a server no work."""
 START_WITH: Final = "start it with flatpeak serve"
 RESETS: Final = 20
