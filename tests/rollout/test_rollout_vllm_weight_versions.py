@@ -33,6 +33,47 @@ def test_checksums_see_what_is_written_behind_the_back_of_autograd():
     assert checksums_of([weight, weight]) != before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 7, 8191, 40_000])
+def test_a_checksum_sees_every_single_change(dtype, size):
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    before = checksums_of([weight])
+    assert checksums_of([weight.clone()]) == before
+    for position in {0, size // 2, size - 1}:
+        changed = weight.clone()
+        changed[position] = -changed[position]
+        assert checksums_of([changed]) != before
+        if size > 1:
+            swapped = weight.clone()
+            swapped[[position, position - 1]] = weight[[position - 1, position]]
+            assert checksums_of([swapped]) != before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (torch.zeros(4096), torch.ones(4096)),
+        (torch.ones(1000), torch.full((1000,), 2.0)),
+        (torch.zeros(2), torch.full((2,), 1e-30)),
+        (torch.arange(64.0), torch.arange(64.0).flip(0)),
+        (torch.arange(64.0).reshape(8, 8), torch.arange(64.0).reshape(8, 8).T.contiguous()),
+        (torch.ones(1000, dtype=torch.bfloat16), torch.full((1000,), -1.0, dtype=torch.bfloat16)),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+    ],
+    ids=["zeros", "ones", "two", "reversed", "transposed", "signs", "sign of zero"],
+)
+def test_equal_changes_in_even_number_do_not_cancel(old, new):
+    assert checksums_of([old]) != checksums_of([new])
+
+
+def test_checksums_are_of_the_values_wherever_they_lie():
+    buffer = torch.arange(21.0)
+    assert checksums_of([buffer[1:]]) == checksums_of([buffer[1:].clone()])
+    matrix = torch.arange(12.0).reshape(3, 4)
+    assert checksums_of([matrix.T]) == checksums_of([matrix.T.contiguous()])
+    assert len(checksums_of([torch.zeros(0), torch.tensor(1.0)])) == 2
+
+
 def test_old_versions_are_deleted_and_at_the_end_all(tmp_path):
     policy = ScriptedPolicy()
     files = WeightVersions(policy, WeightFiles(policy, str(tmp_path)))

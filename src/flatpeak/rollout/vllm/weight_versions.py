@@ -11,10 +11,12 @@ import shutil
 import tempfile
 import weakref
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
+from torch import nn
 
 from flatpeak.errors import UserError, brief
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 WHOLE: Final = "flatpeak-model"
 ADAPTER: Final = "flatpeak-adapter"
+COLUMNS: Final = 4096
+"""Words in a row of a checksum."""
 KEPT: Final = 2
 """Versions that stay on disk: the current one, and the one that a late server may still be reading."""
 
@@ -156,8 +160,36 @@ def frozen(version: WeightVersion) -> WeightVersion:
 @torch.no_grad()
 def checksums_of(parameters: Sequence[Tensor]) -> list[int]:
     """A 64-bit checksum of every tensor's bits, read from each device at once."""
-    sums = [torch.hash_tensor(parameter).view(torch.int64) for parameter in parameters]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for checksum in sums:
-        by_device.setdefault(checksum.device, []).append(checksum)
+    for parameter in parameters:
+        by_device.setdefault(parameter.device, []).append(_checksum(parameter))
     return [value for group in by_device.values() for value in torch.stack(group).tolist()]
+
+
+def _checksum(weight: Tensor) -> Tensor:
+    """sum_ij (2 i + 1) m_j w_ij modulo 2^64, over the bits as rows i of COLUMNS 64-bit words w_ij; int64, a scalar.
+
+    All factors are odd, so that a change of one word always shows, and unlike, so that equal changes do not cancel.
+    """
+    bits = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 8:
+        bits = bits.clone()
+    whole = bits.numel() // (8 * COLUMNS) * 8 * COLUMNS
+    rest = nn.functional.pad(bits[whole:], (0, whole + 8 * COLUMNS - bits.numel()))
+    factors = _factors(weight.device)
+    sums = [_weighted_sums(rows.view(torch.int64).view(-1, COLUMNS), factors) for rows in (bits[:whole], rest)]
+    sums_R = torch.cat(sums)
+    return (sums_R * torch.arange(1, 2 * len(sums_R), 2, device=weight.device)).sum()
+
+
+def _weighted_sums(words_RC: Tensor, factors_C: Tensor) -> Tensor:
+    """The product of a matrix and a vector of int64, which torch has on CPUs alone."""
+    if words_RC.device.type == "cpu":
+        return torch.mv(words_RC, factors_C)
+    return torch.cat([(block * factors_C).sum(1) for block in words_RC.split(COLUMNS)])
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    random = torch.randint(-(2**62), 2**62, (COLUMNS,), generator=torch.Generator().manual_seed(0))
+    return (2 * random + 1).to(device)
