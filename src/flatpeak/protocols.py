@@ -125,6 +125,10 @@ class ServedPolicy(Protocol):
         """Write the weights, or the adapters, in Hugging Face format; `head`: a tied output layer by itself too."""
         ...
 
+    def named_weights(self, *, head: bool = False) -> Sequence[tuple[str, Tensor]]:
+        """The weights under the names that they have in files: the model's own tensors, not copies."""
+        ...
+
 
 class Reward(Protocol):
     """Groups in, scores out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -20,7 +21,8 @@ from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.rollout.vllm import VLLMSampler
+from flatpeak.rollout.vllm import VLLMSampler, socket_channel
+from flatpeak.rollout.vllm.http_client import HTTPClient
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Example, Group, Prompt, SamplingParams
 from flatpeak.utils.adapters import LoraConfig
@@ -170,14 +172,18 @@ def check_steps(path: Path) -> int:
     return len(rows)
 
 
-@pytest.mark.parametrize(("architecture", "lora"), [("gpt2", None), ("qwen2", LORA)], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    ("architecture", "lora", "sync"),
+    [("gpt2", None, "reload"), ("qwen2", LORA, "reload"), ("gpt2", None, "endpoint"), ("qwen2", None, "endpoint")],
+    ids=["whole", "lora", "sent", "sent qwen2"],
+)
 def test_after_every_update_the_servers_greedy_answers_are_the_trainers(
-    architecture, lora, checkpoint, serve, tmp_path
+    architecture, lora, sync, checkpoint, serve, tmp_path
 ):
     start = checkpoint(architecture)
     server = serve(start, lora_rank=lora["rank"] if lora else None)
     policy = load_policy(ModelConfig(path=str(start), lora=LoraConfig(**lora) if lora else None))
-    sampler = VLLMSampler(policy, VLLMConfig(type="vllm", urls=(server.url,), directory=str(tmp_path)))
+    sampler = VLLMSampler(policy, VLLMConfig(type="vllm", urls=(server.url,), directory=str(tmp_path), sync=sync))
     native, greedy = NativeEngine(policy), SamplingParams(temperature=0.0, max_new_tokens=4)
     prompts, seen = questions(policy), set()
     for version in range(1, 5):
@@ -192,6 +198,38 @@ def test_after_every_update_the_servers_greedy_answers_are_the_trainers(
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version)) * 0.02)
     sampler.close()
     assert len(seen) > 1  # the updates changed answers
+
+
+def test_a_server_that_lost_its_trainer_within_a_transfer_serves_the_next(checkpoint, serve, monkeypatch):
+    start = checkpoint("qwen2")
+    server = serve(start)
+    policy = load_policy(ModelConfig(path=str(start)))
+    config = VLLMConfig(type="vllm", urls=(server.url,), sync="endpoint", timeout=60.0)
+    prompts, greedy = questions(policy), SamplingParams(temperature=0.0, max_new_tokens=4)
+    # Cut in the middle of a layer whose matrices vLLM joins: their parts are counted.
+    pushed = itertools.count()
+    send = socket_channel._send
+
+    def die(*arguments: Any) -> None:
+        if next(pushed) == 10:
+            raise KeyboardInterrupt
+        send(*arguments)
+
+    abandoned = VLLMSampler(policy, config)
+    monkeypatch.setattr(socket_channel, "_send", die)
+    post = HTTPClient.post
+    monkeypatch.setattr(
+        HTTPClient, "post", lambda self, path, *body, **query: path == "/resume" or post(self, path, *body, **query)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        abandoned.generate(prompts, group_size=1, sampling=greedy, seed=0)
+    monkeypatch.undo()
+    sampler = VLLMSampler(policy, config)
+    served = sampler.generate(prompts, group_size=1, sampling=greedy, seed=0)
+    sampler.close()
+    own = NativeEngine(policy).generate(prompts, group_size=1, sampling=greedy, seed=0)
+    assert answers(served) == answers(own)
+    assert largest_gap(served, own) < LARGEST_GAP
 
 
 def test_under_filters_raw_log_probs_are_those_of_the_trainers_full_distribution(checkpoint, serve, tmp_path):

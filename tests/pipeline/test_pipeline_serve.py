@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from flatpeak.cli.main import app
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.serve import ServeConfig, ServerProcess, find_python
+from flatpeak.pipeline.serve import PLUGIN, ServeConfig, ServerProcess, find_python
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.utils.adapters import LoraConfig
@@ -75,13 +75,16 @@ def test_a_server_is_given_what_flatpeak_needs_and_ends_with_its_block(python, t
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
         "disable-uvicorn-access-log": "",
+        "weight-transfer-config": '{"backend": "flatpeak-sockets"}',
+        "worker-extension-cls": "flatpeak_weight_transfer.WorkerExtension",
     }
     assert call["environment"] == {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "PYTHONPATH": None,
+        "PYTHONPATH": str(PLUGIN),
         "EXTRA": "1",
     }
+    assert [path.name for path in PLUGIN.glob("*.py")] == ["flatpeak_weight_transfer.py"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -113,7 +116,18 @@ def test_options_become_flags(python, tmp_path):
         "enforce-eager": "",
         "no-enable-chunked-prefill": "",
     }
-    assert called(python)["arguments"].items() >= wanted.items()
+    arguments = called(python)["arguments"]
+    assert arguments.items() >= wanted.items()
+    assert "weight-transfer-config" not in arguments  # adapters are files
+
+
+def test_a_server_can_be_given_its_weights_by_nccl(python, tmp_path):
+    config = ServeConfig(model=str(save_run_model(tmp_path / "model")), port=0, transfer="nccl")
+    with ServerProcess(config, python=python) as server:
+        server.wait_until_healthy(timeout=60.0)
+    arguments = called(python)["arguments"]
+    assert arguments["weight-transfer-config"] == '{"backend": "nccl"}'
+    assert "worker-extension-cls" not in arguments
 
 
 def test_a_server_that_does_not_start_is_quoted(python, tmp_path):

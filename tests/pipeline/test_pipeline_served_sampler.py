@@ -9,6 +9,7 @@ import pytest
 
 from flatpeak.config.load import apply_settings, parse_config
 from flatpeak.errors import RunError, UserError
+from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.pipeline.lifecycle import resolve_config
 from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.model import Policy
@@ -85,7 +86,7 @@ def test_a_run_without_its_server_does_not_begin(served, train, tmp_path):
 
 def test_a_run_that_loses_its_servers_leaves_a_checkpoint(served, train):
     def script(call):
-        server.lost = server.lost or (call.path == "/update_weight_version" and call.earlier == 1)
+        server.lost = server.lost or (call.path == "/resume" and call.earlier == 1)
         return Fault(reset=True) if server.lost else None
 
     with VLLMServer(script) as server:
@@ -143,7 +144,7 @@ def test_a_run_that_is_stopped_with_rollouts_ahead_goes_on_to_the_same_weights(s
 def test_a_run_that_loses_its_servers_while_they_draw_ahead_saves_the_step_of_the_update(served, train):
     def script(call):
         # The first weights draw the evaluation at the start, step 1 and step 2; the second ones step 3.
-        server.lost = server.lost or (call.path == "/update_weight_version" and call.earlier == 1)
+        server.lost = server.lost or (call.path == "/resume" and call.earlier == 1)
         return Fault(reset=True) if server.lost and call.path.endswith("generate") else None
 
     with VLLMServer(script) as server:
@@ -200,6 +201,34 @@ def test_a_run_with_a_filter_needs_a_server_with_raw_log_probs(served, train):
         train(served(server, rollout=rollout))
     with VLLMServer(logprobs_mode="raw_logprobs") as server:
         assert train(served(server, rollout=rollout, training={"steps": 1})).exit_code == 0
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_an_evaluation_of_a_run_with_a_filter_takes_either_log_probs(served, train, mode):
+    with VLLMServer(logprobs_mode="raw_logprobs") as server:
+        result = train(served(server, rollout={"top_k": 5}, training={"steps": 1}))
+    with VLLMServer(logprobs_mode=mode) as server:
+        compared = compare_checkpoints([str(result.path)], [f"rollout.engine.urls=[{server.url}]"])
+        assert len(compared.evaluations) == 1
+        assert server.generated()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_sends_its_weights_and_goes_on_by_reload(served, train, staleness, tmp_path):
+    rollout = {"staleness": staleness}
+    with VLLMServer(transfer="flatpeak-sockets") as server:
+        recipe = served(server, rollout=rollout, training={"steps": 2}, evaluation={"every": 0})
+        recipe["rollout"]["engine"]["sync"] = "endpoint"
+        result = train(recipe, reward=lengths)
+        assert server.paths().count("/update_weights") == 3 - staleness  # the last for the evaluation at the end
+        assert "/collective_rpc" not in server.paths()
+        recipe["rollout"]["engine"]["sync"] = "reload"
+        recipe["training"]["steps"] = 4
+        resumed = train(recipe, reward=lengths, resume=True)
+        assert server.paths().count("/collective_rpc") >= 2
+    assert resumed.exit_code == 0
+    written = [json.loads(line) for line in (result.path / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    assert {row["weight_version"] for row in written} == {2 - staleness}
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated():

@@ -72,7 +72,7 @@ def test_servers_draw_by_the_weights_that_they_got_before_the_update(rollouts):
         source.use_version(4)
         with ahead(source):
             policy.step()
-            assert not server.paths()[5:]  # no second update
+            assert not server.paths()[6:]  # no second update
             updated.set()
         source.use_version(5)
         groups = draw(source)

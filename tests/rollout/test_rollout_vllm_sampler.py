@@ -22,7 +22,8 @@ SAMPLING = SamplingParams(max_new_tokens=6)
 PROMPTS = [
     Prompt(id=str(p), token_ids=(3 + p, 5), text="", example=Example(id=str(p), question="", gold="")) for p in range(6)
 ]
-UPDATE = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+NAME = "/update_weight_version"
+UPDATE = ["/pause", NAME, "/collective_rpc", "/reset_prefix_cache", NAME, "/resume"]
 
 MakeSampler = Callable[..., VLLMSampler]
 

@@ -7,6 +7,7 @@ log-probability, so that a completion shows which weights drew it.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 import threading
@@ -22,9 +23,12 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 
 from support.models import EOS, LETTERS, letter_tokenizer
+from support.weight_transfer import Workers
 
 MODEL = "base"
 WEIGHTS = "weights.json"
+WEIGHT = "weight"
+"""The name of the number among the tensors that are sent."""
 VOCABULARY = len(LETTERS) + 3
 FIRST, LETTERS_USED = 3, 10
 """The tokens that it draws, which are letters of every tokenizer of the tests."""
@@ -68,7 +72,8 @@ class VLLMServer:
     """Listens on localhost; `stop` and `start` are the death of its process and a new one on the same port."""
 
     def __init__(self, script: Script = lambda call: None, *, edit: Edit = lambda answer: answer, **settings: Any):
-        """`settings`: logprobs_mode, sleep, lora, development (dev mode's endpoints), scale_out, device, chunked."""
+        """`settings`: logprobs_mode, sleep, lora, development (dev mode's endpoints), scale_out, device, chunked;
+        transfer (the backend that takes weights from the trainer), workers."""
         self.script = script
         self.edit = edit
         self.settings = {
@@ -79,6 +84,8 @@ class VLLMServer:
             "scale_out": True,
             "device": "cuda",
             "chunked": True,
+            "transfer": None,
+            "workers": 1,
         } | settings
         self.lost = False
         """For scripts."""
@@ -96,6 +103,7 @@ class VLLMServer:
         """A new process: weights, version and adapters are those it began with."""
         self.version, self.value, self.adapters = "default", 0.0, dict[str, float]()
         self.paused = self.asleep = False
+        self.workers = Workers(self.settings["transfer"], self.settings["workers"])
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -129,7 +137,8 @@ class VLLMServer:
 
     def paths(self) -> list[str]:
         """The paths of all requests but for completions and looks, in their order."""
-        looks = ("/inference/v1/generate", "/health", "/v1/models", "/server_info", "/weight_info", "/is_sleeping")
+        looks = {"/inference/v1/generate", "/health", "/v1/models", "/server_info", "/weight_info", "/is_sleeping"}
+        looks |= {"/get_world_size"}
         return [call.path for call in self.calls if call.path not in looks]
 
     def generated(self) -> list[Call]:
@@ -179,6 +188,12 @@ class VLLMServer:
             "is_sleeping": lambda call: _json({"is_sleeping": self.asleep}),
             "sleep": lambda call: self._set(asleep=True),
             "wake_up": lambda call: self._set(asleep=False),
+            "get_world_size": lambda call: _json({"world_size": len(self.workers.loaded)}),
+            "init_weight_transfer_engine": lambda call: self._do(self.workers.init, call.body["init_info"]),
+            "shutdown_weight_transfer_engine": lambda call: self._do(self.workers.shutdown),
+            "start_weight_update": lambda call: self._do(self.workers.start),
+            "update_weights": lambda call: self._do(self.workers.update, call.body["update_info"]),
+            "finish_weight_update": lambda call: self._finish(),
         }
         if self.settings["development"]:
             routes |= development
@@ -188,6 +203,20 @@ class VLLMServer:
         for name, value in state.items():
             setattr(self, name, value)
         return _json({"status": "ok"})
+
+    def _do(self, act: Callable[..., None], *arguments: Any) -> Fault:
+        try:
+            act(*arguments)
+        except Exception as error:
+            return _json({"error": {"message": f"Worker failed with error '{error}'"}}, status=500)
+        return _json({"message": "done"})
+
+    def _finish(self) -> Fault:
+        whole = not self.workers.torn and all(self.workers.loaded)
+        answer = self._do(self.workers.finish)
+        values = {float(loaded.get(WEIGHT, -1.0)) for loaded in self.workers.loaded} if whole else {math.nan}
+        (self.value,) = values
+        return answer
 
     def _models(self, call: Call) -> Fault:
         return _json({"data": [{"id": name} for name in (MODEL, *self.adapters)]})
@@ -200,6 +229,7 @@ class VLLMServer:
             "lora_config": lora,
             "device_config": {"device": self.settings["device"]},
             "scheduler_config": {"enable_chunked_prefill": self.settings["chunked"]},
+            "weight_transfer_config": {"backend": self.settings["transfer"]} if self.settings["transfer"] else None,
         }
         return _json({"vllm_config": config})
 
@@ -260,12 +290,19 @@ class ScriptedPolicy:
         self.eos_token_ids = frozenset({EOS})
         self.tokenizer = letter_tokenizer()
         self.vocabulary_size = VOCABULARY
+        self.others: dict[str, torch.Tensor] = {}
+        """Further tensors, which are sent before its weight."""
         self.heads = list[bool]()
         """Whether each save was asked for the output layer by itself."""
 
     def saved_weights(self) -> list[torch.Tensor]:
         """Its weight."""
         return [self.weight]
+
+    def named_weights(self, *, head: bool = False) -> list[tuple[str, torch.Tensor]]:
+        """Its weight, and what is sent beside it."""
+        self.heads.append(head)
+        return [*self.others.items(), (WEIGHT, self.weight)]
 
     def save_weights(self, directory: Path, *, head: bool = False) -> None:
         """Write it where `read_weights` looks."""

@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import signal
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from flatpeak.cli.common import AsJson
+
+Python = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="A Python that has vLLM. Default: FLATPEAK_VLLM_PYTHON, .venv-vllm, this one."),
+]
+Transfer = Annotated[
+    Literal["sockets", "nccl"],
+    typer.Option(help="The way of weights out of the trainer's memory, for rollout.engine.sync=endpoint."),
+]
 
 
 def serve(
@@ -19,18 +28,14 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
-    python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", help="A Python that has vLLM. Default: FLATPEAK_VLLM_PYTHON, .venv-vllm, this one."
-        ),
-    ] = None,
+    python: Python = None,
     dtype: Annotated[str | None, typer.Option(help="The type of the weights. Default: the run's.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of prompt and completion.")] = None,
     lora_rank: Annotated[int | None, typer.Option(min=1, help="Take adapters of up to this rank.")] = None,
     sleep: Annotated[
         bool, typer.Option("--sleep", help="Share one GPU with the trainer: sleep between rollouts.")
     ] = False,
+    transfer: Transfer = "sockets",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 1800.0,
     as_json: AsJson = False,
 ) -> None:
@@ -45,6 +50,7 @@ def serve(
         max_model_len=max_model_len,
         lora_rank=lora_rank,
         sleep=sleep,
+        transfer=transfer,
         arguments=tuple(arguments or ()),
     )
     program = find_python(python)

@@ -243,7 +243,8 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
         prompts = _prompts(task.test, policy, config, progress, split=f"{task.name} test")
         _check_ranking(config, policy, prompts)
         prepare_reward(reward, prompts)
-        sampler = build_sampler(policy, config)
+        sampler = build_sampler(policy, config, trains=False)
+        resources.callback(close_sampler, sampler)
         yield build_evaluator(config, policy, sampler, reward, task=task.name, prompts=prompts)
 
 

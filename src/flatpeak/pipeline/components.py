@@ -98,12 +98,12 @@ def prepare_reward(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
     reward.prepare([prompt.example for prompt in prompts[:REWARD_CHECK_EXAMPLES]])
 
 
-def build_sampler(policy: Policy, config: RunConfig) -> Sampler:
-    """The servers that the recipe names; else the native engine where it supports the policy, or `generate`."""
+def build_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) -> Sampler:
+    """The recipe's servers, else the native engine or `generate`; `trains`: whether log-probabilities are needed."""
     configure_policy(policy, config)
     engine = config.rollout.engine
     if isinstance(engine, VLLMConfig):
-        sampling = config.rollout.sampling()
+        sampling = config.rollout.sampling() if trains else SamplingParams()
         return served_sampler(policy, engine, sampling=sampling, quantization=config.model.quantization)
     if engine == "native" and not policy.native:
         raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")

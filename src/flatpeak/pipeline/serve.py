@@ -18,12 +18,15 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 
+import flatpeak.rollout.vllm
 from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.compare import locate_model
 from flatpeak.pipeline.export import trained_as
 from flatpeak.rollout.vllm.http_client import HTTPClient, ServerError
+from flatpeak.rollout.vllm.nccl_channel import NCCLChannel
+from flatpeak.rollout.vllm.socket_channel import SocketChannel
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG
 from flatpeak.utils.redaction import NO_KEY, Secret, redact
 
@@ -43,6 +46,15 @@ FLAGS: Final = (
     "--generation-config=vllm",
     "--disable-uvicorn-access-log",
 )
+PLUGIN: Final = Path(flatpeak.rollout.vllm.__file__).parent / "server_plugin"
+"""A directory for the path of servers: their half of weight transfers over sockets."""
+TRANSFER_FLAGS: Final = {
+    "sockets": (
+        f'--weight-transfer-config={{"backend": "{SocketChannel.backend}"}}',
+        "--worker-extension-cls=flatpeak_weight_transfer.WorkerExtension",
+    ),
+    "nccl": (f'--weight-transfer-config={{"backend": "{NCCLChannel.backend}"}}',),
+}
 CPU_FLAGS: Final = (
     # Workers on CPUs end where a request with a seed has a prompt that is read in pieces.
     "--no-enable-chunked-prefill",
@@ -73,6 +85,8 @@ class ServeConfig:
     """The largest rank of the adapters that it will be given; None: the weights themselves are updated."""
     sleep: bool = False
     """Whether it can give its memory back between rollouts, for one GPU that it shares with the trainer."""
+    transfer: Literal["sockets", "nccl"] = "sockets"
+    """The way in which it takes weights from the trainer's memory (rollout.engine.sync=endpoint)."""
     arguments: Sequence[str] = ()
     """Further arguments of vLLM's server."""
 
@@ -189,6 +203,8 @@ def _arguments(config: ServeConfig, port: int) -> list[str]:
     if config.lora_rank is not None:
         # Two places: one for the adapter in use, one for the next, which is loaded before the other is dropped.
         arguments += ["--enable-lora", f"--max-lora-rank={_lora_rank(config.lora_rank)}", "--max-loras=2"]
+    else:
+        arguments += TRANSFER_FLAGS[config.transfer]
     if config.sleep:
         arguments.append("--enable-sleep-mode")
     return arguments
@@ -209,9 +225,9 @@ def _lora_rank(rank: int) -> int:
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for another Python: what points into its own packages is left out."""
+    """This process's environment for another Python: of its packages, what servers need alone."""
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    return {**own, **ENVIRONMENT, **added}
+    return {**own, **ENVIRONMENT, "PYTHONPATH": str(PLUGIN), **added}
 
 
 def _keys(arguments: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from flatpeak.pipeline.build import CallerObjects, Components, make_sampler
 from flatpeak.pipeline.components import check_regularization
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.reward_set import RewardSet
-from flatpeak.rollout.vllm.weight_files import checksums_of
+from flatpeak.rollout.vllm.weight_versions import checksums_of
 from flatpeak.training.local_shards import check_blocks
 
 

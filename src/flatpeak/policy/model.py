@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatpeak.errors import UserError
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
+from flatpeak.policy.checkpoint_weights import named_weights, save_model
 from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
 from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
@@ -25,6 +25,7 @@ from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.model_settings import (
     ModelSettings,
     eos_token_ids,
+    make_adapted_layers_fast,
     plain_layers,
     register_holder,
     scoring,
@@ -370,12 +371,13 @@ class Policy:
         with no_progress_bar(), self.whole() as whole:
             if self.adapted:
                 save_adapter(whole.model, directory)
-                return
-            whole.model.save_pretrained(directory)
-            if head and whole.head.linear.weight is whole.causal.get_input_embeddings().weight:
-                name = next(name for name, module in whole.causal.named_modules() if module is whole.head.linear)
-                weight = whole.head.linear.weight.detach().cpu().contiguous()
-                save_file({f"{name}.weight": weight}, directory / "head.safetensors", metadata={"format": "pt"})
+            else:
+                save_model(whole.model, directory, head=whole.head.linear if head else None)
+
+    def named_weights(self, *, head: bool = False) -> list[tuple[str, Tensor]]:
+        """The tensors that `save_weights` writes under the same names, no copies; of a sharded model inside `whole`."""
+        with self.whole() as whole:
+            return named_weights(whole.model, head=whole.head.linear if head else None)
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, [S, D]."""
@@ -391,11 +393,3 @@ class Policy:
     def _evaluate(self) -> None:
         if self.model.training:
             self.model.eval()
-
-
-def make_adapted_layers_fast(causal: nn.Module) -> None:
-    """Compute each linear layer with a LoRA adapter as one product, where the model has any."""
-    if any(hasattr(module, "lora_A") for module in causal.modules()):
-        from flatpeak.policy.adapted_layers import make_adapters_fast  # here, because it loads peft
-
-        make_adapters_fast(causal)

@@ -59,6 +59,14 @@ class TrainingForward:
         return run(self.layer, *args, **kwargs)
 
 
+def make_adapted_layers_fast(causal: nn.Module) -> None:
+    """Compute each linear layer with a LoRA adapter as one product, where the model has any."""
+    if any(hasattr(module, "lora_A") for module in causal.modules()):
+        from flatpeak.policy.adapted_layers import make_adapters_fast  # here, because it loads peft
+
+        make_adapters_fast(causal)
+
+
 @contextmanager
 def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[None]:
     """A context in which passes with gradients recompute the layers in the backward pass, run them compiled, or both.

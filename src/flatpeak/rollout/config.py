@@ -20,8 +20,9 @@ class VLLMConfig(StrictConfig):
     """The servers; requests go to the one with the fewest at work. Where they are may change on a resume."""
     model: str | None = None
     """The name under which the servers serve the model; null: the first that they list."""
-    sync: Literal["reload"] = "reload"
-    """reload: weights are written to `directory`, and the servers load them."""
+    sync: Literal["endpoint", "reload"] = "reload"
+    """reload: weights are written to `directory`, and the servers load them. endpoint: they are sent from the trainer's
+    memory, by sockets or NCCL as the servers were started; adapters are written to `directory` all the same."""
     directory: str | None = None
     """A directory that trainer and servers share, for weights and adapters; null: a temporary one, for servers on the
     trainer's machine."""

@@ -25,8 +25,7 @@ from flatpeak.pipeline.planning.inventory import quantized_layers
 from flatpeak.pipeline.planning.memory_tracker import MemoryTracker
 from flatpeak.pipeline.planning.planned_model import PlannedModel, causal_of
 from flatpeak.policy.linears import Head, make_fast, read_head
-from flatpeak.policy.model import make_adapted_layers_fast
-from flatpeak.policy.model_settings import silence_dropout, training_layers
+from flatpeak.policy.model_settings import make_adapted_layers_fast, silence_dropout, training_layers
 from flatpeak.policy.packing import PackedRow, pack_batch
 from flatpeak.policy.training_attention import (
     ATTENTION_NAME,

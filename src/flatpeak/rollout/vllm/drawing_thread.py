@@ -12,7 +12,7 @@ from typing import Any, Final
 from flatpeak.protocols import StreamingSampler
 from flatpeak.rollout.ahead import answer_request
 from flatpeak.rollout.vllm.sampler import VLLMSampler
-from flatpeak.rollout.vllm.weight_files import WeightVersion
+from flatpeak.rollout.vllm.weight_versions import WeightVersion
 from flatpeak.types import Group, Prompt, SamplingParams
 
 STOP_PATIENCE: Final = 10.0
@@ -41,7 +41,7 @@ class DrawingThread:
 
     def begin(self, request: dict[str, Any]) -> None:
         """Give the servers the weights of now, then start the thread."""
-        version = self._sampler.update()
+        version = self._sampler.update(freeze=True)
         self._closed.clear()
         self._stopping_since = None
         self._sampler.stop_when(self._given_up)

@@ -82,6 +82,17 @@ class HTTPClient:
         """The JSON of a POST request; None where the answer is empty."""
         return self._request("POST", path, body, query, None)
 
+    def own_address(self) -> tuple[str, socket.AddressFamily]:
+        """This machine's address on the way to the server, and its family; UnreachableError where there is no way."""
+        parts = urlsplit(self.url)
+        port = parts.port or (443 if self._secure else 80)
+        try:
+            with socket.create_connection((parts.hostname, port), timeout=CONNECT_SECONDS) as connection:
+                host: str = connection.getsockname()[0]
+                return host, connection.family
+        except OSError as error:
+            raise UnreachableError(f"no connection ({brief(error)})") from error
+
     def hang_up(self) -> None:
         """Break off all requests that wait for an answer: LostAnswerError in the threads that made them."""
         with self._changing:

@@ -19,7 +19,7 @@ from flatpeak.rollout.vllm.http_client import ServerError, StatusError, Unreacha
 from flatpeak.rollout.vllm.responses import CompletionRequest, StaleWeightsError, logprobs_modes
 from flatpeak.rollout.vllm.server import Server
 from flatpeak.rollout.vllm.server_pool import FIRST_DELAY, ServerPool
-from flatpeak.rollout.vllm.weight_files import WeightFiles, WeightVersion
+from flatpeak.rollout.vllm.weight_versions import WeightFiles, WeightTensors, WeightVersion, WeightVersions, frozen
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import Secret
 
@@ -54,10 +54,19 @@ class VLLMSampler(StreamingSampler):
         self._policy = policy
         self._config = config
         key = Secret.from_environment(config.api_key_env, where="rollout.engine.api_key_env")
-        modes = logprobs_modes(sampling)
+        # Adapters are files in both.
+        sent = config.sync == "endpoint" and not policy.adapted
         self._pool = ServerPool(
             [
-                Server(url, timeout=config.timeout, key=key, model=config.model, adapted=policy.adapted, modes=modes)
+                Server(
+                    url,
+                    timeout=config.timeout,
+                    key=key,
+                    model=config.model,
+                    adapted=policy.adapted,
+                    modes=logprobs_modes(sampling),
+                    sent_from=policy.saved_weights()[0].device if sent else None,
+                )
                 for url in config.urls
             ],
             max_concurrency=config.max_concurrency,
@@ -68,7 +77,8 @@ class VLLMSampler(StreamingSampler):
         # On a CPU vLLM computes with copies of matrices in another layout. A tied output layer has one too, which
         # is made anew only where its weights are among those that are loaded.
         head = any(server.on_cpu for server in self._pool.servers)
-        self._weights = WeightFiles(policy, config.directory, head=head)
+        store = WeightTensors(policy, head=head) if sent else WeightFiles(policy, config.directory, head=head)
+        self._weights = WeightVersions(policy, store)
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._update_seconds = 0.0
@@ -125,11 +135,16 @@ class VLLMSampler(StreamingSampler):
         finally:
             self._pool.sleep()
 
-    def update(self) -> WeightVersion:
-        """Give the servers the weights of now, if they do not have them; every request begins with it."""
+    def update(self, *, freeze: bool = False) -> WeightVersion:
+        """Give the servers the weights of now, if they do not have them; every request begins with it.
+
+        `freeze` keeps them for servers that come late, as the policy is about to change.
+        """
         started = time.perf_counter()
         version = self._weights.current()
         self._pool.prepare(version)
+        if freeze:
+            version = frozen(version)
         self._update_seconds += time.perf_counter() - started
         return version
 
@@ -145,7 +160,8 @@ class VLLMSampler(StreamingSampler):
         return metrics
 
     def close(self) -> None:
-        """Delete the files of the weights."""
+        """Delete the files of the weights, and leave the servers."""
+        self._pool.close()
         self._weights.close()
 
     def _draw(

@@ -8,29 +8,43 @@ from collections.abc import Mapping, Set
 from contextlib import suppress
 from typing import Any, Final
 
+import torch
+
 from flatpeak.errors import UserError
 from flatpeak.rollout.vllm.http_client import HTTPClient, ServerError, StatusError
 from flatpeak.rollout.vllm.responses import GENERATE, PROCESSED, RAW
-from flatpeak.rollout.vllm.weight_files import ADAPTER, WHOLE, WeightVersion
+from flatpeak.rollout.vllm.weight_transfer import WeightTransfer, end_unfinished_update
+from flatpeak.rollout.vllm.weight_versions import ADAPTER, WHOLE, WeightVersion
 from flatpeak.utils.redaction import Secret
 
-PROBE_SECONDS: Final = 60.0
+PROBE_SECONDS: Final = 20.0
 """Longest wait for an answer that takes a server no work."""
 START_WITH: Final = "start it with flatpeak serve"
 RESETS: Final = 20
 """Attempts to empty the prefix cache, which is refused while blocks are in use."""
 RESET_PAUSE: Final = 0.1
+UNFINISHED: Final = "-unfinished"
+"""Ends the name of weights that are being replaced, and remains where that breaks off."""
 
 
 class Server:
     """A server, the weights that it was last known to have, and the number of requests it works on."""
 
     def __init__(
-        self, url: str, *, timeout: float, key: Secret, model: str | None, adapted: bool, modes: Set[str]
+        self,
+        url: str,
+        *,
+        timeout: float,
+        key: Secret,
+        model: str | None,
+        adapted: bool,
+        modes: Set[str],
+        sent_from: torch.device | None = None,
     ) -> None:
         """`model` is the name that the server serves its model under; None: the first of its list.
 
-        `modes` are vLLM's modes of log-probabilities that serve the run.
+        `modes` are vLLM's modes of log-probabilities that serve the run. `sent_from` is the device of the weights where
+        they are sent; None: the server loads them from files.
         """
         self.url = url
         self.in_flight = 0
@@ -40,7 +54,10 @@ class Server:
         self.mode = PROCESSED
         """The log-probabilities that it gives."""
         self._modes = modes
+        self._timeout = timeout
         self._client = HTTPClient(url, timeout=timeout, key=key)
+        self._sent_from = sent_from
+        self._transfer: WeightTransfer | None = None
         self._wanted_model = model
         self._adapted = adapted
         self._model: str | None = None
@@ -55,9 +72,10 @@ class Server:
 
         Nothing that was known of it is taken to hold any longer.
         """
-        self._tag = None
+        self._tag = self._model = None
+        self._leave()
         models = self._client.get("/v1/models", timeout=PROBE_SECONDS)
-        self._model = _choose_model(models, self._wanted_model, url=self.url)
+        name = _choose_model(models, self._wanted_model, url=self.url)
         try:
             # It describes the machine too, which takes a server many seconds the first time.
             info = self._client.get("/server_info", config_format="json")
@@ -89,6 +107,17 @@ class Server:
                 f"the weights of {self.url} were replaced by another run, and adapters belong to those it started "
                 "with: start it anew"
             )
+        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        if backend is not None and tag.endswith(UNFINISHED):
+            end_unfinished_update(self._client)
+        if self._sent_from is not None:
+            self._transfer = WeightTransfer(self._client, backend, device=self._sent_from, timeout=self._timeout)
+        self._model = name
+
+    def meet(self) -> None:
+        """Find out whether weights can be sent to it, where they are; ServerError where they cannot."""
+        if self._transfer is not None:
+            self._transfer.open()
 
     def weights(self) -> str:
         """The version of the weights that the server says it has."""
@@ -149,28 +178,54 @@ class Server:
         """Note that the server may have died: when it answers again, it is a new one."""
         with self._lock:
             self._tag, self._model, self._asleep = None, None, False
+            self._leave()
+
+    def close(self) -> None:
+        """End what connects the trainer's memory with the server."""
+        with self._lock:
+            self._model = None
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
 
     def _update(self, version: WeightVersion) -> None:
         if version.adapter:
             self._load_adapter(version)
         else:
-            self._reload(version)
+            self._replace(version)
 
-    def _reload(self, version: WeightVersion) -> None:
-        """Load the version's files in place of the weights; requests of others wait meanwhile."""
+    def _replace(self, version: WeightVersion) -> None:
+        """Put the version in place of the weights; requests of others wait meanwhile."""
+        self.meet()
         self._client.post("/pause", mode="wait")
         try:
-            try:
-                self._client.post(
-                    "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.path)}}
-                )
-            except StatusError as error:
-                raise _unreadable(self.url, version, error) from error
+            # Whatever breaks off, the server never takes a mixture of weights for those that it had.
+            self._client.post("/update_weight_version", {"new_version": f"{version.tag}{UNFINISHED}"})
+            if self._transfer is not None:
+                self._transfer.send(version.weights)
+            else:
+                self._reload(version)
             self._reset_prefix_cache()
             self._client.post("/update_weight_version", {"new_version": version.tag})
+        except ServerError:
+            if self._transfer is not None:
+                self._model = None  # so that it is asked anew what it is, and both sides begin again
+            raise
         finally:
             with suppress(ServerError):  # where this fails, so does the next request, and all is done again
                 self._client.post("/resume")
+
+    def _reload(self, version: WeightVersion) -> None:
+        """Let the server load the version's files."""
+        try:
+            self._client.post(
+                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.path)}}
+            )
+        except StatusError as error:
+            raise _unreadable(self.url, version, error) from error
 
     def _load_adapter(self, version: WeightVersion) -> None:
         """Load the version as an adapter of its own name, then drop those before, of whichever run."""

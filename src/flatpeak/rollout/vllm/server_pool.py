@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from flatpeak.errors import RunError, StoppedError, UserError
 from flatpeak.rollout.vllm.http_client import LostAnswerError, ServerError, StatusError, UnreachableError
 from flatpeak.rollout.vllm.server import Server
-from flatpeak.rollout.vllm.weight_files import WeightVersion
+from flatpeak.rollout.vllm.weight_versions import WeightVersion
 
 T = TypeVar("T")
 FIRST_DELAY: Final = 0.5
@@ -66,12 +66,15 @@ class ServerPool:
         for server in self.servers:
             try:
                 server.connect()
+                server.meet()
             except ServerError as error:
                 if isinstance(error, StatusError) and error.status == 401:
                     raise UserError(
                         f"{server.url} refuses the key ({error}): name the variable that holds it, "
                         "rollout.engine.api_key_env"
                     ) from error
+                if not isinstance(error, UnreachableError | LostAnswerError):
+                    raise UserError(f"rollout.engine.urls: {server.url} cannot be used: {error}") from error
                 raise UserError(
                     f"rollout.engine.urls: no vLLM server answers at {server.url} ({error}): start one with flatpeak "
                     "serve, or name where it is"
@@ -171,6 +174,11 @@ class ServerPool:
         for server in self.servers:
             with suppress(ServerError):
                 server.sleep()
+
+    def close(self) -> None:
+        """End the connections through which weights are sent."""
+        for server in self.servers:
+            server.close()
 
     def _take(self, given_up: Callable[[], bool]) -> Server:
         with self._changed:

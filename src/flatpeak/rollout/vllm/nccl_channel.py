@@ -1,0 +1,167 @@
+"""Weights by NCCL: a communicator of the trainer, as rank 0, and the workers of one server.
+
+The library is the one that torch has loaded, called as nccl.h declares it. The communicator never blocks the process:
+every call is polled, so that a server that fails ends a transfer instead of holding it. vLLM's half, and what the two
+agree on, is `NCCLWeightTransferEngine` (vllm/distributed/weight_transfer/nccl_engine.py, nccl_common.py, 0.32): the
+unique id over HTTP, an all-reduce of one float32, then a broadcast for each tensor in its own type.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from flatpeak.errors import UserError, brief
+from flatpeak.rollout.vllm.http_client import ServerError
+
+LIBRARY: Final = "libnccl.so.2"
+TYPES: Final = {
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+"""Numbers of ncclDataType_t."""
+SUCCESS, IN_PROGRESS, SUM = 0, 7, 0
+_POLL: Final = 0.001
+
+
+class UniqueId(ctypes.Structure):
+    """The type ncclUniqueId of nccl.h."""
+
+    _fields_ = (("internal", ctypes.c_byte * 128),)
+
+
+class Config(ctypes.Structure):
+    """ncclConfig_t as of NCCL 2.14, which later ones read by its version."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    )
+
+
+class NCCLError(ServerError):
+    """A call of NCCL that failed."""
+
+
+class NCCLChannel:
+    """A communicator, from `join` to `close`."""
+
+    backend: ClassVar[str] = "nccl"
+
+    def __init__(self, workers: int, device: torch.device) -> None:
+        """`device` is the GPU of the trainer, which none of the workers may use."""
+        self._size = workers + 1
+        self._device = device
+        self._nccl = load_library()
+        self._comm = ctypes.c_void_p()
+        # Its own, or a server that fails would hold up the transfers to the others.
+        self._stream = torch.cuda.Stream(device)
+        self._handle = self._stream.cuda_stream
+        self._id = UniqueId()
+        self._check(self._nccl.ncclGetUniqueId(ctypes.byref(self._id)))
+
+    def init_info(self) -> Mapping[str, Any]:
+        """The unique id, and the ranks of the workers: from 1."""
+        return {
+            "nccl_unique_id_b64": base64.b64encode(bytes(self._id)).decode(),
+            "rank_offset": 1,
+            "world_size": self._size,
+            "packed": False,
+        }
+
+    def join(self, check: Callable[[], None]) -> None:
+        """Make the communicator, and the all-reduce with which vLLM's workers begin."""
+        config = Config(size=ctypes.sizeof(Config), magic=0xCAFEBEEF, version=21400, blocking=0)
+        nccl, stream = self._nccl, self._stream
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            made = nccl.ncclCommInitRankConfig(ctypes.byref(self._comm), self._size, self._id, 0, ctypes.byref(config))
+            self._start(made, check)
+            one = torch.zeros(1, device=self._device)
+            self._start(
+                nccl.ncclAllReduce(one.data_ptr(), one.data_ptr(), 1, TYPES[one.dtype], SUM, self._comm, self._handle),
+                check,
+            )
+            self._finish(check)
+
+    def send(self, weights: Sequence[tuple[str, Tensor]], check: Callable[[], None]) -> None:
+        """Broadcast all tensors, one after the other."""
+        stream = self._stream
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream(self._device))  # where the optimizer has stepped
+            for name, weight in weights:
+                if weight.dtype not in TYPES:
+                    raise UserError(f"{name} is {weight.dtype}, which NCCL lacks: set rollout.engine.sync=reload")
+                # Memory of a copy that is freed here goes to later work of this stream alone.
+                content = weight.detach().to(self._device).contiguous()
+                at, count, kind = content.data_ptr(), content.numel(), TYPES[content.dtype]
+                self._start(self._nccl.ncclBroadcast(at, at, count, kind, 0, self._comm, self._handle), check)
+            self._finish(check)
+
+    def close(self) -> None:
+        """Abort the communicator, which ends whatever of it still runs on the GPU."""
+        if self._comm:
+            with torch.cuda.device(self._device):
+                self._nccl.ncclCommAbort(self._comm)
+            self._comm = ctypes.c_void_p()
+
+    def _start(self, result: int, check: Callable[[], None]) -> None:
+        """Wait until a call is under way, which returns before it is."""
+        state = ctypes.c_int(result)
+        while state.value == IN_PROGRESS:
+            check()
+            time.sleep(_POLL)
+            self._check(self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(state)))
+        self._check(state.value)
+
+    def _finish(self, check: Callable[[], None]) -> None:
+        """Wait until the GPU has done what was started."""
+        event, state = self._stream.record_event(), ctypes.c_int(SUCCESS)
+        while not event.query():
+            check()
+            self._check(self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(state)))
+            self._check(state.value)
+            time.sleep(_POLL)
+
+    def _check(self, result: int) -> None:
+        """NCCLError unless a call succeeded."""
+        if result not in (SUCCESS, IN_PROGRESS):
+            # A mismatch of versions and a GPU that both sides use are told here alone.
+            words = (self._nccl.ncclGetErrorString(result), self._nccl.ncclGetLastError(self._comm))
+            text = ": ".join(word.decode("utf-8", "replace") for word in words if word)
+            raise NCCLError(
+                f"NCCL failed ({brief(Exception(text))}): trainer and server need the same NCCL, a GPU each and a way "
+                "between these, or rollout.engine.sync=reload"
+            )
+
+
+def load_library() -> Any:
+    """The NCCL of this process; UserError where there is none."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise UserError(
+            f"rollout.engine.sync=endpoint: the servers take weights by NCCL, and it cannot be loaded here "
+            f"({brief(error)}): set rollout.engine.sync=reload, or start them with flatpeak serve --transfer sockets"
+        ) from error
+    for name in ("ncclGetErrorString", "ncclGetLastError"):
+        getattr(library, name).restype = ctypes.c_char_p
+    # Without this the id, which is passed by value, would not be.
+    comm, id_, size = ctypes.c_void_p, UniqueId, ctypes.c_size_t
+    library.ncclCommInitRankConfig.argtypes = [ctypes.POINTER(comm), ctypes.c_int, id_, ctypes.c_int, ctypes.c_void_p]
+    library.ncclAllReduce.argtypes = [comm, comm, size, ctypes.c_int, ctypes.c_int, comm, comm]
+    library.ncclBroadcast.argtypes = [comm, comm, size, ctypes.c_int, ctypes.c_int, comm, comm]
+    library.ncclCommAbort.argtypes = [comm]
+    return library

@@ -1,0 +1,99 @@
+"""Weights over plain sockets: the trainer listens, and every worker of a server connects for each update.
+
+The workers' half is `server_plugin/flatpeak_weight_transfer.py`, which `flatpeak serve` adds to vLLM.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from flatpeak.errors import brief
+from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError
+
+TOKEN_SECONDS: Final = 5.0
+"""Longest wait for the token of a new connection."""
+_LOOK: Final = 0.2
+"""Seconds between two looks at whether the server has failed."""
+
+
+class SocketChannel:
+    """A listener for the workers of one server."""
+
+    backend: ClassVar[str] = "flatpeak-sockets"
+
+    def __init__(self, workers: int, client: HTTPClient, *, timeout: float) -> None:
+        """Listen at the address that this machine has on the way to the server."""
+        self._workers = workers
+        self._timeout = timeout
+        self._token = secrets.token_hex(16)
+        host, family = client.own_address()
+        self._listener = socket.create_server((host, 0), family=family, backlog=workers + 8)
+        self._listener.settimeout(_LOOK)
+
+    def init_info(self) -> Mapping[str, Any]:
+        """The address, and the token that opens it."""
+        host, port = self._listener.getsockname()[:2]
+        return {"host": host, "port": port, "token": self._token, "timeout": self._timeout}
+
+    def join(self, check: Callable[[], None]) -> None:
+        """Take a connection of every worker, which shows that there is a way; each update has its own."""
+        for _ in range(self._workers):
+            self._accept(check).close()
+
+    def send(self, weights: Sequence[tuple[str, Tensor]], check: Callable[[], None]) -> None:
+        """Send the bytes of all tensors, one after the other, to every worker."""
+        try:
+            with ExitStack() as connections:
+                workers = [connections.enter_context(closing(self._accept(check))) for _ in range(self._workers)]
+                for _, weight in weights:
+                    content = memoryview(bytes_of(weight))
+                    for worker in workers:
+                        _send(worker, content, check)
+        except OSError as error:
+            raise LostAnswerError(f"the transfer of weights broke off ({brief(error)})") from error
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+
+    def _accept(self, check: Callable[[], None]) -> socket.socket:
+        """The connection of a worker; those without the token are dropped."""
+        while True:
+            check()
+            with suppress(TimeoutError):
+                connection, _ = self._listener.accept()
+                connection.settimeout(TOKEN_SECONDS)
+                with suppress(OSError):
+                    if hmac.compare_digest(_read(connection, len(self._token)), self._token.encode()):
+                        connection.settimeout(_LOOK)
+                        return connection
+                connection.close()
+
+
+def bytes_of(weight: Tensor) -> Any:
+    """The bytes of a tensor as a NumPy array, in host memory: of one that lies there in order, its own."""
+    return weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _send(connection: socket.socket, content: memoryview, check: Callable[[], None]) -> None:
+    while content:
+        try:
+            content = content[connection.send(content) :]
+        except TimeoutError:
+            check()
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    """The next `size` bytes, or fewer where the other side ends first."""
+    content = b""
+    while len(content) < size and (piece := connection.recv(size - len(content))):
+        content += piece
+    return content
