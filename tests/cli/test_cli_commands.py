@@ -59,7 +59,11 @@ class Library:
         code = 0 if self.signal is None else 128 + self.signal
         path = Path(config.run.directory) / config.run.name
         return SimpleNamespace(
-            path=path, report=path / "report.html", summary=summary(*STAGES, signal=self.signal), exit_code=code
+            path=path,
+            report=path / "report.html",
+            summary=summary(*STAGES, signal=self.signal),
+            exit_code=code,
+            stopped_rank=None,
         )
 
     def compare_checkpoints(self, names, overrides, *, recipe, stages, progress):
@@ -178,7 +182,9 @@ def test_a_second_ctrl_c_prints_the_command_too(monkeypatch, recipe):
 
 
 def test_a_fork_that_was_stopped_is_resumed_by_its_own_recipe(monkeypatch, capsys, tmp_path):
-    result = SimpleNamespace(path=tmp_path / "a b", report="r", summary=summary(*STAGES, signal=2), exit_code=130)
+    result = SimpleNamespace(
+        path=tmp_path / "a b", report="r", summary=summary(*STAGES, signal=2), exit_code=130, stopped_rank=None
+    )
     with pytest.raises(typer.Exit):
         RunOutput(label="fork", metric="accuracy").finish(result, "fork: done")
     last = capsys.readouterr().out.splitlines()[-1]

@@ -62,6 +62,7 @@ class Library:
             report=path / "report.html",
             summary=summary(*STAGES, signal=self.signal),
             exit_code=0 if self.signal is None else 128 + self.signal,
+            stopped_rank=None,
         )
 
 

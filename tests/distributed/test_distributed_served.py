@@ -116,8 +116,8 @@ def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(tmp_path, ranks, strategy
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_servers_that_are_lost_end_all_ranks_with_the_last_step_saved(tmp_path, ranks, staleness):
     def script(call: Call) -> Fault | None:
-        # The fourth version: servers had those of the start, of SFT's end and of step 1 before.
-        server.lost = server.lost or (call.path == "/update_weight_version" and call.earlier == 3)
+        # The fourth version, of two names each: servers had those of the start, of SFT's end and of step 1 before.
+        server.lost = server.lost or (call.path == "/update_weight_version" and call.earlier == 6)
         return Fault(reset=True) if server.lost and call.path.endswith("generate") else None
 
     with VLLMServer(script) as server:

@@ -83,7 +83,8 @@ class ScriptedJudge(BaseHTTPRequestHandler):
 def judge() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     asked: list[dict[str, Any]] = []
     handler = type("Handler", (ScriptedJudge,), {"asked": asked})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    # With torch's threads at work the accepting thread may be late, and a full queue would lose a request.
+    server = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 64})(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/v1", asked
     server.shutdown()

@@ -136,6 +136,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs_CV = torch.log_softmax(scores_CV, -1)
                 logprobs_T[rows] = logprobs_CV.gather(1, targets_T[rows, None]).squeeze(1)
                 entropy_T[rows] = torch.exp(logprobs_CV, out=scores_CV).mul_(logprobs_CV).sum(-1).neg_()
+                del scores_CV, logprobs_CV  # or they would be kept until the next chunk has its own
         ctx.head = head
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, bias_V, entropy_T)
         return logprobs_T, entropy_T
@@ -166,6 +167,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     None if grad_entropy_T is None else grad_entropy_T[rows],
                 )
                 grads.add(grad_CV.mul_(slope), hidden_TD[rows], weight_VD, rows)
+                del scores_CV, slope, grad_CV
             summed = (grads.hidden_TD, grads.weight_VD, grads.bias_V)
             cast = [g if g is None else g.to(hidden_TD.dtype) for g in summed]
         if torch.is_grad_enabled():
