@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from flatpeak.rollout.vllm import VLLMSampler, nccl_channel, socket_channel
 from flatpeak.rollout.vllm.drawing_thread import DrawingThread
 from flatpeak.rollout.vllm.http_client import HTTPClient
 from flatpeak.rollout.vllm.socket_channel import SocketChannel
-from flatpeak.rollout.vllm.weight_versions import WeightTensors, frozen
+from flatpeak.rollout.vllm.weight_versions import WeightTensors, WeightVersions, frozen
 from flatpeak.types import Example, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import NO_KEY, Secret
 from support.vllm_server import Call, Fault, ScriptedPolicy, VLLMServer
@@ -325,9 +326,28 @@ def test_a_server_that_comes_late_to_rollouts_ahead_gets_the_weights_before_the_
         source.close()
 
 
+def test_the_copy_of_a_sharded_model_is_kept_by_nothing_after_a_request(sample):
+    copies = []
+
+    class Gathered(ScriptedPolicy):
+        def named_weights(self, *, head: bool = False) -> list[tuple[str, torch.Tensor]]:
+            named = [(name, weight.clone()) for name, weight in super().named_weights(head=head)]
+            copies.extend(weakref.ref(weight) for _, weight in named)
+            return named
+
+    with VLLMServer(transfer=SOCKETS) as server:
+        sampler = sample(server, policy=Gathered())
+        draw(sampler)
+        assert [copy() for copy in copies] == [None]
+        server.stop()
+        server.start()
+        assert logprobs(draw(sampler)) == {-0.5}  # by tensors that were listed anew
+        assert server.paths().count("/update_weights") == 2
+
+
 def test_frozen_weights_stay_as_they_were():
     policy = ScriptedPolicy()
-    version = WeightTensors(policy).publish(1, "tag")
+    version = WeightVersions(policy, WeightTensors(policy)).current()
     kept = frozen(version)
     policy.step()
     assert (version.weights[0][1].item(), kept.weights[0][1].item()) == (-0.75, -0.5)
