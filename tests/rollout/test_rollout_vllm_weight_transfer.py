@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm import VLLMSampler, nccl_channel, socket_channel
 from flatpeak.rollout.vllm.drawing_thread import DrawingThread
-from flatpeak.rollout.vllm.http_client import HTTPClient
+from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError
 from flatpeak.rollout.vllm.socket_channel import SocketChannel
 from flatpeak.rollout.vllm.weight_versions import WeightTensors, WeightVersions, frozen
 from flatpeak.types import Example, Group, Prompt, SamplingParams
@@ -462,3 +463,69 @@ def test_a_connection_without_the_token_gets_no_weights():
         sent.join()
         channel.close()
     assert received == weight.numpy().tobytes()
+
+
+@pytest.fixture
+def channel() -> Iterator[SocketChannel]:
+    with VLLMServer() as server:
+        channel = SocketChannel(1, HTTPClient(server.url, timeout=5.0, key=Secret(NO_KEY)), timeout=5.0)
+        yield channel
+        channel.close()
+
+
+def test_a_transfer_that_flows_ends_once_its_request_has_failed(channel):
+    info, failed, received = channel.init_info(), threading.Event(), [0]
+
+    def check() -> None:
+        if failed.is_set():
+            raise LostAnswerError("the request was given up")
+
+    def receive() -> None:
+        with socket.create_connection((info["host"], info["port"])) as worker:
+            worker.sendall(info["token"].encode())
+            while piece := worker.recv(1 << 16):
+                received[0] += len(piece)
+                failed.set()
+
+    worker = threading.Thread(target=receive)
+    worker.start()
+    weight = torch.zeros(20_000_000)
+    with pytest.raises(LostAnswerError, match="given up"):
+        channel.send([("weight", weight)], check)
+    worker.join()
+    assert received[0] < weight.nbytes
+
+
+def test_a_stranger_who_sends_a_token_in_drops_holds_no_transfer_up(channel, monkeypatch):
+    monkeypatch.setattr(socket_channel, "TOKEN_SECONDS", 0.8)
+    info, dropped = channel.init_info(), threading.Event()
+
+    def drip() -> None:
+        with socket.create_connection((info["host"], info["port"])) as stranger, suppress(OSError):
+            for _ in info["token"]:
+                stranger.sendall(b"0")
+                if dropped.wait(0.2):
+                    return
+
+    def take() -> None:
+        with socket.create_connection((info["host"], info["port"])) as worker:
+            worker.sendall(info["token"].encode())
+            received.append(worker.recv(100))
+            dropped.set()
+
+    received: list[bytes] = []
+    threads = [threading.Thread(target=drip), threading.Thread(target=take)]
+    threads[0].start()
+    time.sleep(0.1)
+    threads[1].start()
+
+    started = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() - started > 4.0:
+            raise LostAnswerError("too long")
+
+    channel.send([("weight", torch.zeros(1))], check)
+    for thread in threads:
+        thread.join()
+    assert received == [bytes(4)]
