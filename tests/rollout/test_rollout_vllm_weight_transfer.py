@@ -394,6 +394,13 @@ def test_an_address_of_the_trainer_that_leads_nowhere_is_refused_at_the_start(sa
             sample(server)
 
 
+def test_a_server_that_is_refused_leaves_no_communicator_with_those_before(sample, nccl):
+    with VLLMServer(transfer="nccl") as one, VLLMServer() as other:
+        with pytest.raises(UserError, match="takes no weights"):
+            sample(one, other)
+        assert nccl.calls[-1] == "ncclCommAbort"
+
+
 def test_nccl_is_called_in_the_order_that_vllms_workers_expect(sample, nccl):
     policy = ScriptedPolicy()
     policy.others = {"other": torch.zeros(2)}
