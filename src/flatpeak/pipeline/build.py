@@ -188,8 +188,7 @@ def _build(
         own = _closing(first_reward(config, workers=workers, progress=progress), resources)
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
-    sampler = make_sampler(config, objects, policy, ranks=ranks)
-    resources.callback(close_sampler, sampler)
+    sampler = _open_sampler(config, objects, policy, resources, ranks=ranks)
     evaluator = build_evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
     return Components(
         policy=policy,
@@ -254,6 +253,15 @@ def _closing(component: Closing, resources: ExitStack) -> Closing:
     if component is not None:
         resources.callback(component.close)
     return component
+
+
+def _open_sampler(
+    config: RunConfig, objects: CallerObjects, policy: Policy, resources: ExitStack, *, ranks: Ranks
+) -> Sampler:
+    """The sampler of `make_sampler`, closed with `resources`."""
+    sampler = make_sampler(config, objects, policy, ranks=ranks)
+    resources.callback(close_sampler, sampler)
+    return sampler
 
 
 def make_sampler(config: RunConfig, objects: CallerObjects, policy: Policy, *, ranks: Ranks = ALONE) -> Sampler:

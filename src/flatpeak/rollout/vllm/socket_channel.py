@@ -20,7 +20,7 @@ from flatpeak.errors import brief
 from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError
 
 TOKEN_SECONDS: Final = 5.0
-"""Longest wait for the whole token of a new connection, while which no other is taken."""
+"""Longest wait for the whole token of a new connection; no other is taken meanwhile."""
 _LOOK: Final = 0.2
 """Seconds between two looks at whether the server has failed."""
 

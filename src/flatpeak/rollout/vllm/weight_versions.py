@@ -155,7 +155,7 @@ class WeightTensors:
         self._head = head
 
     def publish(self, number: int, tag: str) -> WeightVersion:
-        """Name the version."""
+        """Give the version its name; nothing is written."""
         return WeightVersion(number=number, tag=tag, adapter=False)
 
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
