@@ -15,6 +15,7 @@ from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.rollout.config import VLLMConfig
+from flatpeak.rollout.vllm import VLLMSampler
 from flatpeak.runs.manifest import check_resumable
 from flatpeak.types import SamplingParams
 from flatpeak.utils.adapters import LoraConfig, add_adapters
@@ -278,3 +279,14 @@ def test_a_base_in_4_bits_is_refused():
     policy = Policy(tiny_model(), letter_tokenizer())
     with pytest.raises(UserError, match=r"model.quantization=nf4 with rollout.engine.type=vllm"):
         served_sampler(policy, VLLMConfig(type="vllm"), sampling=SamplingParams(), quantization="nf4")
+
+
+@pytest.mark.parametrize("unfit", [{"rollout": {"staleness": 1}}, {"reference": {"model": "/nowhere"}}])
+def test_a_run_that_is_refused_after_servers_were_met_leaves_them(served, train, unfit):
+    closed = []
+    with VLLMServer(sleep="rollout" in unfit) as server, pytest.MonkeyPatch.context() as patch:
+        close = VLLMSampler.close
+        patch.setattr(VLLMSampler, "close", lambda sampler: (closed.append(sampler), close(sampler)))
+        with pytest.raises(UserError, match=r"sleep|reference\.model"):
+            train(served(server, **unfit))
+    assert len(closed) == 1

@@ -7,7 +7,9 @@ import math
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,9 +20,9 @@ from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm import VLLMSampler, nccl_channel, socket_channel
 from flatpeak.rollout.vllm.drawing_thread import DrawingThread
-from flatpeak.rollout.vllm.http_client import HTTPClient
+from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError
 from flatpeak.rollout.vllm.socket_channel import SocketChannel
-from flatpeak.rollout.vllm.weight_versions import WeightTensors, frozen
+from flatpeak.rollout.vllm.weight_versions import WeightTensors, WeightVersions, frozen
 from flatpeak.types import Example, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import NO_KEY, Secret
 from support.vllm_server import Call, Fault, ScriptedPolicy, VLLMServer
@@ -325,9 +327,28 @@ def test_a_server_that_comes_late_to_rollouts_ahead_gets_the_weights_before_the_
         source.close()
 
 
+def test_the_copy_of_a_sharded_model_is_kept_by_nothing_after_a_request(sample):
+    copies = []
+
+    class Gathered(ScriptedPolicy):
+        def named_weights(self, *, head: bool = False) -> list[tuple[str, torch.Tensor]]:
+            named = [(name, weight.clone()) for name, weight in super().named_weights(head=head)]
+            copies.extend(weakref.ref(weight) for _, weight in named)
+            return named
+
+    with VLLMServer(transfer=SOCKETS) as server:
+        sampler = sample(server, policy=Gathered())
+        draw(sampler)
+        assert [copy() for copy in copies] == [None]
+        server.stop()
+        server.start()
+        assert logprobs(draw(sampler)) == {-0.5}  # by tensors that were listed anew
+        assert server.paths().count("/update_weights") == 2
+
+
 def test_frozen_weights_stay_as_they_were():
     policy = ScriptedPolicy()
-    version = WeightTensors(policy).publish(1, "tag")
+    version = WeightVersions(policy, WeightTensors(policy)).current()
     kept = frozen(version)
     policy.step()
     assert (version.weights[0][1].item(), kept.weights[0][1].item()) == (-0.75, -0.5)
@@ -371,6 +392,13 @@ def test_an_address_of_the_trainer_that_leads_nowhere_is_refused_at_the_start(sa
         monkeypatch.setattr(SocketChannel, "init_info", lambda self: {**info(self), "port": nobody.getsockname()[1]})
         with pytest.raises(UserError, match=r"Connection refused.*rollout\.engine\.sync=reload"):
             sample(server)
+
+
+def test_a_server_that_is_refused_leaves_no_communicator_with_those_before(sample, nccl):
+    with VLLMServer(transfer="nccl") as one, VLLMServer() as other:
+        with pytest.raises(UserError, match="takes no weights"):
+            sample(one, other)
+        assert nccl.calls[-1] == "ncclCommAbort"
 
 
 def test_nccl_is_called_in_the_order_that_vllms_workers_expect(sample, nccl):
@@ -442,3 +470,69 @@ def test_a_connection_without_the_token_gets_no_weights():
         sent.join()
         channel.close()
     assert received == weight.numpy().tobytes()
+
+
+@pytest.fixture
+def channel() -> Iterator[SocketChannel]:
+    with VLLMServer() as server:
+        channel = SocketChannel(1, HTTPClient(server.url, timeout=5.0, key=Secret(NO_KEY)), timeout=5.0)
+        yield channel
+        channel.close()
+
+
+def test_a_transfer_that_flows_ends_once_its_request_has_failed(channel):
+    info, failed, received = channel.init_info(), threading.Event(), [0]
+
+    def check() -> None:
+        if failed.is_set():
+            raise LostAnswerError("the request was given up")
+
+    def receive() -> None:
+        with socket.create_connection((info["host"], info["port"])) as worker:
+            worker.sendall(info["token"].encode())
+            while piece := worker.recv(1 << 16):
+                received[0] += len(piece)
+                failed.set()
+
+    worker = threading.Thread(target=receive)
+    worker.start()
+    weight = torch.zeros(20_000_000)
+    with pytest.raises(LostAnswerError, match="given up"):
+        channel.send([("weight", weight)], check)
+    worker.join()
+    assert received[0] < weight.nbytes
+
+
+def test_a_stranger_who_sends_a_token_in_drops_holds_no_transfer_up(channel, monkeypatch):
+    monkeypatch.setattr(socket_channel, "TOKEN_SECONDS", 0.8)
+    info, dropped = channel.init_info(), threading.Event()
+
+    def drip() -> None:
+        with socket.create_connection((info["host"], info["port"])) as stranger, suppress(OSError):
+            for _ in info["token"]:
+                stranger.sendall(b"0")
+                if dropped.wait(0.2):
+                    return
+
+    def take() -> None:
+        with socket.create_connection((info["host"], info["port"])) as worker:
+            worker.sendall(info["token"].encode())
+            received.append(worker.recv(100))
+            dropped.set()
+
+    received: list[bytes] = []
+    threads = [threading.Thread(target=drip), threading.Thread(target=take)]
+    threads[0].start()
+    time.sleep(0.1)
+    threads[1].start()
+
+    started = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() - started > 4.0:
+            raise LostAnswerError("too long")
+
+    channel.send([("weight", torch.zeros(1))], check)
+    for thread in threads:
+        thread.join()
+    assert received == [bytes(4)]

@@ -188,7 +188,7 @@ def _build(
         own = _closing(first_reward(config, workers=workers, progress=progress), resources)
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
-    sampler = make_sampler(config, objects, policy, ranks=ranks)
+    sampler = _open_sampler(config, objects, policy, resources, ranks=ranks)
     evaluator = build_evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
     return Components(
         policy=policy,
@@ -255,6 +255,15 @@ def _closing(component: Closing, resources: ExitStack) -> Closing:
     return component
 
 
+def _open_sampler(
+    config: RunConfig, objects: CallerObjects, policy: Policy, resources: ExitStack, *, ranks: Ranks
+) -> Sampler:
+    """The sampler of `make_sampler`, closed with `resources`."""
+    sampler = make_sampler(config, objects, policy, ranks=ranks)
+    resources.callback(close_sampler, sampler)
+    return sampler
+
+
 def make_sampler(config: RunConfig, objects: CallerObjects, policy: Policy, *, ranks: Ranks = ALONE) -> Sampler:
     """The caller's sampler, or the one that the recipe asks for, with rollouts ahead where it asks for these.
 
@@ -264,7 +273,11 @@ def make_sampler(config: RunConfig, objects: CallerObjects, policy: Policy, *, r
 
     def make() -> Sampler:
         sampler = build_sampler(policy, config) if own is None else callers_sampler(own, policy, config)
-        return with_rollouts_ahead(sampler, policy, config, foreign=own is not None)
+        with ExitStack() as refused:
+            refused.callback(close_sampler, sampler)
+            sampler = with_rollouts_ahead(sampler, policy, config, foreign=own is not None)
+            refused.pop_all()
+        return sampler
 
     if ranks.size > 1 and own is None and isinstance(config.rollout.engine, VLLMConfig):
         return served_to_all(make, policy, ranks, ahead=config.rollout.staleness > 0)

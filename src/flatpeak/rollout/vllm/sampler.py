@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Final
 
 from flatpeak.errors import RunError
@@ -73,11 +73,14 @@ class VLLMSampler(StreamingSampler):
             patience=config.timeout,
             first_delay=first_delay,
         )
-        self._pool.connect()
-        # On a CPU vLLM computes with copies of matrices in another layout. A tied output layer has one too, which
-        # is made anew only where its weights are among those that are loaded.
-        head = any(server.on_cpu for server in self._pool.servers)
-        store = WeightTensors(policy, head=head) if sent else WeightFiles(policy, config.directory, head=head)
+        with ExitStack() as refused:
+            refused.callback(self._pool.close)  # the ways into servers that were met before
+            self._pool.connect()
+            # On a CPU vLLM computes with copies of matrices in another layout. A tied output layer has one too, which
+            # is made anew only where its weights are among those that are loaded.
+            head = any(server.on_cpu for server in self._pool.servers)
+            store = WeightTensors(policy, head=head) if sent else WeightFiles(policy, config.directory, head=head)
+            refused.pop_all()
         self._weights = WeightVersions(policy, store)
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()

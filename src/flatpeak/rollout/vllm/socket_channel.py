@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any, ClassVar, Final
@@ -19,7 +20,7 @@ from flatpeak.errors import brief
 from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError
 
 TOKEN_SECONDS: Final = 5.0
-"""Longest wait for the token of a new connection."""
+"""Longest wait for the whole token of a new connection; no other is taken meanwhile."""
 _LOOK: Final = 0.2
 """Seconds between two looks at whether the server has failed."""
 
@@ -70,9 +71,8 @@ class SocketChannel:
             check()
             with suppress(TimeoutError):
                 connection, _ = self._listener.accept()
-                connection.settimeout(TOKEN_SECONDS)
                 with suppress(OSError):
-                    if hmac.compare_digest(_read(connection, len(self._token)), self._token.encode()):
+                    if hmac.compare_digest(_read(connection, len(self._token), check), self._token.encode()):
                         connection.settimeout(_LOOK)
                         return connection
                 connection.close()
@@ -85,15 +85,22 @@ def bytes_of(weight: Tensor) -> Any:
 
 def _send(connection: socket.socket, content: memoryview, check: Callable[[], None]) -> None:
     while content:
-        try:
+        with suppress(TimeoutError):
             content = content[connection.send(content) :]
+        check()  # also while bytes flow: they may to workers of a request that has been given up
+
+
+def _read(connection: socket.socket, size: int, check: Callable[[], None]) -> bytes:
+    """The next `size` bytes, or fewer where the other side ends first or takes longer than TOKEN_SECONDS for all."""
+    content, deadline = b"", time.monotonic() + TOKEN_SECONDS
+    connection.settimeout(_LOOK)
+    while len(content) < size and time.monotonic() < deadline:
+        try:
+            piece = connection.recv(size - len(content))
         except TimeoutError:
             check()
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    """The next `size` bytes, or fewer where the other side ends first."""
-    content = b""
-    while len(content) < size and (piece := connection.recv(size - len(content))):
+            continue
+        if not piece:
+            break
         content += piece
     return content

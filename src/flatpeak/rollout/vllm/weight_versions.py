@@ -55,7 +55,11 @@ class WeightStore(Protocol):
     """A place for new versions of the weights."""
 
     def publish(self, number: int, tag: str) -> WeightVersion:
-        """Make the weights of now a version; UserError where that fails."""
+        """Make the weights of now a version, without the tensors that are sent; UserError where that fails."""
+        ...
+
+    def tensors(self) -> Sequence[tuple[str, Tensor]]:
+        """The tensors that are sent, as they are now."""
         ...
 
     def close(self) -> None:
@@ -74,14 +78,17 @@ class WeightVersions:
         self._current: WeightVersion | None = None
 
     def current(self) -> WeightVersion:
-        """The version of the weights as they are now, published if it is new."""
+        """The version of the weights as they are now, published if it is new.
+
+        Its tensors are listed for each call and not kept: those of a sharded model are a whole copy, freed after it.
+        """
         checksums = checksums_of(self._policy.saved_weights())
         if self._current is None or checksums != self._checksums:
             number = 1 if self._current is None else self._current.number + 1
             kind = ADAPTER if self._policy.adapted else WHOLE
             self._current = self._store.publish(number, f"{kind}-{self._run}-{number:06d}")
             self._checksums = checksums
-        return self._current
+        return replace(self._current, weights=self._store.tensors())
 
     def close(self) -> None:
         """Delete the files of all versions."""
@@ -130,6 +137,10 @@ class WeightFiles:
             shutil.rmtree(self._versions.pop(0), ignore_errors=True)
         return WeightVersion(number=number, tag=tag, adapter=self._policy.adapted, path=path)
 
+    def tensors(self) -> Sequence[tuple[str, Tensor]]:
+        """No tensors: servers load the files."""
+        return ()
+
     def close(self) -> None:
         """Delete the files of all versions."""
         self._delete()
@@ -144,9 +155,12 @@ class WeightTensors:
         self._head = head
 
     def publish(self, number: int, tag: str) -> WeightVersion:
-        """List the tensors under their names."""
-        weights = self._policy.named_weights(head=self._head)
-        return WeightVersion(number=number, tag=tag, adapter=False, weights=weights)
+        """Give the version its name; nothing is written."""
+        return WeightVersion(number=number, tag=tag, adapter=False)
+
+    def tensors(self) -> Sequence[tuple[str, Tensor]]:
+        """The policy's tensors under their names."""
+        return self._policy.named_weights(head=self._head)
 
     def close(self) -> None:
         """Return at once: nothing was written."""
