@@ -316,3 +316,10 @@ def test_the_maker_of_the_processor_is_read_and_unknown_ones_are_left_to_torch(
     assert not products._is_intel()
     monkeypatch.setattr(Path, "read_text", missing)
     assert products._is_intel()
+
+
+@needs_onednn
+def test_the_gradient_of_a_weight_of_one_column_has_the_bits_of_the_product_as_it_is_written() -> None:
+    grad_TO, input_TI = normal(100, 31), normal(100, 1)
+    written = torch.ops.mkldnn._linear_pointwise(grad_TO.t(), input_TI.t(), None, "none", [], "")
+    assert torch.equal(multiply(grad_TO.t(), input_TI.t(), None), written)

@@ -72,7 +72,7 @@ def multiply(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tens
 
 
 def _copies_less_swapped(input_MK: Tensor, weight_NK: Tensor) -> bool:
-    if not _is_transposed(input_MK):
+    if not _is_transposed(input_MK) or len(weight_NK) == 1:  # a product with a vector sums in another order swapped
         return False
     (M, K), N = input_MK.shape, len(weight_NK)
     return M * N + N * K * _is_transposed(weight_NK) < M * K  # the transposed result is copied once more
