@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from support.runs import Watcher, speed_up_runs, tiny_recipe
 
 # Read when torch loads. Threads that spin while they wait make two of them far slower than one on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A suite under nohup ignores SIGHUP, and what tests start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture
