@@ -16,9 +16,9 @@ def test_a_change_of_one_bit_makes_a_new_version_and_nothing_else_does(tmp_path)
     policy = ScriptedPolicy()
     files = WeightVersions(policy, WeightFiles(policy, str(tmp_path)))
     first = files.current()
-    assert files.current() is first
+    assert files.current().tag == first.tag
     policy.weight.add_(0.25).sub_(0.25)  # written, and the same
-    assert files.current() is first
+    assert files.current().tag == first.tag
     policy.weight.copy_(torch.nextafter(policy.weight, torch.zeros(1)))
     second = files.current()
     assert (first.number, second.number) == (1, 2)
