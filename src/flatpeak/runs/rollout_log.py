@@ -25,8 +25,10 @@ def rollout_rows(
 ) -> Iterator[Row]:
     """One row per completion; `advantages` is [P][G] like `scores`. Missing numbers, and those not finite, are null."""
     for p, group in enumerate(groups):
-        for g, completion in enumerate(group.completions):
-            prompt, text, gold = redact([group.prompt.text, completion.text, group.prompt.example.gold])
+        prompt, gold, texts = redact(
+            [group.prompt.text, group.prompt.example.gold, [completion.text for completion in group.completions]]
+        )
+        for g, (completion, text) in enumerate(zip(group.completions, texts, strict=True)):
             yield {
                 "group": group.prompt.id,
                 "index": g,
