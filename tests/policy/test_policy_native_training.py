@@ -52,6 +52,7 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (training_attention, "attention"),
         (native_training, "rms_norm"),
         (native_training, "swiglu"),
+        (native_training, "gelu"),
     ):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, n=name, k=kernel: (calls.append(n), k(*given))[1])
@@ -127,6 +128,15 @@ def test_norms_mlps_and_attention_are_all_computed_and_given_back(native_calls: 
     one_pass(policy, uneven_batch(), "torch")
     assert {name: type(module) for name, module in policy.causal.named_modules()} == classes
     policy.release()
+
+
+@needs_kernels
+def test_the_gelu_of_gpt2_is_computed_too(native_calls: list[str]) -> None:
+    policy = make("gpt2", scale=1.0)
+    assert_alike(policy, uneven_batch())
+    native_calls.clear()
+    one_pass(policy, uneven_batch(), "auto")
+    assert native_calls == ["attention", "gelu"] * len(policy.trunk.h)
 
 
 @needs_kernels

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flatpeak.kernels.native import build
 from flatpeak.kernels.native.decode import Affine, ModelWeights, NativeCache, PackedModel
-from flatpeak.kernels.native.training_pass import Groups, attention, rms_norm, swiglu
+from flatpeak.kernels.native.training_pass import Groups, attention, gelu, rms_norm, swiglu
 
 MODELS = 8
 VOCABULARIES = (23, 64, 97)
@@ -117,7 +117,7 @@ def train(rng: random.Random, *, dim: int) -> None:
     states = [torch.randn(int(lengths.sum()), count, dim, requires_grad=True) for count in heads]
     attention(states, groups, dim**-0.5).square().sum().backward()
     rows, weight = torch.randn(rng.choice((1, 130)), 48, requires_grad=True), torch.randn(48, requires_grad=True)
-    swiglu(rms_norm(rows, weight, 1e-6), rows).square().sum().backward()
+    gelu(swiglu(rms_norm(rows, weight, 1e-6), rows)).square().sum().backward()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from transformers.activations import NewGELUActivation, SiLUActivation
 
 from flatpeak.errors import brief
 from flatpeak.kernels.native.build import UnavailableError, library
-from flatpeak.kernels.native.training_pass import rms_norm, swiglu
+from flatpeak.kernels.native.training_pass import gelu, rms_norm, swiglu
 from flatpeak.policy.linears import Exchanged, Head, is_watched
 from flatpeak.policy.model_settings import plain_layers, without_dropout
 from flatpeak.types import PackedCompletions
@@ -99,14 +99,14 @@ def _computed(*tensors: Tensor) -> bool:
     )
 
 
-class FusedGELU(Exchanged, NewGELUActivation):
-    """GPT-2's GELU, which transformers writes in eight passes over its input, in one of torch's own."""
+class NativeGELU(Exchanged, NewGELUActivation):
+    """GPT-2's GELU, which transformers writes in eight passes over its input."""
 
     plain = NewGELUActivation
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
-        return F.gelu(input, approximate="tanh")
+        return gelu(input) if _computed(input) else F.gelu(input, approximate="tanh")
 
 
 def make_native(model: nn.Module) -> None:
@@ -120,7 +120,7 @@ def make_native(model: nn.Module) -> None:
 @cache
 def _native_class(plain: type[nn.Module]) -> type[nn.Module] | None:
     if plain is NewGELUActivation:
-        return FusedGELU
+        return NativeGELU
     kinds = [kind for kind in KINDS if plain.__module__ == f"transformers.models.{kind}.modeling_{kind}"]
     for ending, native in (("RMSNorm", NativeNorm), ("MLP", NativeGatedMLP)):
         if kinds and plain.__name__.endswith(ending):

@@ -17,15 +17,13 @@ struct Model {
   Product head;
   const Layer* layer;
 };
-// A memory has, for each layer and key head, keys [columns / WIDTH][D][WIDTH] and then values [columns][D padded].
+// A memory has, for each layer and key head, keys [columns / WIDTH][D][WIDTH] and then values [columns][D padded to half a vector].
 struct Memory { float* base; int64_t capacity, length; };  // columns to be had; filled, the row's own token included
 struct Row { int64_t token, output; Memory shared, own; };  // output: its row of the logits, or -1; own may be null
 INLINE int64_t position(const Row& row) { return row.shared.length + row.own.length - 1; }
 
 enum Epilogue { STORE, ADD, SWIGLU, GELU };
 constexpr int CHUNK = 128, QUERIES = 4;  // rows that go through the layers together, queries that are attended together
-
-INLINE Vec gelu(Vec x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }  // the tanh approximation
 
 template <int M>
 INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float* bias, float* y, int64_t ldy, int end) {
@@ -65,18 +63,9 @@ static void multiply(const float* X, int64_t ldx, int R, int K, const Product& b
   }
 }
 
-template <class F> INLINE float total(const float* x, int n, F f) {  // sum of f(x)
-  Vec partial{};
-  int i = 0;
-  for (; i + WIDTH <= n; i += WIDTH) partial += f(load(x + i));
-  float all = sum(partial);
-  for (; i < n; i++) all += f(x[i]);
-  return all;
-}
-
 static void normalize(const float* x, Norm norm, float epsilon, int n, float* y) {
-  float mean = norm.bias ? total(x, n, [](auto v) __attribute__((always_inline)) { return v; }) / n : 0;
-  float squares = total(x, n, [&](auto v) __attribute__((always_inline)) { return (v - mean) * (v - mean); });
+  float mean = norm.bias ? total(n, [](auto v) __attribute__((always_inline)) { return v; }, x) / n : 0;
+  float squares = total(n, [&](auto v) __attribute__((always_inline)) { return (v - mean) * (v - mean); }, x);
   float factor = 1.f / std::sqrt(squares / n + epsilon);
   for (int i = 0; i < n; i++) y[i] = norm.weight[i] * ((x[i] - mean) * factor) + (norm.bias ? norm.bias[i] : 0.f);
 }
@@ -86,7 +75,7 @@ struct Pass {  // one chunk of rows on its way through the layers
   Row* rows;
   const int64_t* order;
   int count, threads;
-  int repeats = (int)(m.heads / m.kv_heads), D = (int)m.dim, Dv = (int)padded(m.dim, WIDTH);
+  int repeats = (int)(m.heads / m.kv_heads), D = (int)m.dim, Dv = (int)padded(m.dim, WIDTH / 2);
   int64_t width = padded(m.hidden, PANEL), wide = padded((m.heads + 2 * m.kv_heads) * D, PANEL);
   int64_t joined = m.heads * D, inner_width = padded(m.inner, PANEL), most = 0;  // columns of scores
   Floats x{count * width}, normed{count * width}, qkv{count * wide}, attended{count * joined}, inner{count * inner_width};

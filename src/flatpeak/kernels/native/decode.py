@@ -103,7 +103,7 @@ class PackedModel:
 
     def memory(self, count: int, columns: int) -> Tensor:
         """Uninitialized memory for the keys and values of this many tokens, `count` times: [count, floats]."""
-        per_column = self._dim + round_up(self._dim, self.width)
+        per_column = self._dim + round_up(self._dim, self.width // 2)
         heads = len(self._weights.layers) * self._weights.kv_heads
         return torch.empty(count, heads * round_up(columns, self.width) * per_column, dtype=torch.float32)
 

@@ -5,18 +5,18 @@
 constexpr int TALL = 6;  // rows of a tile of registers
 
 // acc[m][t] += sum over k < K of a[m][k] b[k][t], where rows, terms and vectors lie these steps apart.
-template <int M, int T>
-INLINE void accumulate(Vec (&acc)[M][T], const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
+template <class V, int M, int T>
+INLINE void accumulate(V (&acc)[M][T], const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
                        int64_t b_vector, int64_t K) {
   const float* rows[M];
   for (int m = 0; m < M; m++) rows[m] = a + m * a_row;
   for (int64_t k = 0; k < K; k++) {
-    Vec terms[T];
+    V terms[T];
 #pragma GCC unroll 4
-    for (int t = 0; t < T; t++) terms[t] = load(b + k * b_step + t * b_vector);
+    for (int t = 0; t < T; t++) terms[t] = load<V>(b + k * b_step + t * b_vector);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      Vec scalar = fill(rows[m][k * a_step]);
+      V scalar = rows[m][k * a_step] - V{};
 #pragma GCC unroll 4
       for (int t = 0; t < T; t++) acc[m][t] += scalar * terms[t];
     }
@@ -41,22 +41,27 @@ INLINE void score(int count, const float* queries, int64_t query_row, const floa
   });
 }
 
-// out += W V of up to Most rows of weights, for values in rows of `width` floats, a slice of TILE vectors at a time
+// out += W V of up to Most rows of weights, for values in rows of `width` floats, a number of halves of a vector
 template <int Most>
 INLINE void weigh(int count, const float* weights, int64_t weight_row, int64_t step, const float* values, int64_t stride,
                   int64_t columns, int64_t width, float* out, int64_t out_row) {
   with_count<Most>(count, [&](auto rows) __attribute__((always_inline)) {
     constexpr int Q = decltype(rows)::value;
-    for (int64_t e = 0; e < width; e += PANEL) {
-      with_count<TILE>((int)std::min<int64_t>(TILE, (width - e) / WIDTH), [&](auto T) __attribute__((always_inline)) {
-        Vec acc[Q][T.value] = {};
-        accumulate(acc, weights, weight_row, step, values + e, stride, WIDTH, columns);
-        for (int i = 0; i < Q; i++)
-          for (int t = 0; t < T.value; t++) {
-            float* to = out + i * out_row + e + WIDTH * t;
-            store(to, load(to) + acc[i][t]);
-          }
-      });
-    }
+    int64_t e = 0;
+    auto slice = [&](auto zero, auto T) __attribute__((always_inline)) {
+      using V = decltype(zero);
+      constexpr int64_t lanes = sizeof(V) / sizeof(float);
+      V acc[Q][T.value] = {};
+      accumulate(acc, weights, weight_row, step, values + e, stride, lanes, columns);
+      for (int i = 0; i < Q; i++)
+        for (int t = 0; t < T.value; t++) {
+          float* to = out + i * out_row + e + lanes * t;
+          store(to, load<V>(to) + acc[i][t]);
+        }
+      e += lanes * T.value;
+    };
+    auto whole = [&](auto T) __attribute__((always_inline)) { slice(Vec{}, T); };
+    while (width - e >= WIDTH) with_count<TILE>((int)std::min<int64_t>(TILE, (width - e) / WIDTH), whole);
+    if (e < width) slice(Half{}, std::integral_constant<int, 1>{});
   });
 }

@@ -1,9 +1,9 @@
 // What a training pass takes beside the products of linear layers, forward and backward: attention over a packed row,
-// RMSNorm, SwiGLU and rope; float32. No bit of a result depends on the number of threads: what is summed over rows of
+// RMSNorm, SwiGLU and GELU; float32. No bit of a result depends on the number of threads: what is summed over rows of
 // the batch is summed by one thread, or in blocks of rows that are as large whatever the threads.
 #include "products.h"
 
-// ---- Attention. A group is a prompt and its responses, each a segment of rows; dim is a multiple of WIDTH.
+// ---- Attention. A group is a prompt and its responses, each a segment of rows; dim is a number of halves of a vector.
 struct Segment { int64_t first, length; };
 struct Attention {
   int64_t heads, kv_heads, dim, groups;
@@ -87,8 +87,7 @@ static void attend(const Head& h, Scratch& s, float* output, float* log_sums) {
     weigh_seen(h, s.weights.get(), s.columns, count, t, h.value(h.prompt), h.value(h.own), h.a.v_row,
                output + h.result(t), h.a.heads * h.a.dim);
     for (int i = 0; i < count; i++)
-      for (int64_t d = 0; d < h.a.dim; d += WIDTH)
-        store(output + h.result(t + i) + d, load(output + h.result(t + i) + d) * inverse[i]);
+      for (int64_t d = 0; d < h.a.dim; d++) output[h.result(t + i) + d] *= inverse[i];
   }
 }
 
@@ -105,10 +104,9 @@ static void sum_over_queries(const Head& h, const float* weights, int64_t column
 
 // Weights p = exp(score - log sum) again, and d loss / d score = scale p (d p - sum over keys of p d p).
 static void differentiate_weights(const Head& h, const Gradients& g, int64_t t, int64_t columns, float* p, float* ds) {
-  Vec product{};
   const float *output = g.output + h.result(t), *gradient = g.of_output + h.result(t);
-  for (int64_t d = 0; d < h.a.dim; d += WIDTH) product += load(output + d) * load(gradient + d);
-  float mean = sum(product), log_sum = g.log_sums[(h.own.first + t) * h.a.heads + h.head];
+  float mean = total(h.a.dim, [](auto a, auto b) __attribute__((always_inline)) { return a * b; }, output, gradient);
+  float log_sum = g.log_sums[(h.own.first + t) * h.a.heads + h.head];
   for (int64_t j = 0; j < columns; j += WIDTH) {
     Vec weight = exponential(load(p + j) - log_sum);
     store(p + j, weight);
@@ -169,14 +167,13 @@ template <class F> static void each_head(const Attention& a, bool backward, int 
   }
 }
 
-// ---- RMSNorm and SwiGLU, of rows whose length is a multiple of WIDTH
+// ---- RMSNorm, SwiGLU and GELU, of rows whose length is a multiple of WIDTH
 constexpr int64_t ROWS = 128;  // rows over which a thread sums the gradient of a weight
 
 // d x = r (w d y - x r^2 mean(w d y x)) with r = 1 / sqrt(mean(x^2) + epsilon); d w += r x d y.
 static void norm_backward(const float* x, const float* w, const float* dy, float r, int64_t H, float* dx, float* dw) {
-  Vec product{};
-  for (int64_t i = 0; i < H; i += WIDTH) product += load(w + i) * load(dy + i) * load(x + i);
-  float common = sum(product) / H * r * r;
+  auto product = [](auto a, auto b, auto c) __attribute__((always_inline)) { return a * b * c; };
+  float common = total(H, product, w, dy, x) / H * r * r;
   for (int64_t i = 0; i < H; i += WIDTH) {
     store(dx + i, r * (load(w + i) * load(dy + i) - common * load(x + i)));
     store(dw + i, load(dw + i) + r * load(x + i) * load(dy + i));
@@ -197,9 +194,8 @@ void attention_backward(const Attention* a, const Gradients* g, int64_t threads)
 void rms_norm(const float* x, const float* w, int64_t S, int64_t H, float epsilon, float* y, float* r, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)
   for (int64_t s = 0; s < S; s++) {
-    Vec squares{};
-    for (int64_t i = s * H; i < (s + 1) * H; i += WIDTH) squares += load(x + i) * load(x + i);
-    r[s] = 1.f / std::sqrt(sum(squares) / H + epsilon);
+    float squares = total(H, [](auto v) __attribute__((always_inline)) { return v * v; }, x + s * H);
+    r[s] = 1.f / std::sqrt(squares / H + epsilon);
     for (int64_t i = 0; i < H; i += WIDTH) store(y + s * H + i, load(w + i) * (load(x + s * H + i) * r[s]));
   }
 }
@@ -213,21 +209,24 @@ void rms_norm_backward(const float* x, const float* w, const float* r, const flo
       norm_backward(x + s * H, w, dy + s * H, r[s], H, dx + s * H, partial + block * H);
 }
 
-void swiglu(const float* gate, const float* up, int64_t count, float* y, int64_t threads) {
+// SwiGLU x sigmoid(x) up, or where `up` is null GELU by tanh, which is x sigmoid(c (x + a x^3))
+void activation(const float* x, const float* up, int64_t count, float* y, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)
   for (int64_t i = 0; i < count; i += WIDTH) {
-    Vec g = load(gate + i);
-    store(y + i, g * sigmoid(g) * load(up + i));
+    Vec v = load(x + i);
+    store(y + i, up ? v * sigmoid(v) * load(up + i) : gelu(v));
   }
 }
 
-void swiglu_backward(const float* gate, const float* up, const float* dy, int64_t count, float* dgate, float* dup,
-                     int64_t threads) {
+void activation_backward(const float* x, const float* up, const float* dy, int64_t count, float* dx, float* dup,
+                         int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)
   for (int64_t i = 0; i < count; i += WIDTH) {
-    Vec g = load(gate + i), d = load(dy + i), s = sigmoid(g);
-    store(dgate + i, d * load(up + i) * s * (1.f + g * (1.f - s)));
-    store(dup + i, d * g * s);
+    Vec v = load(x + i), d = load(dy + i), exponent = up ? v : gelu_exponent(v);
+    Vec s = sigmoid(exponent), rest = s * exponential(-exponent);  // 1 - s, of which a difference leaves few digits
+    Vec slope = up ? fill(1.f) : GELU_FACTOR * (1.f + 3 * GELU_CUBE * v * v);
+    if (up) store(dup + i, d * v * s);
+    store(dx + i, (up ? d * load(up + i) : d) * (s + s * rest * v * slope));
   }
 }
 

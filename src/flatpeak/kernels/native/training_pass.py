@@ -1,4 +1,4 @@
-"""Attention, RMSNorm and SwiGLU of training passes by the native kernels, as functions of autograd.
+"""Attention, RMSNorm, SwiGLU and GELU of training passes by the native kernels, as functions of autograd.
 
 float32 on a CPU, differentiable once. The products of linear layers stay with kernels.matmul.
 
@@ -38,7 +38,7 @@ def attention(states: Sequence[Tensor], groups: Groups, scale: float) -> Tensor:
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, groups: Groups, scale: float) -> Tensor:
-        q, k, v = states = [_whole_vectors(each) for each in (query, key, value)]
+        q, k, v = states = [_whole_halves(each) for each in (query, key, value)]
         output, log_sums = q.new_zeros(q.shape), q.new_empty(q.shape[:2])
         call("attention", _described(states, groups, scale), output, log_sums, torch.get_num_threads())
         ctx.save_for_backward(q, k, v, output, log_sums, groups.bounds, groups.segments)
@@ -49,7 +49,7 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, log_sums, bounds, segments = ctx.saved_tensors
-        grad_output = _whole_vectors(grad_output).contiguous()
+        grad_output = _whole_halves(grad_output).contiguous()
         grads = [each.new_zeros(each.shape) for each in (q, k, v)]
         grad_q, grad_k, grad_v = grads
         gradients = record(output=output, sums=log_sums, of_output=grad_output, q=grad_q, k=grad_k, v=grad_v)
@@ -58,9 +58,9 @@ class _PackedAttention(torch.autograd.Function):
         return *(grad[..., : ctx.dim] for grad in grads), None, None
 
 
-def _whole_vectors(states: Tensor) -> Tensor:
-    """States [S, H, D] with heads side by side, and D padded with zeros to a multiple of a vector."""
-    missing = -states.shape[-1] % library().vector_width()
+def _whole_halves(states: Tensor) -> Tensor:
+    """States [S, H, D] with heads side by side, and D padded with zeros to a multiple of half a vector."""
+    missing = -states.shape[-1] % (library().vector_width() // 2)
     if missing:
         return F.pad(states, (0, missing))
     return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
@@ -114,23 +114,30 @@ class _RMSNorm(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) up, of as many numbers as are a multiple of a vector."""
-    output: Tensor = _SwiGLU.apply(gate, up)
+    output: Tensor = _Activation.apply(gate, up)
     return output
 
 
-class _SwiGLU(torch.autograd.Function):
+def gelu(states: Tensor) -> Tensor:
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, of as many numbers likewise."""
+    output: Tensor = _Activation.apply(states, None)
+    return output
+
+
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        output = torch.empty_like(gate)
-        call("swiglu", gate, up, gate.numel(), output, torch.get_num_threads())
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, states: Tensor, up: Tensor | None) -> Tensor:
+        states, up = states.contiguous(), None if up is None else up.contiguous()
+        output = torch.empty_like(states)
+        call("activation", states, up, states.numel(), output, torch.get_num_threads())
+        ctx.save_for_backward(states, up)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grads = torch.empty_like(gate), torch.empty_like(up)
-        call("swiglu_backward", gate, up, grad_output.contiguous(), gate.numel(), *grads, torch.get_num_threads())
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor | None]:
+        states, up = ctx.saved_tensors
+        grads = torch.empty_like(states), None if up is None else torch.empty_like(up)
+        given = (states, up, grad_output.contiguous(), states.numel())
+        call("activation_backward", *given, *grads, torch.get_num_threads())
         return grads

@@ -18,7 +18,7 @@ constexpr int WIDTH = 4, TILE = 4;
 constexpr int PANEL = WIDTH * TILE;  // columns of a panel of a packed weight
 
 typedef float Vec __attribute__((vector_size(4 * WIDTH)));
-typedef float Loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float Half __attribute__((vector_size(2 * WIDTH)));  // for rows of an odd number of halves
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 struct Floats {  // uninitialized memory
   std::unique_ptr<float[]> memory;
@@ -27,8 +27,12 @@ struct Floats {  // uninitialized memory
 };
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE Vec load(const float* p) { return *(const Loose*)p; }
-INLINE void store(float* p, Vec v) { *(Loose*)p = v; }
+template <class V = Vec> INLINE V load(const float* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V> INLINE void store(float* p, V v) { memcpy(p, &v, sizeof v); }
 INLINE Vec fill(float a) { return a - Vec{}; }  // 0 + a would be an addition: it makes 0 of -0
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 INLINE int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -41,6 +45,14 @@ template <class F> INLINE float fold(Vec a, F f) {  // halves onto halves: a fix
   return part[0];
 }
 INLINE float sum(Vec a) { return fold(a, [](float x, float y) { return x + y; }); }
+template <class F, class... Pointers> INLINE float total(int64_t n, F f, Pointers... x) {  // sum of f(x[i] ...)
+  Vec partial{};
+  int64_t i = 0;
+  for (; i + WIDTH <= n; i += WIDTH) partial += f(load(x + i)...);
+  float all = sum(partial);
+  for (; i < n; i++) all += f(x[i]...);
+  return all;
+}
 INLINE float largest(Vec a) { return fold(a, [](float x, float y) { return x > y ? x : y; }); }
 
 INLINE Ints lanes() {  // 0, 1, 2, ...
@@ -83,7 +95,11 @@ INLINE Softmax exponentials(float* x, int64_t n, float factor) {
   return {best[0], sum(total)};
 }
 
-INLINE Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }
+INLINE Vec sigmoid(Vec x) { return x < fill(-87.3f) ? Vec{} : 1.f / (1.f + exponential(-x)); }
+
+constexpr float GELU_FACTOR = 1.5957691216f, GELU_CUBE = 0.044715f;  // 2 sqrt(2 / pi): GELU is x sigmoid(exponent)
+INLINE Vec gelu_exponent(Vec x) { return GELU_FACTOR * (x + GELU_CUBE * x * x * x); }
+INLINE Vec gelu(Vec x) { return x * sigmoid(gelu_exponent(x)); }
 
 // f(std::integral_constant<int, n>) for n in 1 ... Most, so that loops over n can be unrolled.
 template <int Most, class F> INLINE void with_count(int n, F f) {
