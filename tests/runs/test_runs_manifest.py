@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +91,18 @@ def test_the_manifest_and_the_report_name_what_draws_the_rollouts(
 def test_the_command_in_the_manifest_has_no_secret_values() -> None:
     start = describe_start(["flatpeak", "train", "rewards.f={arguments: {api_key: plain-value}}"])
     assert start["command"] == ["flatpeak", "train", "rewards.f={arguments: {api_key: [redacted]}}"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "name"),
+    [
+        (
+            "processor : 0\ncpu family : 25\nmodel : 17\nmodel name : AMD EPYC\n\nprocessor : 1\n",
+            "AMD EPYC (family 25, model 17)",
+        ),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\nCPU part\t: 0xd0c\n", platform.processor() or platform.machine()),
+    ],
+)
+def test_a_processor_is_named_with_its_generation(listed: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: listed if path.name == "cpuinfo" else "")
+    assert describe_start([])["hardware"]["cpu"] == name

@@ -121,12 +121,14 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    """The processor's name, and its family and model: virtual machines often leave the generation out of the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
 
 
 def check_resumable(
