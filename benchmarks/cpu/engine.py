@@ -3,9 +3,9 @@
     python -m benchmarks.cpu.engine --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
 
 flatpeak decodes by native kernels where it can, named below the table as the decoder; "flatpeak, torch" does without.
-Each contender is a process of its own with one thread, or as many as are named, which draws a step's completions when
-it is its turn. All keep
-to the same weights, prompts, limits and plain sampling at temperature 1. flatpeak and vLLM return the log-probability
+Each contender is a process of its own with one thread, or as many as the row names, which draws a step's completions
+when it is its turn. All keep to the same weights, prompts, limits and plain sampling at temperature 1. flatpeak and
+vLLM return the log-probability
 of every token, as training needs; transformers does not, and so is spared that. flatpeak returns text too. vLLM
 compiles the model, or does not ("eager"); what it reserves when it loads (1 GiB of cache) is not in its peak. It runs
 in the Python that FLATPEAK_VLLM_PYTHON names, or in .venv-vllm; without either it is left out.
@@ -26,15 +26,14 @@ from benchmarks.harness.workloads import Workload, workload
 from flatpeak.policy.native_decoding import TORCH
 
 ROWS = {
-    f"{size}, {lengths}": (size, lengths)
+    f"{size}, {lengths}": (size, lengths, 1)
     for size in ("1M", "7M", "45M")
     for lengths in ("skewed", "uniform, long prompts", "uniform, short prompts")
     if size != "45M" or lengths == "skewed"
-}
+} | {f"{size}, skewed, 2 threads": (size, "skewed", 2) for size in ("1M", "7M")}
+"""Name: size, lengths and the threads of each contender."""
 KERNELS = {"flatpeak": "auto", "flatpeak, torch": "torch"}
 """Contender: FLATPEAK_KERNELS."""
-THREADED = {f"{contender}, 2 threads": kernels for contender, kernels in KERNELS.items()}
-"""The same with two threads, in rows of skewed lengths."""
 TRANSFORMERS = ("transformers generate", "transformers generate_batch")
 VLLM = {"vLLM": False, "vLLM eager": True}
 """Contender: whether vLLM is kept from compiling the model."""
@@ -63,12 +62,12 @@ def vllm_python() -> Path | None:
 
 def measure(run: Run, name: str) -> Row:
     """Measure all contenders on one workload."""
-    size, lengths = ROWS[name]
+    size, lengths, threads = ROWS[name]
     work = workload(size, lengths)
     with model_directory(run, name) as model:
         save_model(work, model)
         measurements, failures, reported = measure_in_turn(
-            contenders(run, work, model), uncounted=UNCOUNTED, repeats=run.repeats, say=say
+            contenders(run, work, model, threads), uncounted=UNCOUNTED, repeats=run.repeats, say=say
         )
     versions = {
         key: value for facts in reported.values() for key, value in facts.items() if key in REPORTED and value != TORCH
@@ -76,19 +75,18 @@ def measure(run: Run, name: str) -> Row:
     return {"workload": asdict(work), "contenders": measurements, "failures": failures, "reported": versions}
 
 
-def contenders(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
+def contenders(run: Run, work: Workload, model: Path, threads: int) -> dict[str, Callable[[], Worker]]:
     """Worker starters by contender. Continuous batching, always the slowest, is shown at the smallest size only."""
-    arguments = {"workload": asdict(work), "model": str(model)}
+    arguments = {"workload": asdict(work), "model": str(model), "threads": threads}
     starts: dict[str, Callable[[], Worker]] = {}
-    kernels = KERNELS | THREADED if work.lengths == "skewed" else KERNELS
-    for contender in (*kernels, *TRANSFORMERS):
+    for contender in (*KERNELS, *TRANSFORMERS):
         if contender != "transformers generate_batch" or work.size == "1M":
             starts[contender] = partial(
                 Worker,
                 "benchmarks.cpu.engine_worker",
-                {**arguments, "contender": contender.partition(",")[0], "threads": 1 + (contender in THREADED)},
-                log=run.log(contender, work.size, work.lengths),
-                environment={"FLATPEAK_KERNELS": kernels[contender]} if contender in kernels else None,
+                {**arguments, "contender": contender.partition(",")[0]},
+                log=run.log(contender, work.size, work.lengths, str(threads)),
+                environment={"FLATPEAK_KERNELS": KERNELS[contender]} if contender in KERNELS else None,
             )
     python = vllm_python()
     if python is None:
@@ -99,9 +97,9 @@ def contenders(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], 
             Worker,
             "benchmarks.cpu.vllm_worker",
             {**arguments, "eager": eager},
-            log=run.log(contender, work.size, work.lengths),
+            log=run.log(contender, work.size, work.lengths, str(threads)),
             python=str(python),
-            environment={**VLLM_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+            environment={**VLLM_ENVIRONMENT, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)},
         )
     return starts
 

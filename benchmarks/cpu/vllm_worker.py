@@ -18,7 +18,7 @@ def main() -> None:
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments["threads"])
     engine = LLM(
         model=arguments["model"],
         dtype="float32",

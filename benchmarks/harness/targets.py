@@ -11,9 +11,9 @@ def engine_target(row: str, contender: str) -> Target | None:
     if contender == "vLLM":
         skewed = {"1M": Target(must=3, aim=4.5), "7M": Target(must=1.7, aim=2.4)}
         uniform = {"1M": Target(must=2.5, aim=2.5), "7M": Target(must=1.6, aim=1.6)}
-        return (skewed if lengths == "skewed" else uniform).get(size)
+        return (skewed if lengths.startswith("skewed") else uniform).get(size)
     if contender == "transformers generate":
-        return Target(must=3, aim=5) if lengths == "skewed" else Target(must=1.2, aim=1.5)
+        return Target(must=3, aim=5) if lengths.startswith("skewed") else Target(must=1.2, aim=1.5)
     return None
 
 
