@@ -385,6 +385,53 @@ def test_a_trainer_that_a_server_cannot_reach_is_an_error_at_the_start(sample, b
         sample(server)
 
 
+def test_a_server_that_does_not_count_its_workers_is_refused_at_the_start(sample):
+    fault = Fault(status=404, body=b'{"detail": "Not Found"}')
+    with (
+        VLLMServer(lambda call: fault if call.path == "/get_world_size" else None, transfer=SOCKETS) as server,
+        pytest.raises(UserError, match=r"how many workers.*Not Found.*flatpeak serve.*rollout\.engine\.sync=reload"),
+    ):
+        sample(server)
+
+
+def test_a_trainer_that_cannot_listen_says_what_else_there_is(sample, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with (
+        VLLMServer(transfer=SOCKETS) as server,
+        pytest.raises(UserError, match=r"Too many open files\): set rollout\.engine\.sync=reload"),
+    ):
+        sample(server)
+
+
+def test_a_connection_that_cannot_be_taken_is_a_transfer_that_broke_off(sample, monkeypatch):
+    accept, failures = socket.socket.accept, [OSError(24, "Too many open files")]
+
+    def fail_once(listener: socket.socket) -> Any:
+        if listener.gettimeout() == socket_channel._LOOK and failures and sampler:
+            raise failures.pop()
+        return accept(listener)
+
+    sampler: list[VLLMSampler] = []
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    with VLLMServer(transfer=SOCKETS) as server:
+        sampler.append(sample(server))
+        assert logprobs(draw(sampler[0])) == {-0.5}
+        assert failures == []
+        assert server.paths().count("/init_weight_transfer_engine") == 2
+
+
+def test_an_answer_before_the_weights_were_taken_ends_the_transfer(sample):
+    fault = Fault(status=200, body=b"{}")
+    with VLLMServer(fails_once("/update_weights", fault), transfer=SOCKETS) as server:
+        started = time.monotonic()
+        assert logprobs(draw(sample(server, timeout=60.0))) == {-0.5}
+        assert time.monotonic() - started < 30
+        assert server.paths().count("/update_weights") == 2
+
+
 def test_an_address_of_the_trainer_that_leads_nowhere_is_refused_at_the_start(sample, monkeypatch):
     with VLLMServer(transfer=SOCKETS) as server, socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -69,13 +69,17 @@ class SocketChannel:
         """The connection of a worker; those without the token are dropped."""
         while True:
             check()
-            with suppress(TimeoutError):
+            try:
                 connection, _ = self._listener.accept()
-                with suppress(OSError):
-                    if hmac.compare_digest(_read(connection, len(self._token), check), self._token.encode()):
-                        connection.settimeout(_LOOK)
-                        return connection
-                connection.close()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise LostAnswerError(f"no worker of the server can connect ({brief(error)})") from error
+            with suppress(OSError):
+                if hmac.compare_digest(_read(connection, len(self._token), check), self._token.encode()):
+                    connection.settimeout(_LOOK)
+                    return connection
+            connection.close()
 
 
 def bytes_of(weight: Tensor) -> Any:

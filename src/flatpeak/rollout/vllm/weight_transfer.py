@@ -15,12 +15,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, brief
 from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError, ServerError, StatusError
 from flatpeak.rollout.vllm.nccl_channel import NCCLChannel
 from flatpeak.rollout.vllm.socket_channel import SocketChannel
 
-INSTEAD: Final = "or set rollout.engine.sync=reload"
+RELOAD: Final = "set rollout.engine.sync=reload"
+INSTEAD: Final = f"or {RELOAD}"
 NCCL_DEVICE: Final = "cuda"
 GRACE: Final = 5.0
 """Seconds that a server has to say why a transfer broke off."""
@@ -81,13 +82,20 @@ class WeightTransfer:
         """Meet the server's workers, if that has not happened."""
         if self._channel is not None:
             return self._channel
-        answer = self._client.get("/get_world_size")
+        try:
+            answer = self._client.get("/get_world_size")
+        except StatusError as error:
+            text = f"it does not say how many workers it has ({error.text}): start it with flatpeak serve, {INSTEAD}"
+            raise StatusError(error.status, text, retry_after=error.retry_after) from error
         workers = answer.get("world_size") if isinstance(answer, Mapping) else None
         if type(workers) is not int or workers < 1:
             raise TransferError(f"the server has {workers} workers")
         with suppress(StatusError):  # of a trainer before, which may have vanished
             self._client.post("/shutdown_weight_transfer_engine")
-        channel = self._channel = self._make(workers)
+        try:
+            channel = self._channel = self._make(workers)
+        except OSError as error:
+            raise UserError(f"{self._client.url}: its workers cannot be met ({brief(error)}): {RELOAD}") from error
         try:
             self._together("/init_weight_transfer_engine", {"init_info": dict(channel.init_info())}, channel.join)
         except StatusError as error:
@@ -128,10 +136,16 @@ class WeightTransfer:
             answer = thread.submit(self._client.post, path, body)
 
             def check() -> None:
+                nonlocal deadline
                 if answer.done():
                     answer.result()
+                    deadline = min(
+                        deadline, time.monotonic() + GRACE
+                    )  # workers may have connected, and not be heard yet
                 if time.monotonic() > deadline:
-                    raise TransferError(f"a transfer of weights was not over after {self._timeout:g} s")
+                    early = f"{path} was answered before the weights were taken"
+                    late = f"a transfer of weights was not over after {self._timeout:g} s"
+                    raise TransferError(early if answer.done() else late)
 
             try:
                 act(check)
