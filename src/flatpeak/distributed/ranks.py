@@ -39,7 +39,7 @@ PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent dies."""
 BUCKET = 2**24
 """Numbers that one collective averages."""
-_BACKENDS_WORDS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe")
+_BACKENDS_WORDS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|clients joined")
 ALIKE_SECONDS = 5.0
 """Seconds in which all ranks have to come to an error that they raise alike."""
 SAME_SIGNAL_SECONDS = 2.0
@@ -321,7 +321,8 @@ def _start_group() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
     stop_with_launcher()
-    dist.init_process_group(backend, timeout=PATIENCE)
+    with lost_ranks_named():
+        dist.init_process_group(backend, timeout=PATIENCE)
 
 
 def stop_with_launcher() -> None:
