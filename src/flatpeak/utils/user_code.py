@@ -19,6 +19,8 @@ USER_FILE: Final = "flatpeak_user_"
 """Prefix of the module names of the user's files: such a module cannot be imported by name, but run from its file."""
 
 
+_DIGEST: Final = "__flatpeak_digest__"
+"""The attribute of a loaded file with the digest of its text."""
 FROM_PYTHON: Final = "python:"
 """Prefix of the reference to a function that a Python caller gave, as a run's recipe has it."""
 
@@ -61,17 +63,22 @@ def load_object(reference: str, *, where: str) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """The file as a module; a UserError if it is not there or fails."""
+    """The file as a module; a UserError if it is not there or fails. It is run anew where its text has changed."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UserError(f"there is no file {path}: give a path that exists, relative to {Path.cwd()} or absolute")
     name = f"{USER_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
+    try:
+        digest = _digest(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot run {path}: {one_line(error)}") from error
+    if name in sys.modules and getattr(sys.modules[name], _DIGEST) == digest:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     _make_importable(path.parent)
+    setattr(module, _DIGEST, digest)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:
         spec.loader.exec_module(module)
@@ -106,7 +113,7 @@ def source_digest(function: object) -> str | None:
         text = inspect.getsource(function)  # type: ignore[arg-type]
     except (OSError, TypeError):
         return None
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return _digest(text.encode("utf-8", "surrogatepass"))
 
 
 def file_digest(reference: str) -> str | None:
@@ -117,9 +124,13 @@ def file_digest(reference: str) -> str | None:
     source = reference.rpartition(":")[0]
     file = source if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
     try:
-        return hashlib.sha256(Path(str(file)).expanduser().read_bytes()).hexdigest()[:16] if file else None
+        return _digest(Path(str(file)).expanduser().read_bytes()) if file else None
     except OSError:
         return None
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def user_files() -> dict[str, str]:
