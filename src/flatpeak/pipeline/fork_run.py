@@ -196,7 +196,9 @@ def copy_run(
         recipe = redact(json.loads(json.dumps(resolved)))
         changed = changes(before.model_dump(mode="json"), resolved)
         forked = {"run": str(source.path.absolute()), "step": origin.step, "changed": changed}
-        code = last_code(json.loads(source.manifest.read_text(encoding="utf-8")))
+        # Another function is a change of the recipe, and none of the function's code.
+        before_code = last_code(json.loads(source.manifest.read_text(encoding="utf-8")))
+        code = {key: digest for key, digest in before_code.items() if key not in changed}
         manifest = redact(describe_start(command, code=code) | {"forked": forked})
         paths = RunPaths(temporary)
         paths.config.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
