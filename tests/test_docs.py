@@ -22,6 +22,9 @@ from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
+from flatpeak.training.advantage_function import make_advantages
+from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
+from flatpeak.training.loss_function import make_objective
 from flatpeak.training.peak_memory import ProcessPeak
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from support.recipes import unsaid
@@ -201,7 +204,12 @@ def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str) -> N
     else:
         names: dict[str, Any] = {}
         exec(block, names)
-        assert names["report"].penalty_ratio == pytest.approx(3)
+        if "spo" in names:  # the functions of docs/algorithms.md
+            objective = ObjectiveConfig(loss="python:spo", arguments={"epsilon": 0.1})
+            assert not make_objective(objective, KLConfig(), own=names["spo"]).needs_all_tokens
+            assert make_advantages(AdvantageConfig(function="python:max_rl"), own=names["max_rl"]).own is not None
+        else:
+            assert names["report"].penalty_ratio == pytest.approx(3)
 
 
 def test_the_command_of_the_custom_task_parses() -> None:

@@ -23,8 +23,9 @@ import torch
 from benchmarks.cpu.gradreg import NoRecorder, build_trainer
 from benchmarks.harness.runner import Row, Run, main, say
 from flatpeak.config.load import parse_config
-from flatpeak.pipeline.build import CallerObjects, Components, build_components
+from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.progress import SilentProgress
+from flatpeak.pipeline.user_objects import CallerObjects
 from flatpeak.rollout.ahead import RolloutsAhead
 
 SIZES: dict[str, dict[str, int]] = {

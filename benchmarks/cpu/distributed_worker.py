@@ -20,9 +20,10 @@ from benchmarks.harness.collectives import CountedCollectives, Traffic
 from benchmarks.harness.worker_process import Meter, ParentPipe
 from flatpeak.config.load import parse_config
 from flatpeak.distributed.ranks import Ranks, open_ranks
-from flatpeak.pipeline.build import CallerObjects, build_components
+from flatpeak.pipeline.build import build_components
 from flatpeak.pipeline.progress import SilentProgress
 from flatpeak.pipeline.shared_components import share_components
+from flatpeak.pipeline.user_objects import CallerObjects
 from flatpeak.training.trainer import Trainer
 
 COUNTED = 1

@@ -25,11 +25,11 @@ from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.pipeline.build import CallerObjects, Components, build_components
+from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.progress import SilentProgress
+from flatpeak.pipeline.user_objects import CallerObjects
 from flatpeak.runs.manifest import describe_start
 from flatpeak.training.learner import Learner, seeded
-from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import LIKELIHOOD, demonstration_batch
 from flatpeak.training.trainer import Trainer, TrainerConfig
@@ -107,7 +107,7 @@ def build_trainer(components: Components, config: RunConfig, recorder: Any, *, r
     """The trainer of a run of this recipe."""
     learner = build_learner(
         components.policy,
-        Objective(config=config.objective, kl=config.kl),
+        components.algorithm.objective,
         config.optimizer,
         config.gradient_regularization,
         temperature=config.rollout.temperature,
@@ -117,12 +117,11 @@ def build_trainer(components: Components, config: RunConfig, recorder: Any, *, r
     )
     return Trainer(
         learner,
+        advantages=components.algorithm.advantages,
         sampler=components.sampler,
         phases=components.phases,
         reference=None,
-        config=TrainerConfig(
-            seed=config.run.seed, rollout=config.rollout, advantage=config.advantage, training=config.training
-        ),
+        config=TrainerConfig(seed=config.run.seed, rollout=config.rollout, training=config.training),
         recorder=recorder,
     )
 

@@ -341,7 +341,8 @@ def test_a_mapping_extends_recipes_like_a_file(shipped, tmp_path, monkeypatch):
         (
             {"objective": {"loss": "cliped_surrogate"}},
             "objective.loss=cliped_surrogate: did you mean clipped_surrogate? allowed values are "
-            + ", ".join(get_args(PolicyLossName)),
+            + ", ".join(get_args(PolicyLossName))
+            + ", or a function: file.py:name",
         ),
         (
             {"task": {"type": "rows", "train": "x.jsonl"}},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flatpeak.config.load import load_recipe, merge, parse_config, shipped_recipes
+from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_config, shipped_recipes
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.training.config import ObjectiveConfig
@@ -284,3 +284,40 @@ def test_a_buffer_over_half_the_limit_is_announced(
         "reward; a quarter of the limit is 1"
     )
     assert (notice in seen.notices) == announced
+
+
+@pytest.mark.parametrize(
+    ("chosen", "unused"),
+    [
+        ({"objective": {"loss": "policy_gradient"}}, "objective.clip_low"),
+        ({"objective": {"loss": "truncated_policy_gradient"}}, "objective.dual_clip"),
+    ],
+)
+def test_a_recipe_that_a_run_kept_before_there_were_functions_of_ones_own_is_read(
+    chosen: dict[str, Any], unused: str
+) -> None:
+    resolved = parse_config(chosen).model_dump(mode="json")
+    for section, names in (("objective", ("arguments",)), ("advantage", ("function", "arguments"))):
+        for name in names:
+            del resolved[section][name]
+    section, name = unused.split(".")
+    assert name in resolved[section]
+    assert parse_config(resolved) == parse_config(chosen)
+
+
+def test_a_loss_of_ones_own_may_read_every_coefficient_and_keeps_inherited_ones() -> None:
+    settings = {"clip_low": 0.1, "clip_high": 0.3, "cap": 2.0, "dual_clip": 3.0, "ratio": "sequence"}
+    config = parse_config({"objective": {"loss": "mine.py:loss", **settings}})
+    assert {name: getattr(config.objective, name) for name in settings} == settings
+    inherited = apply_overrides(load_recipe("flatpeak:algorithms/dapo"), ["objective.loss=mine.py:loss"])
+    assert parse_config(inherited).objective.clip_high == 0.28
+
+
+def test_a_function_takes_the_place_of_an_inherited_scale_and_gives_way_to_it() -> None:
+    function = apply_overrides(load_recipe("flatpeak:algorithms/dr_grpo"), ["advantage.function=mine.py:f"])
+    assert "scale" not in function["advantage"]
+    with pytest.raises(UserError, match=r"advantage\.scale=none has no effect with advantage\.function=mine\.py:f"):
+        parse_config(apply_overrides(function, ["advantage.scale=none"]))
+    function["advantage"]["arguments"] = {"q": 1}
+    back = parse_config(apply_overrides(function, ["advantage.function=null", "advantage.scale=none"]))
+    assert (back.advantage.scale, back.advantage.arguments) == ("none", {})

@@ -36,6 +36,7 @@ def test_the_public_list_is_exactly_this():
         *losses.__all__,
         *sampler_correction.__all__,
         "PairedDifference",
+        "PolicyLoss",
         "Eigenvalue",
     }
 

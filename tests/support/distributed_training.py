@@ -21,6 +21,7 @@ from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.reference import snapshot
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
+from flatpeak.training.advantage_function import Advantages
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import seeded
@@ -171,13 +172,13 @@ def make_trainer(case: Case, ranks: Ranks) -> Trainer:
     stream = Stream(items=tuple(group.prompt for group in groups), seed=0)
     return Trainer(
         learner,
+        advantages=Advantages(config=AdvantageConfig(**case.advantage)),
         sampler=SameGroups(groups),
         phases=(Phase(task="fixed", prompts=stream, reward=reward, accuracy="correctness"),),
         reference=reference,
         config=TrainerConfig(
             seed=0,
             rollout=RolloutConfig(prompts_per_step=len(groups), group_size=4, max_new_tokens=LIMIT),
-            advantage=AdvantageConfig(**case.advantage),
             training=training,
         ),
         recorder=NoRecorder(),  # type: ignore[arg-type]

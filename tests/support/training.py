@@ -12,6 +12,7 @@ from torch import Tensor
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
+from flatpeak.training.advantage_function import Advantages
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import Learner
@@ -147,10 +148,11 @@ def make_trainer(
     )
     return Trainer(
         learner,
+        advantages=Advantages(config=advantage or AdvantageConfig()),
         sampler=FixedSampler(groups),
         phases=(phase,),
         reference=reference,
-        config=TrainerConfig(seed=0, rollout=rollout, advantage=advantage or AdvantageConfig(), training=training),
+        config=TrainerConfig(seed=0, rollout=rollout, training=training),
         recorder=NoRecorder(),  # type: ignore[arg-type]
     )
 

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flatpeak.functional import top_eigenvalue
 from flatpeak.gradreg.directions import exact_curvature
 from flatpeak.policy.model import Policy
+from flatpeak.training.advantage_function import Advantages
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
 from flatpeak.training.sampled_loss import SampledLoss
@@ -41,7 +42,7 @@ def sampled_loss(policy: Policy, **objective: object) -> SampledLoss:
     return SampledLoss(
         policy=policy,
         objective=Objective(config=config, kl=KLConfig(coefficient=0.5)),
-        advantage=AdvantageConfig(scale="none"),
+        advantages=Advantages(config=AdvantageConfig(scale="none")),
         temperature=1.0,
         max_new_tokens=LIMIT,
         micro_batch_tokens=12,

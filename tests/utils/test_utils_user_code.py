@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.utils.user_code import load_function
+from flatpeak.utils.user_code import file_digest, load_function, source_digest
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +110,32 @@ def test_a_file_of_the_user_does_not_hide_the_standard_library(tmp_path):
     write(tmp_path / "colorsys.py", "mine = True")
     write(tmp_path / "graders.py", "import colorsys\ndef f(completion): return hasattr(colorsys, 'mine')")
     assert load_function("graders.py:f")("x") is False
+
+
+def test_a_file_is_run_anew_once_its_text_has_changed(tmp_path):
+    file = write(tmp_path / "graders.py", "def short(completion): return 1")
+    first = load_function("graders.py:short")
+    digest = file_digest("graders.py:short")
+    assert load_function("graders.py:short") is first
+    write(file, "def short(completion): return 2  # longer: bytecode is kept by time and size")
+    assert load_function("graders.py:short")("x") == 2
+    assert first("x") == 1
+    assert (digest, file_digest("graders.py:short")) == (
+        "4fb895ffa25d0fa8",
+        file_digest(f"{file}:another"),
+    )
+    assert file_digest("graders.py:short") != digest
+
+
+def test_a_function_without_a_file_has_no_digest(tmp_path):
+    assert file_digest("builtins:len") is None
+    assert file_digest("gone.py:short") is None
+    assert source_digest(len) is None
+    assert source_digest(partial(write, "x")) == source_digest(write)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    file = write(tmp_path / "graders.py", "")
+    monkeypatch.setattr(type(file), "read_bytes", lambda path: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    with pytest.raises(UserError, match=r"cannot run .*graders\.py: PermissionError: .*denied"):
+        load_function("graders.py:short")

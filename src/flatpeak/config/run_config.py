@@ -61,11 +61,18 @@ class RunConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if self.rollout.group_size < 2 and self.advantage.baseline != "none":
+        advantage = self.advantage
+        if self.rollout.group_size < 2 and advantage.baseline != "none" and advantage.function is None:
             raise ValueError(
-                f"rollout.group_size={self.rollout.group_size} with advantage.baseline={self.advantage.baseline}: "
+                f"rollout.group_size={self.rollout.group_size} with advantage.baseline={advantage.baseline}: "
                 "a group baseline needs at least 2 completions; raise rollout.group_size or set "
                 "advantage.baseline=none and advantage.scale=none"
+            )
+        if self.rollout.group_size < 2 and self.training.dynamic_sampling.max_resamples:
+            raise ValueError(
+                f"rollout.group_size={self.rollout.group_size} with training.dynamic_sampling.max_resamples="
+                f"{self.training.dynamic_sampling.max_resamples}: one completion is a group of equal rewards, which "
+                "dynamic sampling replaces; raise rollout.group_size, or set training.dynamic_sampling.max_resamples=0"
             )
         self._check_minibatches()
         buffer, limit = self.objective.overlong_buffer, self.rollout.max_new_tokens
@@ -129,8 +136,8 @@ class RunConfig(StrictConfig):
             raise ValueError(sharpness.refusal_of(judges[0]))
         if sharpness.eigenvalue and sharpness.samples < 2 and self.advantage.baseline != "none":
             raise ValueError(
-                f"evaluation.sharpness.eigenvalue with samples=1 and advantage.baseline={self.advantage.baseline}: a "
-                "group baseline needs at least 2 completions; raise evaluation.sharpness.samples"
+                "evaluation.sharpness.eigenvalue with samples=1: advantages within a group need at least 2 "
+                "completions; raise evaluation.sharpness.samples"
             )
         return self
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatpeak.training.config import LOSS_SETTINGS
+from flatpeak.training.config import LOSS_SETTINGS, is_reference
 from flatpeak.utils.schema import StrictConfig
 
+ADDED_SETTINGS = frozenset({"function", "arguments"})
+"""Settings that recipes of earlier runs do not have, which name all others of `objective` and `advantage`."""
 Get = Callable[[str], Any]
 """The value of a dotted key; None where there is none."""
 
@@ -103,11 +105,11 @@ def _preferences(section: str) -> tuple[Rule, ...]:
 
 
 def _coefficient(setting: str) -> Rule:
-    """A coefficient of the objective, which some losses read and others do not."""
+    """A coefficient of the objective, which some losses read and others do not; one of the user's may read any."""
     readers = [loss for loss, settings in LOSS_SETTINGS.items() if setting in settings]
     return Rule(
         choice="objective.loss",
-        applies=lambda loss: loss not in readers,
+        applies=lambda loss: loss not in readers and not is_reference(str(loss)),
         settings=(f"objective.{setting}",),
         instead=f"objective.loss={' or '.join(readers)}",
     )
@@ -123,6 +125,12 @@ RULES = (
         settings=("objective.ratio",),
         instead="a loss with an importance ratio",
         unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") != "reward",
+    ),
+    Rule(
+        choice="objective.loss",
+        applies=lambda loss: loss in LOSS_SETTINGS,
+        settings=("objective.arguments",),
+        instead="objective.loss=file.py:function",
     ),
     Rule(
         choice="objective.sampler_correction.type",
@@ -141,6 +149,18 @@ RULES = (
         applies=lambda baseline: baseline == "none",
         settings=("training.dynamic_sampling.max_resamples",),
         instead="advantage.baseline=mean",
+    ),
+    Rule(
+        choice="advantage.function",
+        applies=lambda function: function is not None,
+        settings=("advantage.baseline", "advantage.scale", "advantage.eps"),
+        instead="advantage.function=null",
+    ),
+    Rule(
+        choice="advantage.function",
+        applies=lambda function: function is None,
+        settings=("advantage.arguments",),
+        instead="advantage.function=file.py:function",
     ),
     Rule(
         choice="evaluation.choices",
@@ -202,10 +222,11 @@ def without_superseded(merged: Mapping[str, Any], delta: Mapping[str, Any]) -> d
 def explicit_settings(section: StrictConfig, *names: str) -> Iterator[str]:
     """The settings of a section that the recipe chooses explicitly, out of `names`.
 
-    A resolved recipe, as a run keeps it, names all settings of a section; a default there counts as no choice.
+    A resolved recipe, as a run keeps it, names all settings of a section; a default there counts as no choice. Runs of
+    an earlier version have not written those that were added since.
     """
     fields = type(section).model_fields
-    resolved = section.model_fields_set == fields.keys()
+    resolved = fields.keys() - section.model_fields_set <= ADDED_SETTINGS
     for name in names:
         default = fields[name].get_default(call_default_factory=True)
         if name in section.model_fields_set and not (resolved and getattr(section, name) == default):

@@ -166,10 +166,10 @@ def run_job(job: Job) -> Outcome:
 
 def _train(job: Job) -> bool:
     """Train, from where an earlier start was left; returns whether a signal stopped it."""
-    from flatpeak.pipeline.build import CallerObjects  # here: all of them load torch
-    from flatpeak.pipeline.lifecycle import RunRequest
+    from flatpeak.pipeline.lifecycle import RunRequest  # here: all of them load torch
     from flatpeak.pipeline.train import run_stages
     from flatpeak.pipeline.train_reward_model import run_reward_model
+    from flatpeak.pipeline.user_objects import CallerObjects
 
     request = RunRequest(
         recipe=parse_config(job["recipe"]),

@@ -164,10 +164,13 @@ class PolicyLoss:
     """A loss that a recipe can choose, called the same way as all others."""
 
     value: TokenFunction
+    """The loss of each token, of that token's own values alone: batches are split anywhere between completions."""
     clipped: TokenFunction = _never_clipped
     """bool: tokens whose gradient the clip takes away or, for CISPO, caps."""
     with_curvature: TokenFunction | None = None
     """A loss of the same gradient with a meaningful second derivative, where `value` detaches the ratio."""
+    all_tokens: bool = False
+    """Whether a token of advantage 0 can have a gradient too, so that it must not be left out of the passes."""
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

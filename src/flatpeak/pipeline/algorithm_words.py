@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from flatpeak.config.run_config import RunConfig
-from flatpeak.training.config import LOSS_SETTINGS, OptimizerConfig
+from flatpeak.training.config import LOSS_SETTINGS, AdvantageConfig, OptimizerConfig, is_reference
 
 PRESETS: Final = {
     ("mean", "std", "token", "clipped_surrogate", "sequence_mean"): "GRPO",
@@ -45,6 +46,8 @@ _TRUNCATED: Final = {
 def algorithm_name(config: RunConfig) -> str:
     """The name of the published algorithm that a recipe's objective is, else `policy gradient`."""
     objective, advantage = config.objective, config.advantage
+    if is_reference(objective.loss) or advantage.function is not None:
+        return "policy gradient"
     ratio = objective.ratio if "ratio" in LOSS_SETTINGS[objective.loss] else None
     key = (advantage.baseline, advantage.scale, ratio, objective.loss, objective.normalization)
     if key == ("mean", "std", "token", "clipped_surrogate", "token_mean"):
@@ -62,7 +65,7 @@ def describe_rl(config: RunConfig) -> list[str]:
     """The sentences about RL: advantages, loss, penalties, sampling and updates."""
     objective, rollout, training = config.objective, config.rollout, config.training
     lines = [
-        f"Advantage: {_BASELINES[config.advantage.baseline]}{_SCALES[config.advantage.scale]}.",
+        f"Advantage: {_advantage(config.advantage)}.",
         f"Loss: {_loss(config)}; {_NORMALIZATIONS[objective.normalization]} (`{objective.normalization}`).",
         _kl(config),
     ]
@@ -114,8 +117,22 @@ def describe_reward_model(config: RunConfig) -> list[str]:
     ]
 
 
+def _advantage(advantage: AdvantageConfig) -> str:
+    if advantage.function is not None:
+        return _own(advantage.function, advantage.arguments)
+    return f"{_BASELINES[advantage.baseline]}{_SCALES[advantage.scale]}"
+
+
+def _own(reference: str, arguments: Mapping[str, Any]) -> str:
+    """A function of the user's by its name alone: its place is one of a machine."""
+    given = "".join(f", {name}={value}" for name, value in arguments.items())
+    return f"a function of the user's own, `{reference.rpartition(':')[2]}`{given}"
+
+
 def _loss(config: RunConfig) -> str:
     objective = config.objective
+    if is_reference(objective.loss):
+        return f"{_own(objective.loss, objective.arguments)}, with the {objective.ratio}-level importance ratio"
     clip = f"clipped {objective.clip_low:g} below and {objective.clip_high:g} above 1"
     words = {
         "clipped_surrogate": f"the {objective.ratio}-level importance ratio, {clip}, times the advantage",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import ALONE, Ranks
@@ -14,7 +14,6 @@ from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
 from flatpeak.pipeline.components import (
-    SamplerFactory,
     build_sampler,
     callers_sampler,
     check_policy,
@@ -32,6 +31,7 @@ from flatpeak.pipeline.components import (
 from flatpeak.pipeline.evaluators import build_evaluator, longest_prompt
 from flatpeak.pipeline.rollout_process import with_rollouts_ahead
 from flatpeak.pipeline.served_sampler import close_sampler, served_to_all, stop_waiting
+from flatpeak.pipeline.user_objects import Algorithm, CallerObjects, make_algorithm
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights, resumed_source
 from flatpeak.policy.model import Policy
@@ -56,22 +56,6 @@ from flatpeak.utils.adapters import check_own_adapters
 Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool | None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallerObjects:
-    """Objects that a Python caller passes in place of those that the recipe names; None leaves it to the recipe."""
-
-    model: Any = None
-    tokenizer: Any = None
-    task: Task | None = None
-    reward: Any = None
-    sampler: Sampler | SamplerFactory | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the objects that are given; a model's tokenizer belongs to it."""
-        return tuple(name for name in ("model", "task", "reward", "sampler") if getattr(self, name) is not None)
-
-
 @dataclass(kw_only=True)
 class Components:
     """The objects that a run of a policy consists of."""
@@ -80,6 +64,7 @@ class Components:
     task: str
     """The name of the task."""
     sampler: Sampler
+    algorithm: Algorithm
     phases: tuple[Phase, ...]
     test: tuple[Prompt, ...]
     demonstrations: Stream[Demonstration]
@@ -146,6 +131,8 @@ def build_components(
 
     Where the components do not fit together, processes end and a caller's model is given back as it was.
     """
+    if objects.model is None and checkpoint is None:
+        check_source(config.model)
     with ExitStack() as resources:
         components = _build(config, objects, resources, checkpoint=checkpoint, progress=progress, ranks=ranks)
         resources.pop_all()
@@ -162,8 +149,7 @@ def _build(
     ranks: Ranks,
 ) -> Components:
     """Build the components, each of them closed with `resources`."""
-    if objects.model is None and checkpoint is None:
-        check_source(config.model)
+    algorithm = make_algorithm(config, objects)
     task = check_task(objects.task, where="task") if objects.task else build_task(config.task)
     first_task = build_task(config.curriculum.task) if config.curriculum else None
     workers = _closing(open_workers(config), resources)
@@ -178,9 +164,8 @@ def _build(
     _check_ranking(config, policy, test)
     check_size = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
     check_sft_split(check_size, train)
-    main = Phase(
-        task=task.name, prompts=_stream(train, config, "main"), reward=reward, accuracy=config.evaluation.accuracy
-    )
+    stream = _stream(train, config, "main")
+    main = Phase(task=task.name, prompts=stream, reward=reward, accuracy=config.evaluation.accuracy)
     phases: tuple[Phase, ...] = (main,)
     demonstrated = train[check_size:]
     if config.curriculum and first_task:
@@ -189,11 +174,12 @@ def _build(
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
     sampler = _open_sampler(config, objects, policy, resources, ranks=ranks)
-    evaluator = build_evaluator(config, policy, sampler, reward, task=task.name, prompts=test)
+    evaluator = build_evaluator(config, policy, sampler, reward, lambda: algorithm, task=task.name, prompts=test)
     return Components(
         policy=policy,
         task=task.name,
         sampler=sampler,
+        algorithm=algorithm,
         phases=phases,
         test=test,
         demonstrations=_demonstrations(config, demonstrated, policy, progress),
@@ -245,7 +231,15 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
         prepare_reward(reward, prompts)
         sampler = build_sampler(policy, config, trains=False)
         resources.callback(close_sampler, sampler)
-        yield build_evaluator(config, policy, sampler, reward, task=task.name, prompts=prompts)
+        yield build_evaluator(
+            config,
+            policy,
+            sampler,
+            reward,
+            lambda: make_algorithm(config, CallerObjects()),
+            task=task.name,
+            prompts=prompts,
+        )
 
 
 def _closing(component: Closing, resources: ExitStack) -> Closing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
@@ -12,10 +12,10 @@ from flatpeak.evaluation.sharpness import SharpnessProbe
 from flatpeak.gradreg.parameters import perturbed_parameters
 from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.pipeline.components import CheckedSampler
+from flatpeak.pipeline.user_objects import Algorithm
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import RewardSet
-from flatpeak.training.objective import Objective
 from flatpeak.training.sampled_loss import SampledLoss
 from flatpeak.types import Prompt
 
@@ -23,9 +23,19 @@ UNBOUNDED_CONTEXT = 2**30
 
 
 def build_evaluator(
-    config: RunConfig, policy: Policy, sampler: Sampler, reward: RewardSet, *, task: str, prompts: Sequence[Prompt]
+    config: RunConfig,
+    policy: Policy,
+    sampler: Sampler,
+    reward: RewardSet,
+    make_algorithm: Callable[[], Algorithm],
+    *,
+    task: str,
+    prompts: Sequence[Prompt],
 ) -> PolicyEvaluator:
-    """The evaluator of a policy on these prompts; UserError where sharpness has nothing to perturb."""
+    """The evaluator of a policy on these prompts; UserError where sharpness has nothing to perturb.
+
+    `make_algorithm` is called where sharpness is measured: other evaluations need none of the user's functions for it.
+    """
     rank = config.evaluation.choices == "rank"
     return PolicyEvaluator(
         config=config.evaluation,
@@ -39,12 +49,19 @@ def build_evaluator(
         prompt=config.prompt,
         longest_prompt=longest_prompt(config, policy.context_length),
         ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
-        sharpness=_sharpness_probe(config, policy, reward, foreign_sampler=isinstance(sampler, CheckedSampler)),
+        sharpness=_sharpness_probe(
+            config, policy, reward, make_algorithm, foreign_sampler=isinstance(sampler, CheckedSampler)
+        ),
     )
 
 
 def _sharpness_probe(
-    config: RunConfig, policy: Policy, reward: RewardSet, *, foreign_sampler: bool
+    config: RunConfig,
+    policy: Policy,
+    reward: RewardSet,
+    make_algorithm: Callable[[], Algorithm],
+    *,
+    foreign_sampler: bool,
 ) -> SharpnessProbe | None:
     """The measurement of sharpness that the recipe asks for; UserError where nothing is to perturb, or for judges."""
     sharpness = config.evaluation.sharpness
@@ -58,13 +75,14 @@ def _sharpness_probe(
         chosen = [parameter for parameter in chosen if parameter.ndim >= 2]
     if not chosen:
         raise UserError(f"{section}.perturbed={sharpness.perturbed}: no matrix is among them; use blocks or a pattern")
+    algorithm = make_algorithm()
     return SharpnessProbe(
         config=sharpness,
         perturbation=Perturbation(policy.model, chosen),
         make_losses=SampledLoss(
             policy=policy,
-            objective=Objective(config=config.objective, kl=config.kl),
-            advantage=config.advantage,
+            objective=algorithm.objective,
+            advantages=algorithm.advantages,
             temperature=config.evaluation.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             micro_batch_tokens=config.training.micro_batch_tokens,

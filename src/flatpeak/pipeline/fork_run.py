@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.components import SamplerFactory
 from flatpeak.pipeline.lifecycle import RunResult
 from flatpeak.pipeline.train import train
+from flatpeak.pipeline.user_objects import CallerObjects
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
 from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.manifest import changes, describe_start, flatten
+from flatpeak.runs.manifest import changes, describe_start, flatten, last_code
 from flatpeak.runs.metrics import truncate_metrics
 from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import logged_steps
@@ -51,6 +52,8 @@ def fork(
     task: Task | None = None,
     reward: Any = None,
     sampler: Sampler | SamplerFactory | None = None,
+    loss: Any = None,
+    advantage: Any = None,
     progress: Progress | bool | None = None,
     command: Sequence[str] | None = None,
 ) -> RunResult:
@@ -59,18 +62,16 @@ def fork(
     Weights, optimizer and the position in the data are the checkpoint's; logs and evaluations up to it are copied, and
     the manifest names their source. `run` is a run's directory, or the name of one in `runs/`; `settings` change its
     recipe, a mapping or `key.path=value` strings. Objects that the run was given by its caller (model, task, reward,
-    sampler) have to be given again. Raises UserError where the checkpoint is missing or the changes make it unusable;
-    nothing is left of the fork then.
+    sampler, loss, advantage) have to be given again. Raises UserError where the checkpoint is missing or the changes
+    make it unusable; nothing is left of the fork then.
     """
     source = _source_run(run)
     origin = read_origin(source, step)
-    before, config = _configs(source, name, settings)
+    own = CallerObjects(loss=loss, advantage=advantage)
+    before, config = _configs(source, name, own.named_in(settings) or ())
     _check_fork(source, origin, before, config)
     target = Path(config.run.directory) / name
-    copy_run(
-        source, origin, target, before=before.model_dump(mode="json"), resolved=config.model_dump(mode="json"),
-        command=command,
-    )  # fmt: skip
+    copy_run(source, origin, target, before=before, config=config, command=command)
     try:
         return train(
             config,
@@ -79,6 +80,8 @@ def fork(
             task=task,
             reward=reward,
             sampler=sampler,
+            loss=loss,
+            advantage=advantage,
             progress=progress,
             resume=True,
             command=command,
@@ -170,11 +173,11 @@ def copy_run(
     origin: CheckpointState,
     target: Path,
     *,
-    before: Mapping[str, Any],
-    resolved: Mapping[str, Any],
+    before: RunConfig,
+    config: RunConfig,
     command: Sequence[str] | None,
 ) -> None:
-    """Make the run `target`, in the state of `source` after `origin`, with the recipe `resolved`.
+    """Make the run `target`, in the state of `source` after `origin`, with the recipe `config`.
 
     `before` is the source's recipe. The copy is made under another name and renamed: whole or absent. Raises UserError
     where `target` exists, or a file to be copied is missing or damaged.
@@ -189,9 +192,14 @@ def copy_run(
     try:
         temporary.mkdir(parents=True)
         _copy(source, origin, RunPaths(temporary))
+        resolved = config.model_dump(mode="json")
         recipe = redact(json.loads(json.dumps(resolved)))
-        forked = {"run": str(source.path.absolute()), "step": origin.step, "changed": changes(before, resolved)}
-        manifest = redact(describe_start(command) | {"forked": forked})
+        changed = changes(before.model_dump(mode="json"), resolved)
+        forked = {"run": str(source.path.absolute()), "step": origin.step, "changed": changed}
+        # Another function is a change of the recipe, and none of the function's code.
+        before_code = last_code(json.loads(source.manifest.read_text(encoding="utf-8")))
+        code = {key: digest for key, digest in before_code.items() if key not in changed}
+        manifest = redact(describe_start(command, code=code) | {"forked": forked})
         paths = RunPaths(temporary)
         paths.config.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
         paths.manifest.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

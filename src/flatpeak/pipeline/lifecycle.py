@@ -27,6 +27,7 @@ from flatpeak.protocols import Progress
 from flatpeak.report.page import write_report
 from flatpeak.runs.checkpoints import CheckpointError
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
+from flatpeak.runs.manifest import flatten
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
@@ -126,15 +127,18 @@ class Run:
         zero_advantages: ZeroAdvantageMonitor | None = None,
         prepare: Callable[[], None] = lambda: None,
         decoder: str | None = None,
+        code: Mapping[str, str] | None = None,
     ) -> Recorder:
         """Take the run's directory, catch signals, and open the recorder; the logs of a resumed run are cut back.
 
         `record` goes into every checkpoint. `prepare` is called once the run's name is taken, before anything in the
-        directory changes. `decoder` draws the rollouts, by name.
+        directory changes. `decoder` draws the rollouts, by name. `code` has digests of the user's functions by setting.
         """
         point = self.resume_point
         with self.ranks.together():
-            self.directory = self._directory(prepare, decoder) if self.ranks.is_first else self._scratch_directory()
+            self.directory = (
+                self._directory(prepare, decoder, code) if self.ranks.is_first else self._scratch_directory()
+            )
         self.stop = self.resources.enter_context(
             StopSignals() if self.ranks.size == 1 else SharedStopSignals(self.ranks)
         )
@@ -144,6 +148,7 @@ class Run:
         if self.directory.resumed:
             self.directory.rewind(newest.step if newest else None, stage=point.stage, evaluated=point.evaluated)
         self._open_trackers_and_notices()
+        self._announce_changed_code()
         self.recorder = Recorder(
             self.directory,
             config=self.config.run,
@@ -192,7 +197,17 @@ class Run:
             section, facts, earlier=lambda: read_metrics(self.directory.metrics), notice=self.progress.notice
         )
 
-    def _directory(self, prepare: Callable[[], None], decoder: str | None) -> RunDirectory:
+    def _announce_changed_code(self) -> None:
+        """Give a notice of each function of the user's whose code has changed since an earlier start of the run."""
+        for key in self.directory.changed_code:
+            self.progress.notice(
+                f"the code of {key}={flatten(self._resolved)[key]} has changed since the run was last started: what "
+                "follows is another run than it was; put the code back, or give the changed one a run of its own"
+            )
+
+    def _directory(
+        self, prepare: Callable[[], None], decoder: str | None, code: Mapping[str, str] | None
+    ) -> RunDirectory:
         request = self._request
         return self.held.enter_context(
             RunDirectory.create(
@@ -204,6 +219,7 @@ class Run:
                 chosen=self._chosen,
                 before=prepare,
                 decoder=decoder,
+                code=code,
             )
         )
 

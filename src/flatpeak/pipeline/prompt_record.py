@@ -63,7 +63,8 @@ class PromptRecord(BaseModel):
     recipe_sha256: str
     """`recipe_hash` of the run's config.yaml."""
     objects: tuple[str, ...] = ()
-    """The objects that a Python caller gave in place of what the recipe describes: model, task, reward, sampler."""
+    """The objects that a Python caller gave in place of what the recipe describes: model, task, reward, sampler, loss,
+    advantage."""
     task: str
     template: str | None = None
     """The text around {question}, or `chat`: the tokenizer's chat template. null for a reward model."""

@@ -17,8 +17,9 @@ from flatpeak.distributed.shared_rollouts import SharedRanker, SharedReward, Sha
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
-from flatpeak.pipeline.build import CallerObjects, Components, make_sampler
+from flatpeak.pipeline.build import Components, make_sampler
 from flatpeak.pipeline.components import check_regularization
+from flatpeak.pipeline.user_objects import CallerObjects, code_digests
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.vllm.weight_versions import checksums_of
@@ -32,7 +33,7 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
     """
     if ranks.size == 1:
         return components
-    check_alike(components, ranks)
+    check_alike(components, code_digests(config, objects), ranks)
     policy, sampler = components.policy, components.sampler
     served = isinstance(sampler, ServedSampler)
     whole: Policy = policy
@@ -61,7 +62,7 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
     )
 
 
-def check_alike(components: Components, ranks: Ranks) -> None:
+def check_alike(components: Components, code: Mapping[str, str], ranks: Ranks) -> None:
     """UserError, on all ranks, where they have other weights or data: nothing later would show it.
 
     Gradients would be averaged over unlike models, and completions given to other prompts than drew them.
@@ -71,6 +72,7 @@ def check_alike(components: Components, ranks: Ranks) -> None:
         "weights": checksums_of(list(components.policy.model.parameters())),
         "training prompts": _digest([(prompt.id, prompt.token_ids) for prompt in prompts]),
         "test prompts": _digest([(prompt.id, prompt.token_ids) for prompt in components.test]),
+        "functions": _digest(sorted(code.items())),
         "demonstrations": _digest([(one.prompt_ids, one.target_ids) for one in components.demonstrations.items]),
     }
     first, *others = ranks.gather(own)

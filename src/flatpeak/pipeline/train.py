@@ -11,7 +11,7 @@ from flatpeak.config.load import Settings, apply_settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import open_ranks
 from flatpeak.errors import UserError
-from flatpeak.pipeline.build import CallerObjects, Components, build_components
+from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.components import (
     CheckedSampler,
     PlainSampler,
@@ -30,6 +30,7 @@ from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.resume_point import ResumePoint, restore_trainer
 from flatpeak.pipeline.served_sampler import drawing_sampler
 from flatpeak.pipeline.shared_components import share_components
+from flatpeak.pipeline.user_objects import CallerObjects, code_digests
 from flatpeak.policy.loading import restore_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
@@ -42,7 +43,6 @@ from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name
 from flatpeak.runs.directory import RunPaths
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
-from flatpeak.training.objective import Objective
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
@@ -59,6 +59,8 @@ def train(
     task: Task | None = None,
     reward: Any = None,
     sampler: Sampler | SamplerFactory | None = None,
+    loss: Any = None,
+    advantage: Any = None,
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
@@ -70,11 +72,15 @@ def train(
     `config` is a RunConfig, the mapping of a recipe (which may have `extends`), or a recipe's path or name; `settings`
     change it: a mapping such as `{"training.steps": 50}`, or `key.path=value` strings. Any of model (with its
     tokenizer), task, reward and sampler may be the caller's own object; a sampler that uses the model that is trained
-    is given as a factory, which is called with the policy. `progress` shows the run: None is an occasional line on
-    stderr, False is silence, else an object like `protocols.Progress`. Raises UserError for bad input, before a run
-    directory is made; a run name that exists needs `resume` or `overwrite`.
+    is given as a factory, which is called with the policy. So may loss, a function (logprobs_T, ratio_T, advantages_T,
+    config) -> loss_T or a functional.PolicyLoss, and advantage, (rewards_PG, valid_PG) -> advantages_PG. `progress`
+    shows the run: None is an occasional line on stderr, False is silence, else an object like `protocols.Progress`.
+    Raises UserError for bad input, before a run directory is made; a run name that exists needs `resume` or
+    `overwrite`.
     """
-    objects = CallerObjects(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
+    objects = CallerObjects(
+        model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
+    )
     request = RunRequest(
         recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
     )
@@ -89,6 +95,8 @@ def sft(
     task: Task | None = None,
     reward: Any = None,
     sampler: Sampler | SamplerFactory | None = None,
+    loss: Any = None,
+    advantage: Any = None,
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
@@ -96,7 +104,9 @@ def sft(
     command: Sequence[str] | None = None,
 ) -> RunResult:
     """Run only the SFT stage of a recipe, with the arguments of `train`; UserError where it has no SFT steps."""
-    objects = CallerObjects(model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler)
+    objects = CallerObjects(
+        model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
+    )
     request = RunRequest(
         recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
     )
@@ -105,12 +115,10 @@ def sft(
 
 def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[StageName]) -> RunResult:
     """Run these stages, SFT before RL, each from where it was left; SFT only where the recipe has steps for it."""
-    config = resolve_config(request.recipe, request.settings)
+    config = resolve_config(request.recipe, objects.named_in(request.settings))
     if "train" not in stages and not config.sft.steps:
         raise UserError("sft.steps=0: there is nothing to train; set sft.steps to how many steps SFT should take")
-    notices: list[str] = []
-    if objects.model is not None:
-        config, notices = _without_source(config, request)
+    config, notices = _without_source(config, objects, request)
     with (
         open_ranks(config.distributed) as ranks,
         open_run(request, config, metric=config.evaluation.metric, notices=notices, ranks=ranks) as run,
@@ -143,6 +151,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             # Rewards check themselves once the run's name is taken, since a judge is paid.
             prepare=components.prepare,
             decoder=decoder,
+            code=code_digests(config, objects),
         )
         components.attach(run.directory.path, run.stop)
         with run.training():
@@ -198,7 +207,7 @@ def run_rl(
     """Train the policy by reinforcement learning."""
     learner = build_learner(
         components.policy,
-        Objective(config=config.objective, kl=config.kl),
+        components.algorithm.objective,
         config.optimizer,
         config.gradient_regularization,
         temperature=config.rollout.temperature,
@@ -209,13 +218,13 @@ def run_rl(
     )
     trainer = Trainer(
         learner,
+        advantages=components.algorithm.advantages,
         sampler=components.sampler,
         phases=components.phases,
         reference=components.take_reference() or own_reference(config, components.policy, start=reference_checkpoint),
         config=TrainerConfig(
             seed=derive_seed(config.run.seed, "train"),
             rollout=config.rollout,
-            advantage=config.advantage,
             training=config.training,
             reference=config.reference,
         ),
@@ -266,13 +275,15 @@ def _zero_advantages(config: RunConfig, components: Components, progress: Progre
     return ZeroAdvantageMonitor(
         progress.notice,
         limit=config.rollout.max_new_tokens,
-        other_terms=Objective(config=config.objective, kl=config.kl).needs_all_tokens,
+        other_terms=components.algorithm.objective.needs_all_tokens,
         unanswered=components.unanswered(config.evaluation.accuracy),
     )
 
 
-def _without_source(config: RunConfig, request: RunRequest) -> tuple[RunConfig, list[str]]:
-    """The configuration for a caller's own model, and the notices of settings that it replaces."""
+def _without_source(config: RunConfig, objects: CallerObjects, request: RunRequest) -> tuple[RunConfig, list[str]]:
+    """The configuration for a caller's own model, if there is one, and the notices of settings that it replaces."""
+    if objects.model is None:
+        return config, []
     written_here = apply_settings(request.recipe if isinstance(request.recipe, Mapping) else {}, request.settings or ())
     name = str(request.recipe) if isinstance(request.recipe, str | Path) else "the recipe"
     return without_model_source(config, own=written_here, named=name)

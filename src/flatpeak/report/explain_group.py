@@ -24,6 +24,7 @@ from flatpeak.runs.checkpoints import LAST, checkpoint_name
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.training.batch import collate
+from flatpeak.training.config import AdvantageConfig, is_reference
 from flatpeak.training.learner import score, token_budget
 from flatpeak.types import Completion, Example, Group, Prompt
 
@@ -176,16 +177,29 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
         Text(first["prompt"], style="dim"),
         Text(
             f"rewards: mean {mean(rewards) if rewards else float('nan'):.4g}, std {spread:.4g} (n - 1); "
-            f"baseline {advantage.baseline}, scale {advantage.scale}"
+            f"{_rule(advantage)}"
         ),
         *_tables([*columns.items(), *rewards_by_name], width=width),
         Text(
             "Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint); "
-            "underlined where k3 to the policy as RL began exceeds 0.1. A token's gradient weighs -advantage * w * "
-            "ratio."
+            f"underlined where k3 to the policy as RL began exceeds 0.1. {_gradient(explanation.config.objective.loss)}"
         ),
         *(_tokens(index, completion) for index, completion in enumerate(completions)),
     )
+
+
+def _rule(advantage: AdvantageConfig) -> str:
+    """The rule by which rewards became advantages."""
+    if advantage.function is not None:
+        return f"advantages by {advantage.function}"
+    return f"baseline {advantage.baseline}, scale {advantage.scale}"
+
+
+def _gradient(loss: str) -> str:
+    """The weight of a token's gradient, as far as flatpeak knows the loss."""
+    if is_reference(loss):
+        return f"A token's loss is w times {loss}."
+    return "A token's gradient weighs -advantage * w * ratio."
 
 
 def _tables(columns: Sequence[tuple[str, Sequence[str]]], *, width: int | None) -> list[Table]:

@@ -21,7 +21,7 @@ from flatpeak.errors import UserError, nearest
 from flatpeak.runs.checkpoints import checkpoint_steps, remove_leftovers
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.manifest import check_resumable, describe_start
+from flatpeak.runs.manifest import check_resumable, describe_start, last_code
 from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
 from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import truncate_rollouts
@@ -162,6 +162,8 @@ class RunDirectory(RunPaths):
         """Whether an earlier start of this run is being continued."""
         self.checkpoint_texts: Mapping[str, str] = {}
         """Contents of the files that every checkpoint has beside its model's, by name."""
+        self.changed_code: tuple[str, ...] = ()
+        """The settings whose functions of the user's have other code than when this run was last started."""
 
     @classmethod
     def create(
@@ -175,6 +177,7 @@ class RunDirectory(RunPaths):
         chosen: Mapping[str, Any] | None = None,
         before: Callable[[], None] = lambda: None,
         decoder: str | None = None,
+        code: Mapping[str, str] | None = None,
     ) -> RunDirectory:
         """Take `config.directory/config.name` and write config.yaml and manifest.json.
 
@@ -182,7 +185,7 @@ class RunDirectory(RunPaths):
         refused without `resume` or `overwrite`; with `resume`, a run that does not exist yet is started, so that one
         command can be repeated until it is done. A run that failed before its first step was done is replaced.
         `before` is called once the lock is taken and before anything is deleted or written: an error in it leaves an
-        earlier run as it was. `decoder` is for the manifest.
+        earlier run as it was. `decoder` and `code` are for the manifest.
         Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
         """
         path = _run_path(config, resume=resume, overwrite=overwrite)
@@ -199,7 +202,8 @@ class RunDirectory(RunPaths):
             before()
             if replaced:
                 run._clear()
-            run._start(_as_existing_files(resolved), describe_start(command, decoder=decoder), chosen)
+            facts = describe_start(command, decoder=decoder, code=code)
+            run._start(_as_existing_files(resolved), facts, chosen)
         except BaseException:
             lock.release()
             raise
@@ -218,6 +222,8 @@ class RunDirectory(RunPaths):
         if self.resumed:
             changed = _check_recipe(self, resolved, chosen)
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
+            before, now = last_code(manifest), start.get("code", {})
+            self.changed_code = tuple(key for key in now if before.get(key, now[key]) != now[key])
             manifest.setdefault("resumed", []).append(start | {"changed": changed})
             remove_leftovers(self.checkpoints)
             remove_leftovers(self.sft_checkpoints)

@@ -60,11 +60,13 @@ _ABSENT = "(absent)"
 _GIB = 2**30
 
 
-def describe_start(command: Sequence[str] | None, *, decoder: str | None = None) -> dict[str, Any]:
+def describe_start(
+    command: Sequence[str] | None, *, decoder: str | None = None, code: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The facts of one start of a run, as JSON; `command` is the command line, None for a start from Python.
 
     The command is kept without the values of secret settings. `decoder` is what draws its rollouts: torch, a library of
-    native kernels, generate, vllm, or a caller's sampler.
+    native kernels, generate, vllm, or a caller's sampler. `code` has digests of the user's functions, by setting.
     """
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -74,7 +76,15 @@ def describe_start(command: Sequence[str] | None, *, decoder: str | None = None)
         "commit": {"flatpeak": git_commit(Path(flatpeak.__file__)), "working_directory": git_commit(Path.cwd())},
         "hardware": hardware(),
     }
-    return facts if decoder is None else facts | {"decoder": decoder}
+    if decoder is not None:
+        facts["decoder"] = decoder
+    return facts | {"code": dict(code)} if code else facts
+
+
+def last_code(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The digests of the user's functions at the last start of a run; empty where its version kept none."""
+    code: dict[str, str] = ([manifest, *manifest.get("resumed", [])][-1]).get("code", {})
+    return code
 
 
 def hardware() -> dict[str, Any]:

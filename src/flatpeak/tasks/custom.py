@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Final, Literal, cast
 
@@ -12,7 +11,7 @@ from flatpeak.errors import UserError
 from flatpeak.protocols import Task
 from flatpeak.types import Example
 from flatpeak.utils.schema import StrictConfig
-from flatpeak.utils.user_code import load_object
+from flatpeak.utils.user_code import check_call, load_object
 
 _REQUIREMENT: Final = "a task has `name`, `train` and `test`, the last two sequences of flatpeak.types.Example"
 
@@ -32,13 +31,9 @@ class CustomTaskConfig(StrictConfig):
             raise UserError(
                 f"task.factory={self.factory} is a {type(factory).__name__}; name a function that returns a task"
             )
-        try:
-            inspect.signature(factory).bind(**self.arguments)
-        except TypeError as error:
-            raise UserError(
-                f"task.factory={self.factory}: {error}; change task.arguments to fit its parameters"
-            ) from error
-        return check_task(factory(**self.arguments), where=f"task.factory={self.factory}")
+        where = f"task.factory={self.factory}"
+        check_call(factory, given=(), arguments=self.arguments, where=where, key="task.arguments")
+        return check_task(factory(**self.arguments), where=where)
 
 
 def check_task(task: Any, *, where: str) -> Task:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
+from flatpeak.errors import nearest
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.tasks.config import TaskConfig
 from flatpeak.utils.schema import StrictConfig
@@ -14,7 +15,7 @@ Normalization = Literal["sequence_mean", "constant", "token_mean", "longest", "s
 MinibatchOf = Literal["groups", "completions"]
 PolicyLossName = Literal["clipped_surrogate", "unclipped_surrogate", "policy_gradient", "truncated_policy_gradient"]
 
-LOSS_SETTINGS: dict[PolicyLossName, tuple[str, ...]] = {
+LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
     "clipped_surrogate": ("ratio", "clip_low", "clip_high", "dual_clip"),
     "unclipped_surrogate": ("ratio",),
     "policy_gradient": (),
@@ -22,15 +23,40 @@ LOSS_SETTINGS: dict[PolicyLossName, tuple[str, ...]] = {
 }
 """The keys of `objective` that each loss reads; under the others they have no effect, and are refused where written."""
 
+
+def is_reference(name: str) -> bool:
+    """Whether a name is that of a function of the user's, `file.py:name` or `module:name`."""
+    return ":" in name
+
+
+def _known_loss(name: str) -> str:
+    known = get_args(PolicyLossName)
+    if name in known or is_reference(name):
+        return name
+    hint = "".join(f"did you mean {close}? " for close in nearest(name, known))
+    raise ValueError(f"objective.loss={name}: {hint}allowed values are {', '.join(known)}, or a function: file.py:name")
+
+
+def _function(reference: str) -> str:
+    if not is_reference(reference):
+        raise ValueError(f"advantage.function={reference}: write file.py:name or module:name")
+    return reference
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdvantageConfig(StrictConfig):
-    """Baseline and scale of the advantages; see functional.group_advantages."""
+    """Baseline and scale of the advantages; see functional.group_advantages. Or a function in place of both."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     scale: Literal["std", "batch_std", "none"] = "std"
     eps: Annotated[float, Field(ge=0)] = 1e-6
+    function: Annotated[str, AfterValidator(_function)] | None = None
+    """A function of yours, file.py:name or module:name, in place of baseline, scale and eps: called with the rewards
+    [P, G] and whether each is there (bool [P, G]), it returns the advantages [P, G]."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments of that function."""
 
     @model_validator(mode="after")
     def _no_scale_without_baseline(self) -> AdvantageConfig:
@@ -57,7 +83,11 @@ class SamplerCorrectionConfig(StrictConfig):
 class ObjectiveConfig(StrictConfig):
     """The per-token loss and how tokens are weighted."""
 
-    loss: PolicyLossName = "clipped_surrogate"
+    loss: Annotated[str, AfterValidator(_known_loss)] = "clipped_surrogate"
+    """clipped_surrogate, unclipped_surrogate, policy_gradient, truncated_policy_gradient; or a function of yours,
+    file.py:name or module:name, called with log-probabilities, ratios and advantages of T tokens and this section."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments of that function."""
     ratio: Literal["token", "sequence"] = "token"
     """sequence: one importance ratio per completion, the exponential of its mean log-ratio (GSPO)."""
     normalization: Normalization = "sequence_mean"

@@ -51,15 +51,22 @@ class Objective:
 
     config: ObjectiveConfig
     kl: KLConfig
+    own_loss: PolicyLoss | None = None
+    """The loss of the user's that `config.loss` names, where it is none of flatpeak's; see `loss_function`."""
 
     @property
     def loss(self) -> PolicyLoss:
         """The policy loss that the recipe names."""
-        return POLICY_LOSSES[self.config.loss]
+        return self.own_loss or POLICY_LOSSES[self.config.loss]
 
     @property
     def needs_all_tokens(self) -> bool:
         """Whether tokens without advantage have a gradient too."""
+        return self.has_other_terms or self.loss.all_tokens
+
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether the loss has a KL or an entropy term beside the policy loss."""
         return self.kl_in_loss or self.config.entropy_coefficient != 0
 
     @property
@@ -74,10 +81,10 @@ class Objective:
 
     def without_regularizers(self) -> Objective:
         """The same without KL and entropy terms; itself where it has none."""
-        if not self.needs_all_tokens:
+        if not self.has_other_terms:
             return self
         plain = self.config.model_copy(update={"entropy_coefficient": 0.0})
-        return Objective(config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}))
+        return replace(self, config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}))
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> tuple[Tensor, TokenStatistics]:
         """The loss of every token, to be weighted and summed, and the statistics that are logged of it.

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flatpeak.functional import group_advantages
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import without_dropout
+from flatpeak.training.advantage_function import Advantages
 from flatpeak.training.batch import collate, micro_batches, take
-from flatpeak.training.config import AdvantageConfig
 from flatpeak.training.learner import token_budget, weighted_sum
 from flatpeak.training.objective import Objective, with_old_logprobs
 from flatpeak.training.reward_tensors import reward_tensors
@@ -30,7 +29,7 @@ class SampledLoss:
 
     policy: Policy
     objective: Objective
-    advantage: AdvantageConfig
+    advantages: Advantages
     temperature: float
     """The temperature at which the groups are sampled."""
     max_new_tokens: int
@@ -44,26 +43,21 @@ class SampledLoss:
 
     def batch(self, groups: Sequence[Group], scores: Scores) -> Batch:
         """The completions that have a gradient, with the weights that they have among all."""
-        config, advantage = self.objective.config, self.advantage
+        config = self.objective.config
         rewards = reward_tensors(
             groups,
             scores,
             config,
             max_new_tokens=self.max_new_tokens,
-            group_baseline=advantage.baseline != "none",
+            group_baseline=self.advantages.compare_groups(len(groups[0].completions)),
         )
-        advantages_PG = group_advantages(
-            rewards.rewards_PG,
-            baseline=advantage.baseline,
-            scale=advantage.scale,
-            eps=advantage.eps,
-            valid_PG=rewards.valid_PG,
-        )
+        advantages_PG = self.advantages(rewards.rewards_PG, rewards.valid_PG)
         completions = collate(groups, rewards.trained_PG, device=self.policy.device)
         advantages_N = advantages_PG[rewards.trained_PG].to(self.policy.device)
         weights_N = completion_weights(completions.lengths_N, config.normalization, max_tokens=self.max_new_tokens)
         batch = completions.to_batch(advantages_N=advantages_N, weights_N=weights_N, old_logprobs_T=None)
-        return take(batch, ((weights_N > 0) & (advantages_N != 0)).nonzero()[:, 0])
+        signal_N = (weights_N > 0) & ((advantages_N != 0) | self.objective.loss.all_tokens)
+        return take(batch, signal_N.nonzero()[:, 0])
 
     def losses(self, batch: Batch) -> Iterator[Tensor]:
         """The weighted loss of each micro-batch, to be differentiated before the next is drawn."""

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.functional import group_advantages
 from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import AheadSampler, ResumableSampler, Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
+from flatpeak.training.advantage_function import Advantages
 from flatpeak.training.batch import collate, minibatches, take
 from flatpeak.training.collect import Rollouts, collect, rollout_seed
-from flatpeak.training.config import AdvantageConfig, TrainingConfig
+from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
 from flatpeak.training.diagnostics import SkippedUpdateMonitor
 from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, seeded, uses_trainer_logprobs
@@ -41,7 +41,6 @@ class TrainerConfig:
 
     seed: int
     rollout: RolloutConfig
-    advantage: AdvantageConfig
     training: TrainingConfig
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
@@ -55,6 +54,7 @@ class Trainer:
         self,
         learner: Learner,
         *,
+        advantages: Advantages,
         sampler: Sampler,
         phases: Sequence[Phase],
         reference: Policy | None,
@@ -62,6 +62,7 @@ class Trainer:
         recorder: Recorder,
     ) -> None:
         self.learner = learner
+        self.group_advantages = advantages
         self.sampler = sampler
         self.phases = phases
         self.reference = reference
@@ -132,7 +133,7 @@ class Trainer:
 
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
-        progression = self.progression
+        progression, rollout = self.progression, self.config.rollout
         if isinstance(self.sampler, AheadSampler):
             self.sampler.use_version(step - 1)
         resamples = self.config.training.dynamic_sampling.max_resamples
@@ -140,12 +141,12 @@ class Trainer:
             rollouts = collect(
                 self.sampler,
                 self.phases[progression.phase],
-                self.config.rollout,
+                rollout,
                 cursor=progression.cursors[progression.phase],
                 seed=self.step_seed(step),
                 has_signal=self.has_signal,
                 # Without a baseline a group of equal rewards has a gradient like any other.
-                max_resamples=resamples if self.config.advantage.baseline != "none" else 0,
+                max_resamples=resamples if self.group_advantages.compare_groups(rollout.group_size) else 0,
             )
         progression.cursors[progression.phase] = rollouts.cursor
         return rollouts
@@ -181,7 +182,7 @@ class Trainer:
             scores,
             self.learner.objective.config,
             max_new_tokens=self.config.rollout.max_new_tokens,
-            group_baseline=self.config.advantage.baseline != "none",
+            group_baseline=self.group_advantages.compare_groups(self.config.rollout.group_size),
         )
 
     def pack(self, groups: Sequence[Group], rewards: RewardTensors) -> PackedCompletions:
@@ -202,10 +203,7 @@ class Trainer:
             logprobs_T = self.learner.score(self.learner.policy, completions)
             penalty_N = kl_penalty_N(completions, logprobs_T, estimator=kl.estimator, coefficient=kl.coefficient).cpu()
             rewards_PG = rewards_PG.masked_scatter(rewards.valid_PG, rewards_PG[rewards.valid_PG] - penalty_N)
-        config = self.config.advantage
-        return group_advantages(
-            rewards_PG, baseline=config.baseline, scale=config.scale, eps=config.eps, valid_PG=rewards.valid_PG
-        )
+        return self.group_advantages(rewards_PG, rewards.valid_PG)
 
     def minibatches(
         self, step: int, completions: PackedCompletions, rewards: RewardTensors, advantages_PG: Tensor

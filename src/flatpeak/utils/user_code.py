@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -15,6 +17,12 @@ from flatpeak.errors import UserError, did_you_mean
 
 USER_FILE: Final = "flatpeak_user_"
 """Prefix of the module names of the user's files: such a module cannot be imported by name, but run from its file."""
+
+
+_DIGEST: Final = "__flatpeak_digest__"
+"""The attribute of a loaded file with the digest of its text."""
+FROM_PYTHON: Final = "python:"
+"""Prefix of the reference to a function that a Python caller gave, as a run's recipe has it."""
 
 
 class OneLineError(Exception):
@@ -39,6 +47,11 @@ def load_object(reference: str, *, where: str) -> Any:
     source, _, name = reference.rpartition(":")
     if not source or not name:
         raise UserError(f"{where}: write module:name or file.py:name")
+    if reference.startswith(FROM_PYTHON):
+        raise UserError(
+            f"{where} was given in Python, of which a run keeps no copy: give it again as it was given then, or name "
+            "it by module:name or file.py:name"
+        )
     try:
         module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     except UserError as error:
@@ -50,17 +63,22 @@ def load_object(reference: str, *, where: str) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """The file as a module; a UserError if it is not there or fails."""
+    """The file as a module; a UserError if it is not there or fails. It is run anew where its text has changed."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UserError(f"there is no file {path}: give a path that exists, relative to {Path.cwd()} or absolute")
     name = f"{USER_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
+    try:
+        digest = _digest(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot run {path}: {one_line(error)}") from error
+    if name in sys.modules and getattr(sys.modules[name], _DIGEST) == digest:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     _make_importable(path.parent)
+    setattr(module, _DIGEST, digest)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:
         spec.loader.exec_module(module)
@@ -68,6 +86,51 @@ def load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UserError(f"cannot run {path}: {one_line(error)}") from error
     return module
+
+
+def check_call(
+    function: Callable[..., Any], *, given: Sequence[str], arguments: Mapping[str, Any], where: str, key: str
+) -> None:
+    """UserError, which begins with `where`, if the function cannot be called with what it is given by position.
+
+    `arguments` are passed by name, and are set under the dotted key `key`.
+    """
+    try:
+        inspect.signature(function).bind(*given, **arguments)
+    except TypeError as error:
+        call = f"let it take ({', '.join(given)})" if given else ""
+        fix = f"change {key} to fit its parameters" if arguments or not given else ""
+        raise UserError(f"{where}: {error}; {', and '.join(filter(None, (call, fix)))}") from error
+    except ValueError:  # functions of an extension show no parameters
+        pass
+
+
+def source_digest(function: object) -> str | None:
+    """The start of the SHA-256 of a function's text; None where it has none, as in an interactive session."""
+    while isinstance(function, partial):
+        function = function.func
+    try:
+        text = inspect.getsource(function)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return None
+    return _digest(text.encode("utf-8", "surrogatepass"))
+
+
+def file_digest(reference: str) -> str | None:
+    """The start of the SHA-256 of the file in which `module:name` or `file.py:name` lies; None where it has none.
+
+    A module has to be loaded. What the file imports is not part of it.
+    """
+    source = reference.rpartition(":")[0]
+    file = source if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
+    try:
+        return _digest(Path(str(file)).expanduser().read_bytes()) if file else None
+    except OSError:
+        return None
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def user_files() -> dict[str, str]:

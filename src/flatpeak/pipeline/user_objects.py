@@ -1,0 +1,106 @@
+"""Objects of a Python caller, the algorithm that a recipe and its caller describe, and digests of users' code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flatpeak.config.load import Settings
+from flatpeak.config.run_config import RunConfig
+from flatpeak.functional.losses import PolicyLoss
+from flatpeak.pipeline.components import SamplerFactory
+from flatpeak.protocols import Sampler, Task
+from flatpeak.rewards.functions import function_name
+from flatpeak.runs.manifest import flatten
+from flatpeak.training.advantage_function import Advantages, make_advantages
+from flatpeak.training.loss_function import make_objective
+from flatpeak.training.objective import Objective
+from flatpeak.utils.user_code import FROM_PYTHON, file_digest, source_digest
+
+_FUNCTIONS: Final = {"loss": "objective.loss", "advantage": "advantage.function"}
+"""The settings in whose place a caller gives functions."""
+_REFERENCES: Final = ("loss", "function", "factory")
+"""The last parts of the settings that can name a function of the user's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallerObjects:
+    """Objects that a Python caller passes in place of those that the recipe names; None leaves it to the recipe."""
+
+    model: Any = None
+    tokenizer: Any = None
+    task: Task | None = None
+    reward: Any = None
+    sampler: Sampler | SamplerFactory | None = None
+    loss: Any = None
+    """A policy loss: a function, or a PolicyLoss."""
+    advantage: Any = None
+    """A function from rewards to advantages."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the objects that are given; a model's tokenizer belongs to it."""
+        known = ("model", "task", "reward", "sampler", "loss", "advantage")
+        return tuple(name for name in known if getattr(self, name) is not None)
+
+    def named_in(self, settings: Settings | None) -> Settings | None:
+        """The settings, with the names of the caller's functions as those of loss and advantage.
+
+        So a run's own recipe never names another loss than it was trained by.
+        """
+        given = {key: getattr(self, name) for name, key in _FUNCTIONS.items() if getattr(self, name) is not None}
+        named = {key: f"{FROM_PYTHON}{function_name(_function(own))}" for key, own in given.items()}
+        if not named:
+            return settings
+        if settings is None or isinstance(settings, Mapping):
+            return {**(settings or {}), **named}
+        written = [settings] if isinstance(settings, str) else settings
+        return [*written, *(f"{key}={name}" for key, name in named.items())]
+
+
+def _function(own: object) -> object:
+    return own.value if isinstance(own, PolicyLoss) else own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Algorithm:
+    """The objective and the advantages that a policy is trained by."""
+
+    objective: Objective
+    advantages: Advantages
+
+
+def make_algorithm(config: RunConfig, objects: CallerObjects) -> Algorithm:
+    """The objective and the advantages of a recipe or its caller; UserError where a function is unfit."""
+    rollout = config.rollout
+    return Algorithm(
+        objective=make_objective(config.objective, config.kl, own=objects.loss),
+        advantages=make_advantages(
+            config.advantage,
+            own=objects.advantage,
+            num_prompts=rollout.prompts_per_step,
+            group_size=rollout.group_size,
+        ),
+    )
+
+
+def code_digests(config: RunConfig, objects: CallerObjects) -> dict[str, str]:
+    """A digest of each function of the user's that the recipe or its caller gives, by its setting.
+
+    Of a recipe's, the file that the function lies in; of a caller's, the function's text, where there is one. To be
+    called once they are loaded.
+    """
+    recipe = flatten(
+        config.model_dump(mode="json", include={"objective", "advantage", "rewards", "task", "curriculum"})
+    )
+    digests = {
+        key: file_digest(value)
+        for key, value in recipe.items()
+        if key.rpartition(".")[2] in _REFERENCES and isinstance(value, str) and ":" in value
+    }
+    for name, key in _FUNCTIONS.items():
+        own = getattr(objects, name)
+        if own is not None:
+            digests[key] = source_digest(_function(own))
+    return {key: digest for key, digest in digests.items() if digest is not None}
