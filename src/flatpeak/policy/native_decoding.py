@@ -84,10 +84,11 @@ class KernelChoice:
     """Whether a policy's requests and training passes go through native kernels, and why not."""
 
     def __init__(self) -> None:
-        setting = os.environ.get(SETTING, "auto")
+        setting = os.environ.get(SETTING) or "auto"
         if setting not in get_args(Kernels):
             raise UserError(f"{SETTING}={setting}: set auto, torch or native, or leave it unset")
         self.setting: Kernels = setting  # type: ignore[assignment]
+        self._asked_by = SETTING if setting == "native" else "rollout.kernels"
         self.reason: str | None = None
         """The reason why the last request was not decoded by them, where `setting` leaves the choice open."""
         self.training_reason: str | None = None
@@ -147,7 +148,7 @@ class KernelChoice:
             return prepare(), None
         except UnavailableError as error:
             if self.setting == "native":
-                raise UserError(f"rollout.kernels=native: {error}; set rollout.kernels=auto or torch") from None
+                raise UserError(f"{self._asked_by}=native: {error}; set {self._asked_by}=auto or torch") from None
             return None, str(error)
 
     def _pack(self, policy: Decoded) -> PackedModel:
