@@ -102,6 +102,17 @@ class KernelChoice:
         self._tested: list[int] | None = None
         """The versions of the weights that training passes were last compared on, with or without a verdict."""
 
+    def choose(self, setting: Kernels, *, unserved: str | None) -> None:
+        """Take a recipe's setting, of which auto leaves the environment's.
+
+        `unserved` is the reason why the native engine does not serve the policy, if it does not: a UserError where
+        kernels are the only choice.
+        """
+        if setting != "auto":
+            self.setting, self._asked_by = setting, "rollout.kernels"
+        if self.setting == "native" and unserved is not None:
+            raise self._refusal(unserved)
+
     @property
     def notices(self) -> list[str]:
         """The reasons why decoding and training are slower than they could be, if they are."""
@@ -148,8 +159,11 @@ class KernelChoice:
             return prepare(), None
         except UnavailableError as error:
             if self.setting == "native":
-                raise UserError(f"{self._asked_by}=native: {error}; set {self._asked_by}=auto or torch") from None
+                raise self._refusal(str(error)) from None
             return None, str(error)
+
+    def _refusal(self, reason: str) -> UserError:
+        return UserError(f"{self._asked_by}=native: {reason}; set {self._asked_by}=auto or torch")
 
     def _pack(self, policy: Decoded) -> PackedModel:
         packed = PackedModel(read_weights(policy))
