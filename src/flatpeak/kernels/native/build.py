@@ -207,7 +207,7 @@ def compile_library(level: str, path: Path) -> None:
 
 
 def _reason(output: bytes) -> str:
-    """The first line of a compiler's output that tells of an error, else its first line; in any encoding."""
+    """The first line with an error in a compiler's output, else its first line; in any encoding."""
     lines = output.decode(errors="replace").strip().splitlines()
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
 
