@@ -79,12 +79,23 @@ def test_a_library_is_compiled_once_into_a_folder_of_the_user_alone(
 
 
 @needs_compiler
-def test_a_damaged_library_is_compiled_anew(home: Path) -> None:
+def test_a_library_that_is_damaged_or_lost_its_end_or_a_page_is_compiled_anew(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = cache_folder() / build.file_name(processor_level())
-    path.write_bytes(b"half a libra")
+    compile_library(processor_level(), path)
+    whole = path.read_bytes()
+    monkeypatch.setattr(build, "compile_library", lambda level, target: target.replace(home / "damaged"))
+    for damaged in (whole[: len(whole) * 9 // 10], whole[:8192] + bytes(4096) + whole[12288:], b"half a libra", b""):
+        path.write_bytes(damaged)
+        path.chmod(0o600)
+        with pytest.raises(UnavailableError, match=r"cannot be loaded: .*is damaged"):
+            library()
+        assert (home / "damaged").read_bytes() == damaged
+        build._find.cache_clear()
+    path.write_bytes(whole)
     path.chmod(0o600)
     assert library().vector_width() > 0
-    assert path.stat().st_size > 1000
 
 
 def test_other_sources_flags_and_levels_are_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,16 +185,31 @@ def test_without_a_compiler_there_is_a_reason_and_it_is_looked_for_once(
         library()
 
 
-def test_a_compiler_that_fails_gives_its_first_line_and_leaves_no_file(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ("error: no such option", "error: no such option"),
+        (r"In file included from x\nx:1: error: no header\nnote", "x:1: error: no header"),
+        (r"ung\374ltig \377", "ung\ufffdltig \ufffd"),
+        ("", "exit code 1"),
+    ],
+)
+def test_a_compiler_that_fails_gives_its_first_error_in_any_encoding_and_leaves_no_file(
+    says: str, reason: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\necho 'error: no such option' >&2\nexit 1\n")
+    compiler.write_text(f"#!/bin/sh\nprintf '{says}' >&2\nexit 1\n")
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(UnavailableError, match="broken did not compile the kernels: error: no such option"):
+    with pytest.raises(UnavailableError, match=f"broken did not compile the kernels: {reason}$"):
         library()
     assert list(cache_folder().iterdir()) == []
+
+
+def test_a_compiler_with_an_open_quote_in_its_name_is_a_reason(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", 'g++ "-O2')
+    with pytest.raises(UnavailableError, match=r'CXX=g.. "-O2 is no command: No closing quotation'):
+        library()
 
 
 def test_a_shipped_library_is_taken_before_all(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,9 @@ def test_an_architecture_that_is_not_served_falls_back_or_is_refused_by_request(
     assert isinstance(build_sampler(policy, RunConfig()), PlainSampler)
     with pytest.raises(UserError, match="it is not proven; use"):
         build_sampler(policy, RunConfig.model_validate({"rollout": {"engine": "native"}}))
+    refusal = "^rollout.kernels=native: it is not proven; set rollout.kernels=auto or torch$"
+    with pytest.raises(UserError, match=refusal):
+        build_sampler(policy, RunConfig.model_validate({"rollout": {"kernels": "native"}}))
 
 
 class Counting(Scripted):

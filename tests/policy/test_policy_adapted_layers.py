@@ -18,7 +18,9 @@ from flatpeak.policy.adapted_layers import AdaptedLayer, AdaptedLinear, make_ada
 from flatpeak.policy.linears import make_fast, make_plain, packed_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
+from flatpeak.types import SamplingParams
 from support.architectures import COMMON
+from support.engines import Tokens, sample
 from support.models import tiny_model
 from support.policies import Tokenizer, gradients, largest_gap, tokens_and_weights, uneven_batch
 
@@ -274,6 +276,20 @@ def test_a_completions_bits_do_not_depend_on_its_company(
     alone = decode(4)
     for slots in (8, 20, 64):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(decode(slots), alone, strict=True))
+
+
+def test_dropout_in_training_passes_keeps_no_adapter_out_of_packed_weights() -> None:
+    """A resumed run begins with a rollout, where one that goes on has made a training pass before it."""
+    policy = Policy(adapted(lora_dropout=0.3), Tokens(), adapter_dropout=True)  # type: ignore[arg-type]
+    policy.kernels.setting = "torch"
+    drawn = [sample(policy, (3, 20), sampling=SamplingParams(max_new_tokens=12))]
+    policy.token_logprobs(uneven_batch(), temperature=1.0)
+    assert policy.model.training
+    with policy.decoding():
+        assert all(layer.packed is not None for layer in layers(policy.model))
+    policy.token_logprobs(uneven_batch(), temperature=1.0)
+    drawn.append(sample(policy, (3, 20), sampling=SamplingParams(max_new_tokens=12)))
+    assert drawn[0] == drawn[1]
 
 
 def test_a_policy_holds_fast_layers_and_lends_and_leaves_pefts() -> None:

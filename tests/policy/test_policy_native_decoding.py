@@ -235,8 +235,13 @@ def test_without_a_fitting_library_and_a_compiler_torch_decodes_and_the_reason_i
 
 
 def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SETTING, "torch")
-    assert KernelChoice().setting == "torch"
+    for value, setting in (("torch", "torch"), ("", "auto")):
+        monkeypatch.setenv(SETTING, value)
+        assert KernelChoice().setting == setting
     monkeypatch.setenv(SETTING, "cpp")
     with pytest.raises(UserError, match="FLATPEAK_KERNELS=cpp: set auto, torch or native"):
         KernelChoice()
+    monkeypatch.setenv(SETTING, "native")
+    # A recipe that says auto would change nothing.
+    with pytest.raises(UserError, match=r"^FLATPEAK_KERNELS=native: .* gemma; set FLATPEAK_KERNELS=auto or torch"):
+        sample(make("gemma"), (3,), sampling=SAMPLINGS["one token"])

@@ -113,10 +113,9 @@ def build_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) -> 
 
 
 def configure_policy(policy: Policy, config: RunConfig) -> None:
-    """Let a policy decode and train as the recipe says."""
+    """Let a policy decode and train as the recipe says; UserError where it cannot."""
     policy.batch_invariant = config.rollout.batch_invariant
-    if config.rollout.kernels != "auto":
-        policy.kernels.setting = config.rollout.kernels
+    policy.kernels.choose(config.rollout.kernels, unserved=policy.notice)
 
 
 def callers_sampler(callers_own: Sampler | SamplerFactory, policy: Policy, config: RunConfig) -> CheckedSampler:

@@ -225,6 +225,7 @@ class Policy:
                 f"this model is not decoded natively ({self.notice}): sample with "
                 "flatpeak.pipeline.components.PlainSampler(policy, max_rows=64)"
             )
+        self._evaluate()  # adapters whose dropout is at work are not packed
         self._packed = self.kernels.pack(self)
         if self._packed is None:
             self.use_kernels(False)  # or bits of a rollout would depend on whether a training pass has been made

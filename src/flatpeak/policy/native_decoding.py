@@ -84,10 +84,11 @@ class KernelChoice:
     """Whether a policy's requests and training passes go through native kernels, and why not."""
 
     def __init__(self) -> None:
-        setting = os.environ.get(SETTING, "auto")
+        setting = os.environ.get(SETTING) or "auto"
         if setting not in get_args(Kernels):
             raise UserError(f"{SETTING}={setting}: set auto, torch or native, or leave it unset")
         self.setting: Kernels = setting  # type: ignore[assignment]
+        self._asked_by = SETTING if setting == "native" else "rollout.kernels"
         self.reason: str | None = None
         """The reason why the last request was not decoded by them, where `setting` leaves the choice open."""
         self.training_reason: str | None = None
@@ -100,6 +101,17 @@ class KernelChoice:
         self._trains: bool | None = None
         self._tested: list[int] | None = None
         """The versions of the weights that training passes were last compared on, with or without a verdict."""
+
+    def choose(self, setting: Kernels, *, unserved: str | None) -> None:
+        """Take a recipe's setting, of which auto leaves the environment's.
+
+        `unserved` is the reason why the native engine does not serve the policy, if it does not: a UserError where
+        kernels are the only choice.
+        """
+        if setting != "auto":
+            self.setting, self._asked_by = setting, "rollout.kernels"
+        if self.setting == "native" and unserved is not None:
+            raise self._refusal(unserved)
 
     @property
     def notices(self) -> list[str]:
@@ -147,8 +159,11 @@ class KernelChoice:
             return prepare(), None
         except UnavailableError as error:
             if self.setting == "native":
-                raise UserError(f"rollout.kernels=native: {error}; set rollout.kernels=auto or torch") from None
+                raise self._refusal(str(error)) from None
             return None, str(error)
+
+    def _refusal(self, reason: str) -> UserError:
+        return UserError(f"{self._asked_by}=native: {reason}; set {self._asked_by}=auto or torch")
 
     def _pack(self, policy: Decoded) -> PackedModel:
         packed = PackedModel(read_weights(policy))

@@ -44,6 +44,8 @@ THREADS = ("-fopenmp",)
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120
 """The longest that a compiler may take."""
+CHECKSUM = 16
+"""Bytes of the checksum that a compiled library ends in, which the loader ignores."""
 _FOLDER = Path(__file__).parent
 PREBUILT = _FOLDER / "prebuilt"
 """The libraries that a wheel brings along."""
@@ -118,13 +120,28 @@ def _load(level: str) -> ctypes.CDLL:
     for compiled in (False, True):  # what is there may be damaged, or of another C library
         if compiled:
             compile_library(level, path)
-        if path.exists():
-            _check_owner(path.lstat(), path)
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError as error:
-                failure = error
+        try:
+            if path.exists():
+                _check_owner(path.lstat(), path)
+                return _open(path)
+        except OSError as error:
+            failure = error
     raise UnavailableError(f"the compiled kernels cannot be loaded: {failure}")
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Load a compiled library; OSError where it is damaged.
+
+    The loader ends the process at a file that was cut short, as by a full disk or a loss of power.
+    """
+    content = path.read_bytes()
+    if content[-CHECKSUM:] != _checksum(content[:-CHECKSUM]):
+        raise OSError(f"{path} is damaged")
+    return ctypes.CDLL(str(path))
+
+
+def _checksum(content: bytes) -> bytes:
+    return blake2b(content, digest_size=CHECKSUM).digest()
 
 
 def processor_level() -> str:
@@ -177,15 +194,22 @@ def compile_library(level: str, path: Path) -> None:
             target = Path(scratch) / path.name
             for threads in (THREADS, ()):
                 command = [*compiler, *FLAGS, *threads, f"-march={level}", "-o", str(target), *sources]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+                done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
                 if done.returncode == 0:
+                    target.write_bytes(target.read_bytes() + _checksum(target.read_bytes()))
                     target.chmod(0o600)
                     target.replace(path)
                     return
-                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+                last = _reason(done.stderr) or f"exit code {done.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         last = str(error)
     raise UnavailableError(f"{compiler[0]} did not compile the kernels: {last}")
+
+
+def _reason(output: bytes) -> str:
+    """The first line with an error in a compiler's output, else its first line; in any encoding."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
 
 
 def compile_shipped() -> list[Path]:
@@ -204,7 +228,11 @@ def compile_shipped() -> list[Path]:
 
 def _compiler() -> list[str]:
     """The command of the compiler: $CXX, or the first one found."""
-    chosen = shlex.split(os.environ.get("CXX", "")) or [name for name in COMPILERS if shutil.which(name)][:1]
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise UnavailableError(f"CXX={os.environ['CXX']} is no command: {error}") from None
+    chosen = named or [name for name in COMPILERS if shutil.which(name)][:1]
     if not chosen or shutil.which(chosen[0]) is None:
         raise UnavailableError(
             f"no C++ compiler was found ({chosen[0] if chosen else ', '.join(COMPILERS)}), and no compiled kernels fit"
