@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,6 +38,10 @@ _REACH_FRACTION: Final = 0.05
 """Neighbours on either side in the moving average, as a fraction of all points."""
 _MAX_LINE_WIDTH: Final = 2.2
 _SIZE_INCHES: Final = (5.4, 3.2)
+_LEGEND_ROW_INCHES: Final = 0.26
+"""Height that a row of the legend adds, so that the axes of all charts are equally high."""
+_LEGEND_COLUMNS: Final = 3
+_BLACK: Final = "#000000"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +311,7 @@ def curve_svg(
     from matplotlib.ticker import MaxNLocator
 
     # The salt names the clip paths: charts of one page must not share them.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
         other = axes.twinx() if right else axes
@@ -316,7 +321,8 @@ def curve_svg(
             # Where curves coincide, the wider lower one remains visible.
             style["linewidth"] = max(1.2, _MAX_LINE_WIDTH - 0.5 * index)
             _draw(other if on_the_right else axes, curve, style)
-        axes.set_title(title, loc="left")
+        # At the left edge of the figure: titles above axes would begin wherever the numbers beside these end.
+        figure.suptitle(title, x=0.01, horizontalalignment="left")
         axes.set_xlabel("step")
         axes.set_ylabel(unit)
         if right:
@@ -330,12 +336,16 @@ def curve_svg(
         if legend or len(curves) + len(right) > 1:
             sides = dict.fromkeys((axes, other))
             handles = [handle for side in sides for handle in side.get_legend_handles_labels()[0]]
+            columns = min(_LEGEND_COLUMNS, len(handles))
+            rows = math.ceil(len(handles) / columns)
+            figure.set_size_inches(_SIZE_INCHES[0], _SIZE_INCHES[1] + rows * _LEGEND_ROW_INCHES)
             # Below the axes, where it hides no curve.
-            figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=min(3, len(handles)))
+            figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
         text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    # Without the XML declaration and document type, which are invalid inside HTML.
-    return text.getvalue()[text.getvalue().index("<svg") :]
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    # Without the XML declaration and document type, which are invalid inside HTML; black is the page's own colour of
+    # text, which is light on a dark page.
+    return text.getvalue()[text.getvalue().index("<svg") :].replace(_BLACK, "currentColor")
 
 
 def moving_average(values: Sequence[float], reach: int) -> list[float]:
