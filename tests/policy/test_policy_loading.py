@@ -123,6 +123,7 @@ def test_dropout_is_off_in_every_module_unless_asked_for() -> None:
     ("model", "says"),
     [
         ({"path": "./nowhere"}, "no such directory"),
+        ({"path": __file__}, "is a file: name the directory that holds config.json and the weights"),
         ({"new": {"architecture": "qwen99"}}, "model.new cannot be built"),
         ({"new": {"config": {**SIZES, "num_attention_heads": 3}}}, "model.new cannot be built"),
         ({"path": "x", "device": "nonsense"}, "not a torch device"),

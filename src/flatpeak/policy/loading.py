@@ -63,6 +63,10 @@ def check_source(config: ModelConfig, *, tokenizer: bool = True) -> None:
     if config.path is None:
         raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
     directory = Path(config.path).expanduser()
+    if directory.is_file():
+        raise UserError(
+            f"model.path={config.path} is a file: name the directory that holds config.json and the weights"
+        )
     if is_surely_local(config.path) and not directory.is_dir():
         raise UserError(f"model.path={config.path}: no such directory")
     if directory.is_dir():

@@ -36,7 +36,9 @@ def load_errors(path: str, *, where: str, kind: str = "") -> Iterator[None]:
 
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
-            reason = f"{problem}; name a directory, or check the network" if problem else _reason(error)
+            reason = (
+                f"it is no directory here, {problem}; name one, or check the network" if problem else _reason(error)
+            )
             raise UserError(f"{where}={path} does not load{kind and f' as {kind}'}: {reason}") from error
 
 
