@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -212,19 +212,30 @@ def charts(
 def metric_curves(rows: Sequence[Row], chart: Chart) -> list[Curve]:
     """One curve for each metric of the chart that has a value at some step; of equal ones a single one for all.
 
-    A reward of one component, say, is its own mean: drawn twice, the first curve would lie hidden.
+    A reward of one component, say, is its own mean, up to rounding: drawn twice, the first curve would lie hidden.
     """
     rows = [row for row in rows if row.get("stage") == chart.stage]
     names = dict.fromkeys(name for row in rows for name in row if fnmatchcase(name, chart.metrics))
     absent = 0.0 if chart.absent_is_zero else None
-    labels: dict[tuple[tuple[int, ...], tuple[float, ...]], list[str]] = {}
+    curves: list[Curve] = []
     for name in (name for name in names if not any(fnmatchcase(name, pattern) for pattern in chart.without)):
         by_step = [(row["step"], row.get(name, absent)) for row in rows]
         points = [(step, value) for step, value in by_step if value is not None]
-        if points and not (chart.unless_zero and not any(value for _, value in points)):
-            steps, values = zip(*points, strict=True)
-            labels.setdefault((steps, values), []).append(name)
-    return [Curve(label=" = ".join(equal), steps=steps, values=values) for (steps, values), equal in labels.items()]
+        if not points or (chart.unless_zero and not any(value for _, value in points)):
+            continue
+        steps, values = zip(*points, strict=True)
+        same = next((index for index, one in enumerate(curves) if _coincide(one, steps, values)), None)
+        if same is None:
+            curves.append(Curve(label=name, steps=steps, values=values))
+        else:
+            curves[same] = replace(curves[same], label=f"{curves[same].label} = {name}")
+    return curves
+
+
+def _coincide(curve: Curve, steps: Sequence[float], values: Sequence[float]) -> bool:
+    """Whether a curve has these steps and, up to rounding in float32, these values."""
+    pairs = zip(curve.values, values, strict=False)
+    return curve.steps == steps and all(math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-7) for one, other in pairs)
 
 
 def accuracy_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
