@@ -40,6 +40,13 @@ def test_help_answers_in_half_a_second_without_torch():
     assert all(f"  {command} " in done.stdout for command in COMMANDS)
 
 
+def test_the_list_of_commands_cuts_no_sentence_short():
+    done = flatpeak("--help", env={"COLUMNS": "80"})
+    listed = done.stdout.split("Commands:\n")[1].splitlines()
+    assert len(listed) >= len(COMMANDS)
+    assert all(line.endswith(".") and "..." not in line for line in listed), listed
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command):
     done = flatpeak(command, "--help")
