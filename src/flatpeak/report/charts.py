@@ -345,18 +345,21 @@ def curve_svg(
         for side in {axes, other}:
             side.spines[["top"] if right else ["top", "right"]].set_visible(False)
         if legend or len(curves) + len(right) > 1:
-            sides = dict.fromkeys((axes, other))
-            handles = [handle for side in sides for handle in side.get_legend_handles_labels()[0]]
-            columns = min(_LEGEND_COLUMNS, len(handles))
-            rows = math.ceil(len(handles) / columns)
-            figure.set_size_inches(_SIZE_INCHES[0], _SIZE_INCHES[1] + rows * _LEGEND_ROW_INCHES)
-            # Below the axes, where it hides no curve.
-            figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
+            _add_legend(figure, (axes, other))
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     # Without the XML declaration and document type, which are invalid inside HTML; black is the page's own colour of
     # text, which is light on a dark page.
     return text.getvalue()[text.getvalue().index("<svg") :].replace(_BLACK, "currentColor")
+
+
+def _add_legend(figure: Any, sides: Sequence[Any]) -> None:
+    """Name the curves of both axes below them, where the names hide none, on as much more height as they take."""
+    handles = [handle for side in dict.fromkeys(sides) for handle in side.get_legend_handles_labels()[0]]
+    columns = min(_LEGEND_COLUMNS, len(handles))
+    rows = math.ceil(len(handles) / columns)
+    figure.set_size_inches(_SIZE_INCHES[0], _SIZE_INCHES[1] + rows * _LEGEND_ROW_INCHES)
+    figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
 
 
 def moving_average(values: Sequence[float], reach: int) -> list[float]:

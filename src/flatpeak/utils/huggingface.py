@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PATIENCE: Final = 5.0
 """Seconds for one attempt to connect: the Hub's own client would try for half a minute."""
-_SHOWN_PIECES: Final = 10
+_LISTED_PIECES: Final = 10
 """Unknown substrings that a notice lists."""
 _TOKENIZER_FILES: Final = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
@@ -118,17 +118,17 @@ def notice_of_unknown_characters(texts: Sequence[str], tokenizer: Any) -> str | 
     # Apart from each other: a word of all characters would be unknown as a whole. Where the tokenizer knows words and
     # not their letters, the texts themselves decide.
     suspects = unknown_characters(tokenizer, " ".join(sorted(set().union(*texts))))
-    found = [
+    affected = [
         unknown
         for text in texts
         if any(one in text for one in suspects) and (unknown := unknown_characters(tokenizer, text))
     ]
-    if not found:
+    if not affected:
         return None
-    distinct = list(dict.fromkeys(piece for unknown in found for piece in unknown))
-    shown = " ".join(map(repr, distinct[:_SHOWN_PIECES])) + (" ..." if len(distinct) > _SHOWN_PIECES else "")
-    counts = f"{len(found)} of {len(texts)} prompts"
-    return f"{counts} have characters that the tokenizer lacks and the model cannot see: {shown}"
+    distinct = list(dict.fromkeys(piece for unknown in affected for piece in unknown))
+    listed = " ".join(map(repr, distinct[:_LISTED_PIECES])) + (" ..." if len(distinct) > _LISTED_PIECES else "")
+    counts = f"{len(affected)} of {len(texts)} prompts"
+    return f"{counts} have characters that the tokenizer lacks and the model cannot see: {listed}"
 
 
 @contextmanager
