@@ -1,6 +1,7 @@
 """What the commands hand to the library, and what they make of its answer."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from flatpeak import pipeline
 from flatpeak.cli.common import RunOutput, last_line, read_config
 from flatpeak.cli.evaluate import split_arguments
 from flatpeak.cli.main import app
+from flatpeak.errors import RunError
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
 from flatpeak.runs.summary import RunSummary, StageEvaluation
@@ -68,7 +70,9 @@ class Library:
 
     def compare_checkpoints(self, names, overrides, *, recipe, stages, progress):
         self.calls.append(("compare", names, {"overrides": overrides, "recipe": recipe, "stages": stages}))
-        return SimpleNamespace(render=lambda: "a table", as_dict=lambda: {"models": [{"accuracy": 0.5}]})
+        return SimpleNamespace(
+            render=lambda: "a table", as_dict=lambda: {"models": [{"accuracy": 0.5}]}, rows=lambda: [{"id": "é"}]
+        )
 
 
 def run(monkeypatch, *arguments, signal=None):
@@ -210,6 +214,31 @@ def test_eval_tells_models_from_settings(monkeypatch, tmp_path):
     expected = {"overrides": ["evaluation.size=5"], "recipe": None, "stages": False}
     assert library.calls == [("compare", ["runs/x", "runs/y"], expected)]
     assert json.loads(run(monkeypatch, "eval", "runs/x", "--json")[1].stdout) == {"models": [{"accuracy": 0.5}]}
+
+
+def test_eval_refuses_a_file_of_answers_that_cannot_be_written_before_any_model_is_asked(monkeypatch, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for rows, expected in ((folder, "is no regular file: name one"), ("/dev/null", "is no regular file: name one")):
+        library, done = run(monkeypatch, "eval", "runs/x", "--rows", str(rows))
+        assert (expected in str(done.exception), library.calls) == (True, [])
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    library, done = run(monkeypatch, "eval", "runs/x", "--rows", str(folder / "rows.jsonl"))
+    assert f"{folder} cannot be written; choose another directory" in str(done.exception)
+    assert library.calls == []
+
+
+def test_eval_prints_its_figures_before_answers_that_fit_on_no_disk(monkeypatch, tmp_path):
+    (tmp_path / ".tmp-rows.jsonl").symlink_to("/dev/full")
+    rows = tmp_path / "rows.jsonl"
+    _, done = run(monkeypatch, "eval", "runs/x", "--rows", str(rows))
+    assert done.stdout == "a table\n"
+    assert isinstance(done.exception, RunError)
+    assert str(done.exception) == (
+        f"--rows {rows}: not written (No space left on device); free space, or choose another file"
+    )
+    run(monkeypatch, "eval", "runs/x", "--rows", str(rows))
+    assert rows.read_text() == '{"id": "é"}\n'
 
 
 def test_eval_hands_on_the_recipe_that_says_how_models_are_evaluated(monkeypatch):

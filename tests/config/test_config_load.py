@@ -360,8 +360,18 @@ def test_a_mapping_extends_recipes_like_a_file(shipped, tmp_path, monkeypatch):
         ({"training": {"steps": -1}}, "training.steps=-1: input should be greater than or equal to 0"),
         (
             {"sft": {"optimizer": {"learning_rate": "fast"}}},
-            "sft.optimizer.learning_rate=fast: input should be a valid number, unable to parse string as a number",
+            "sft.optimizer.learning_rate=fast: must be a number",
         ),
+        ({"training": {"steps": 1.5}}, "training.steps=1.5: must be a whole number"),
+        ({"training": {"steps": "many"}}, "training.steps=many: must be a whole number"),
+        ({"reference": {"keep": "maybe"}}, "reference.keep=maybe: must be true or false"),
+        (
+            {"run": {"name": 2026}},
+            'run.name=2026: must be a text: "2026" in a file, \'run.name="2026"\' on the command line',
+        ),
+        ({"run": {"name": ["a"]}}, "run.name=['a']: must be a text"),
+        ({"rollout": {"stop": "[a"}}, "rollout.stop=[a: must be a list; its brackets do not match"),
+        ({"task": {"type": "rows", "train": []}}, "task.train=[]: give at least 1"),
         (
             {"curriculum": {"task": {"type": "gsm8k"}}},
             "curriculum.steps is missing: give it in the recipe or as an override",

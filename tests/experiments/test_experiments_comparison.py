@@ -176,6 +176,12 @@ def test_metrics_are_columns_patterns_or_names_without_statistic(patterns: list[
     ("call", "message"),
     [
         (lambda: compare(table(), baseline="non"), "baseline 'non' is no arm of the table, which has none, kl, gr"),
+        (
+            lambda: compare(
+                table([row("gr", 1, 0, 0, 1, **{"kl.coefficient": value}) for value in (0.1, 0.2)]), baseline="gr"
+            ),
+            "baseline 'gr' has several values, each an arm: choose one of gr,coefficient=0.1, gr,coefficient=0.2",
+        ),
         (lambda: compare(table(), alpha=5), "alpha=5, power=0.9: give shares"),
         (lambda: compare(table(()), alpha=0.05), "the table has no rows"),
         (lambda: compare(table([*ROWS, ROWS[0]])), "arm none has 2 rows of seed 1"),

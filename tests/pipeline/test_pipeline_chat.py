@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
 from flatpeak.pipeline import chat
-from flatpeak.pipeline.chat import Console, chat_loop, unknown_characters
+from flatpeak.pipeline.chat import Console, chat_loop
 from flatpeak.runs.checkpoints import write_checkpoint
 from flatpeak.types import Completion, Prompt, SamplingParams
 from support.models import run_model
@@ -243,21 +241,6 @@ def test_characters_without_a_token_are_named(make_run: Any, asked: Asked) -> No
     chat_loop(str(make_run()), console=session.console)
     assert session.notes[-1] == "not in this model's vocabulary: 'h' 'e' 'l' 'o' ' '"
     assert len(asked.prompts) == 1
-
-
-def test_unknown_pieces_are_found_in_tokenizers_of_every_kind() -> None:
-    def wrapped(backend: Tokenizer, **special: str) -> Any:
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert unknown_characters(wrapped(words, unk_token="<unk>"), "one two one two") == ["two"]
-    drops = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
-    assert unknown_characters(wrapped(drops), "a?b? a") == ["?"]
-    whole_bytes = Tokenizer(models.BPE({c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
-    whole_bytes.pre_tokenizer = pre_tokenizers.ByteLevel()
-    assert unknown_characters(wrapped(whole_bytes), "a é 漢") == []
-    assert unknown_characters(object(), "a") == []
 
 
 def test_a_checkpoint_that_was_moved_says_that_its_wording_is_unknown(

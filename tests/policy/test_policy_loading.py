@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertModel
 
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
@@ -123,6 +123,7 @@ def test_dropout_is_off_in_every_module_unless_asked_for() -> None:
     ("model", "says"),
     [
         ({"path": "./nowhere"}, "no such directory"),
+        ({"path": __file__}, "is a file: name the directory that holds config.json and the weights"),
         ({"new": {"architecture": "qwen99"}}, "model.new cannot be built"),
         ({"new": {"config": {**SIZES, "num_attention_heads": 3}}}, "model.new cannot be built"),
         ({"path": "x", "device": "nonsense"}, "not a torch device"),
@@ -146,6 +147,14 @@ def save_tiny(directory: Path, *, tied: bool = False, dtype: str = "float32") ->
         ModelConfig(new=NewModelConfig(config=sizes), device="cpu", dtype=dtype),  # type: ignore[arg-type]
         texts=TEXTS,
     ).save(directory)
+
+
+def test_a_reward_model_is_refused_as_a_policy_even_where_its_embeddings_could_write(tmp_path: Path) -> None:
+    save_tiny(tmp_path, tied=True)
+    settings = AutoConfig.from_pretrained(tmp_path, num_labels=1)
+    AutoModelForSequenceClassification.from_config(settings).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"LlamaForSequenceClassification is a reward model, which scores"):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -52,6 +52,18 @@ def test_equal_curves_are_one_with_all_their_names() -> None:
     ]
 
 
+def test_curves_that_differ_by_rounding_alone_are_one_and_others_are_not() -> None:
+    rows = trained(
+        {"reward/mean": 0.3840000033, "reward/proxy": 0.384, "reward/near": 0.3841},
+        {"reward/mean": 0.0, "reward/proxy": 1e-9, "reward/near": 0.0},
+    )
+    labels = [curve.label for curve in metric_curves(rows, named("Reward"))]
+    assert labels == ["reward/mean = reward/proxy", "reward/near"]
+    # The same values at other steps are another curve.
+    shorter = trained({"reward/mean": 1.0, "reward/part": 1.0}, {"reward/mean": 1.0})
+    assert [curve.label for curve in metric_curves(shorter, named("Reward"))] == ["reward/mean", "reward/part"]
+
+
 def test_a_run_without_failures_has_no_chart_of_them() -> None:
     rows = trained({"reward/mean": 1.0, "reward/missing_fraction": 0.0}, {"reward/missing_fraction": 0.0})
     assert set(drawn(rows)) == {"Reward"}

@@ -86,3 +86,36 @@ def test_a_flat_curve_between_0_and_1_has_an_axis_from_0_to_1():
     flat, rising = (Curve(label="x", steps=[0, 1], values=values) for values in ([1.0, 1.0], [0.5, 0.51]))
     assert {">0.0</text>", ">1.0</text>"} <= set(re.findall(r">[\d.]+</text>", curve_svg("a", [flat])))
     assert ">0.0</text>" not in curve_svg("a", [rising])
+
+
+def test_titles_stand_at_one_place_whatever_the_numbers_beside_the_axes():
+    short, long = (Curve(label="x", steps=[0, 1], values=values) for values in ([1.0, 2.0], [0.00125, 0.00375]))
+    places = {
+        re.search(
+            r"translate\(([\d.]+) ([\d.]+)\)\"?>A title</text>|x=\"([\d.]+)\" y=\"([\d.]+)\"[^>]*>A title</text>", svg
+        )
+        for svg in (curve_svg("A title", [short]), curve_svg("A title", [long], unit="nats"))
+    }
+    assert None not in places
+    assert len({place.groups() for place in places if place}) == 1
+
+
+def heights(svg: str) -> tuple[float, float]:
+    """Those of the picture and of its axes, in points."""
+    picture = float(re.findall(r'height="([\d.]+)pt"', svg)[0])
+    [axes] = re.findall(r'<clipPath id="[^"]+">\s*<rect [^>]*height="([\d.]+)"', svg)
+    return picture, float(axes)
+
+
+def test_a_legend_adds_to_the_height_of_a_chart_and_takes_nothing_from_its_axes():
+    curves = [Curve(label=f"curve {i}", steps=[0, 1], values=[0, i]) for i in range(1, 8)]
+    (plain, axes), (named, named_axes) = heights(curve_svg("a", curves[:1])), heights(curve_svg("a", curves))
+    assert named > plain + 30
+    assert abs(named_axes - axes) < 12
+
+
+def test_a_chart_has_the_colour_of_the_pages_text_and_no_ground_of_its_own():
+    svg = curve_svg("a", [Curve(label=label, steps=[0, 1], values=[0, 1]) for label in ("one", "two")], unit="nats")
+    assert "currentColor" in svg
+    assert "#000000" not in svg
+    assert not re.search(r"fill: (#ffffff|white)(?!; opacity: 0)", svg)

@@ -1,3 +1,6 @@
+import errno
+from pathlib import Path
+
 import pytest
 
 from flatpeak.runs.files import write_atomic
@@ -19,3 +22,13 @@ def test_a_full_disk_leaves_the_old_content(tmp_path):
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert [result.name for result in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_where_nothing_can_be_deleted_the_error_is_that_of_writing(tmp_path, monkeypatch):
+    def refuse(self, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (tmp_path / ".tmp-summary.json").symlink_to("/dev/full")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(tmp_path / "summary.json", "new")

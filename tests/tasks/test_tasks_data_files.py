@@ -4,7 +4,7 @@ from zipfile import ZipFile
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.data_files import read_csv_cells, read_file, read_objects, read_split
+from flatpeak.tasks.data_files import read_csv_cells, read_file, read_hub, read_objects, read_split
 
 
 def read(file):
@@ -155,3 +155,12 @@ def test_a_pair_of_surrogates_in_json_is_one_character(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(r'{"q": "\ud83d\ude00"}')
     assert read(file)[0].values == {"q": "\U0001f600"}
+
+
+@pytest.mark.parametrize(("config", "part"), [(None, "(split test)"), ("main", "(config main, split test)")])
+def test_a_data_set_that_is_not_at_hand_is_named_with_what_was_asked_of_it(monkeypatch, config, part):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as caught:
+        list(read_hub("someone/never-fetched", config=config, split="test", path_option="task.test.0.path"))
+    assert str(caught.value).startswith(f"someone/never-fetched {part} cannot be loaded from the Hub: ")
+    assert str(caught.value).endswith("or give a local copy as task.test.0.path")

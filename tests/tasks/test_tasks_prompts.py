@@ -141,8 +141,8 @@ def test_overlong_prompts_are_an_error_that_counts_them_and_names_the_fixes():
     with pytest.raises(UserError) as caught:
         build("12345", "1234", "123456789", max_tokens=5)
     assert str(caught.value) == (
-        "2 of 3 prompts exceed 5 tokens (the longest has 10): set prompt.overlong=drop or truncate_left, "
-        "or a smaller rollout.max_new_tokens"
+        "2 of 3 prompts exceed 5 tokens (the longest has 10, example 'e2'): set prompt.overlong=drop or "
+        "truncate_left, or a smaller rollout.max_new_tokens"
     )
     config = PromptConfig(max_tokens=5)
     with pytest.raises(UserError, match=r"or a larger prompt\.max_tokens"):
@@ -261,7 +261,7 @@ def test_shots_are_left_out_from_the_last_on_until_the_prompt_fits():
 
 
 def test_what_is_too_long_without_shots_is_overlong():
-    with pytest.raises(UserError, match=r"1 of 1 prompts exceed 7 tokens \(the longest has 8\)"):
+    with pytest.raises(UserError, match=r"1 of 1 prompts exceed 7 tokens \(the longest has 8, example '\w+'\)"):
         built(shown(), max_tokens=7)
     result = build_prompts([shown(), *examples("x")], make_tokenizer(), PromptConfig(overlong="drop"), max_tokens=7)
     assert ([prompt.text for prompt in result.prompts], result.dropped, result.fewer_shots) == (["x"], 1, 0)

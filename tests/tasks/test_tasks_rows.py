@@ -232,6 +232,9 @@ def test_a_split_with_an_empty_side_is_an_error_with_a_way_out(write):
     with pytest.raises(UserError, match=r"30 rows in 1 clusters.*task.near_duplicates, or name test files"):
         build_task(RowsConfig(train=(SourceConfig(path=write(rows)),), near_duplicates=0.8))
     only_words = [{"question": "q", "answer": "word"}]
+    empty = write([], "empty.jsonl")
+    with pytest.raises(UserError, match=r"^task\.train: no row is left of \S*empty\.jsonl; it is empty, or"):
+        build_task(RowsConfig(train=(SourceConfig(path=empty),)))
     with pytest.raises(UserError, match=r"task.train: no row is left"):
         build_task(
             RowsConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from flatpeak.errors import UserError
+from flatpeak.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from flatpeak.rewards.base import NumberExtraction
@@ -52,8 +53,8 @@ def evaluate(
     paths, overrides = split_arguments(models)
     if not paths:
         raise UserError("eval needs a model: a run, a checkpoint directory or a Hub name")
-    if rows is not None and not Path(rows).absolute().parent.is_dir():
-        raise UserError(f"--rows {rows}: no directory {Path(rows).parent}; make it first, or choose another")
+    if rows is not None:
+        _check_writable(rows)
     from flatpeak.cli.common import open_progress
     from flatpeak.pipeline.compare import compare_checkpoints
     from flatpeak.runs.files import write_atomic
@@ -62,9 +63,26 @@ def evaluate(
     # The prints of a reward function in this process are no part of the result.
     with redirect_stdout(sys.stderr), open_progress(sys.stderr) as progress:
         comparison = compare_checkpoints(paths, overrides, recipe=recipe, stages=stages, progress=progress)
-    if rows is not None:
-        write_atomic(Path(rows), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in comparison.rows()))
     typer.echo(json.dumps(finite(comparison.as_dict()), allow_nan=False) if as_json else comparison.render())
+    if rows is not None:
+        try:
+            write_atomic(Path(rows), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in comparison.rows()))
+        except OSError as error:
+            raise RunError(
+                f"--rows {rows}: not written ({error.strerror}); free space, or choose another file"
+            ) from error
+
+
+def _check_writable(rows: str) -> None:
+    """UserError where the file of `--rows` cannot be written, before any model is asked."""
+    folder = Path(rows).absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"--rows {rows}: no directory {Path(rows).parent}; make it first, or choose another")
+    if Path(rows).exists() and not Path(rows).is_file():
+        # A rename would put a file in the place of /dev/stdout.
+        raise UserError(f"--rows {rows} is no regular file: name one")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--rows {rows}: {Path(rows).parent} cannot be written; choose another directory")
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:

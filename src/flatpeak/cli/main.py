@@ -37,21 +37,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+# Where the first sentence of a help text is cut short in the list of commands, a shorter one stands there.
 app.command("demo")(train.demo)
-app.command("plan")(plan.plan)
+app.command("plan", short_help="Show what a recipe will run, and whether it fits.")(plan.plan)
 app.command("sft")(train.sft)
-app.command("train")(train.train)
-app.command("fork")(train.fork)
-app.command("sweep")(sweep.sweep)
+app.command("train", short_help="Train by reinforcement learning, after SFT if set.")(train.train)
+app.command("fork", short_help="Train on from a checkpoint, with changed settings.")(train.fork)
+app.command("sweep", short_help="Run arms, axes and seeds in parallel, into one table.")(sweep.sweep)
 app.command("reward-model")(train.reward_model)
 app.command("eval")(evaluate.evaluate)
 app.command("chat")(evaluate.chat)
-app.command("grade")(evaluate.grade)
-app.command("export")(export.export)
-app.command("serve")(serve.serve)
-app.command("push")(push.push)
-app.command("explain")(report.explain)
-app.command("report")(report.report)
+app.command("grade", short_help="Grade answers against gold answers.")(evaluate.grade)
+app.command("export", short_help="Write a run's model as one Hugging Face directory.")(export.export)
+app.command("serve", short_help="Start a vLLM server for rollouts.")(serve.serve)
+app.command("push", short_help="Upload a run's model to the Hugging Face Hub.")(push.push)
+app.command("explain", short_help="Show one group of a step as the algorithm saw it.")(report.explain)
+app.command("report", short_help="Rebuild report pages; compare runs, or a sweep's arms.")(report.report)
 
 
 @app.callback(invoke_without_command=True)

@@ -13,6 +13,16 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import nearest
 
 _LONGEST_VALUE = 60
+_EXPECTED = {
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+}
+"""Pydantic's kinds of wrong values in the words of a recipe."""
 
 
 def describe_errors(
@@ -54,11 +64,26 @@ def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: s
         case "model_type" | "dict_type" | "model_attributes_type":
             text = f"{key}={_shortened(problem['input'])}: must be a section with keys of its own"
         case "tuple_type" | "list_type":
-            text = f"{key}={_shortened(problem['input'])}: must be a list, such as [{_shortened(problem['input'])}]"
+            value = _shortened(problem["input"])
+            broken = value.startswith(("[", "{"))
+            text = f"{key}={value}: must be a list{'; its brackets do not match' if broken else f', such as [{value}]'}"
+        case "string_type":
+            text = f"{key}={_shortened(problem['input'])}: must be a text{_quoted(key, problem['input'])}"
+        case "too_short":
+            text = f"{key}={_shortened(problem['input'])}: give at least {context['min_length']}"
+        case wrong if wrong in _EXPECTED:
+            text = f"{key}={_shortened(problem['input'])}: {_EXPECTED[wrong]}"
         case _:
             message = problem["msg"]
             text = f"{key}={_shortened(problem['input'])}: {message[0].lower()}{message[1:]}"
     return text
+
+
+def _quoted(key: str, value: Any) -> str:
+    """The hint at quotes, for a value that is no text only because it has none."""
+    if value is None or isinstance(value, Mapping | Sequence):
+        return ""
+    return f""": "{value}" in a file, '{key}="{value}"' on the command line"""
 
 
 def known_keys(annotation: Any = RunConfig, prefix: str = "") -> Iterator[str]:

@@ -131,6 +131,9 @@ def compare(
     names = [arm.name for arm in arms]
     chosen = names[0] if baseline is None else baseline
     if chosen not in names:
+        values = [name for name in names if name.startswith(f"{chosen},")]
+        if values:
+            raise UserError(f"baseline {chosen!r} has several values, each an arm: choose one of {', '.join(values)}")
         raise UserError(f"baseline {chosen!r} is no arm of the table, which has {', '.join(names)}")
     if not (0 < alpha < 1 and 0 < power < 1):
         raise UserError(f"alpha={alpha}, power={power}: give shares between 0 and 1, such as 0.05 and 0.9")

@@ -52,6 +52,7 @@ from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
 from flatpeak.utils.adapter_base import check_base
 from flatpeak.utils.adapters import check_own_adapters
+from flatpeak.utils.huggingface import notice_of_unknown_characters
 
 Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool | None)
 
@@ -348,6 +349,9 @@ def _prompts(
         progress.notice(
             f"{split}: {built.fewer_shots} of {len(built.prompts)} prompts have fewer worked examples, to fit"
         )
+    unknown = notice_of_unknown_characters([prompt.text for prompt in built.prompts], policy.tokenizer)
+    if unknown is not None:
+        progress.notice(f"{split}: {unknown}")
     return built.prompts
 
 

@@ -22,6 +22,7 @@ from flatpeak.runs.rollout_log import first_row, logged_steps
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.prompts import CHAT, PLACEHOLDER, PromptConfig, build_prompts, prompt_texts, word_messages
 from flatpeak.types import Completion, Example, Message, Prompt, SamplingParams
+from flatpeak.utils.huggingface import unknown_characters
 
 LONGEST_ANSWER = 256
 """Tokens, where neither a recipe nor the caller sets a limit."""
@@ -171,26 +172,6 @@ def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], con
     if removed:
         console.note(f"the conversation's first {removed} turns no longer fit into the model's context of {context}")
     return prompt, context - len(prompt.token_ids)
-
-
-def unknown_characters(tokenizer: Any, text: str) -> list[str]:
-    """The substrings that a tokenizer drops or replaces by its unknown token, each once.
-
-    An empty list for a tokenizer without offsets.
-    """
-    if not getattr(tokenizer, "is_fast", False):
-        return []
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    unknown, covered = list[str](), set[int]()
-    for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        covered.update(range(start, end))
-        if token == tokenizer.unk_token_id and end > start:
-            unknown.append(text[start:end])
-    # Behind a character that was dropped, offsets are unreliable: each character is tokenized by itself.
-    if any(at not in covered and not one.isspace() for at, one in enumerate(text)):
-        single = (one for one in text if not one.isspace())
-        unknown += [one for one in single if not tokenizer.encode(one, add_special_tokens=False)]
-    return list(dict.fromkeys(unknown))
 
 
 def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str | None:

@@ -63,6 +63,10 @@ def check_source(config: ModelConfig, *, tokenizer: bool = True) -> None:
     if config.path is None:
         raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
     directory = Path(config.path).expanduser()
+    if directory.is_file():
+        raise UserError(
+            f"model.path={config.path} is a file: name the directory that holds config.json and the weights"
+        )
     if is_surely_local(config.path) and not directory.is_dir():
         raise UserError(f"model.path={config.path}: no such directory")
     if directory.is_dir():
@@ -123,6 +127,13 @@ def _check_files(path: str, directory: Path, *, tokenizer: bool) -> None:
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
+def _check_writes(settings: Any) -> None:
+    """Raise a UserError for a reward model: transformers would leave out its head, and write with what is left."""
+    heads = [name for name in settings.architectures or () if name.endswith("ForSequenceClassification")]
+    if heads:
+        raise UserError(f"{heads[0]} is a reward model, which scores answers and writes none; name a language model")
+
+
 def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     """Load an existing model, all of whose weights come from its files, and its tokenizer.
 
@@ -137,7 +148,9 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
             tokenizer = load_tokenizer(str(adapter), trust_remote_code=config.trust_remote_code)
         else:
             tokenizer = load_tokenizer(path, **source)
-        quantized = is_quantized(AutoConfig.from_pretrained(path, **source), config)
+        settings = AutoConfig.from_pretrained(path, **source)
+        _check_writes(settings)
+        quantized = is_quantized(settings, config)
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             **source,

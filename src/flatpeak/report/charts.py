@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -37,6 +38,10 @@ _REACH_FRACTION: Final = 0.05
 """Neighbours on either side in the moving average, as a fraction of all points."""
 _MAX_LINE_WIDTH: Final = 2.2
 _SIZE_INCHES: Final = (5.4, 3.2)
+_LEGEND_ROW_INCHES: Final = 0.26
+"""Height that a row of the legend adds, so that the axes of all charts are equally high."""
+_LEGEND_COLUMNS: Final = 3
+_BLACK: Final = "#000000"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,19 +212,30 @@ def charts(
 def metric_curves(rows: Sequence[Row], chart: Chart) -> list[Curve]:
     """One curve for each metric of the chart that has a value at some step; of equal ones a single one for all.
 
-    A reward of one component, say, is its own mean: drawn twice, the first curve would lie hidden.
+    A reward of one component, say, is its own mean, up to rounding: drawn twice, the first curve would lie hidden.
     """
     rows = [row for row in rows if row.get("stage") == chart.stage]
     names = dict.fromkeys(name for row in rows for name in row if fnmatchcase(name, chart.metrics))
     absent = 0.0 if chart.absent_is_zero else None
-    labels: dict[tuple[tuple[int, ...], tuple[float, ...]], list[str]] = {}
+    curves: list[Curve] = []
     for name in (name for name in names if not any(fnmatchcase(name, pattern) for pattern in chart.without)):
         by_step = [(row["step"], row.get(name, absent)) for row in rows]
         points = [(step, value) for step, value in by_step if value is not None]
-        if points and not (chart.unless_zero and not any(value for _, value in points)):
-            steps, values = zip(*points, strict=True)
-            labels.setdefault((steps, values), []).append(name)
-    return [Curve(label=" = ".join(equal), steps=steps, values=values) for (steps, values), equal in labels.items()]
+        if not points or (chart.unless_zero and not any(value for _, value in points)):
+            continue
+        steps, values = zip(*points, strict=True)
+        same = next((index for index, one in enumerate(curves) if _coincide(one, steps, values)), None)
+        if same is None:
+            curves.append(Curve(label=name, steps=steps, values=values))
+        else:
+            curves[same] = replace(curves[same], label=f"{curves[same].label} = {name}")
+    return curves
+
+
+def _coincide(curve: Curve, steps: Sequence[float], values: Sequence[float]) -> bool:
+    """Whether a curve has these steps and, up to rounding in float32, these values."""
+    pairs = zip(curve.values, values, strict=False)
+    return curve.steps == steps and all(math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-7) for one, other in pairs)
 
 
 def accuracy_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
@@ -306,7 +322,7 @@ def curve_svg(
     from matplotlib.ticker import MaxNLocator
 
     # The salt names the clip paths: charts of one page must not share them.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
         other = axes.twinx() if right else axes
@@ -316,7 +332,8 @@ def curve_svg(
             # Where curves coincide, the wider lower one remains visible.
             style["linewidth"] = max(1.2, _MAX_LINE_WIDTH - 0.5 * index)
             _draw(other if on_the_right else axes, curve, style)
-        axes.set_title(title, loc="left")
+        # At the left edge of the figure: titles above axes would begin wherever the numbers beside these end.
+        figure.suptitle(title, x=0.01, horizontalalignment="left")
         axes.set_xlabel("step")
         axes.set_ylabel(unit)
         if right:
@@ -328,14 +345,21 @@ def curve_svg(
         for side in {axes, other}:
             side.spines[["top"] if right else ["top", "right"]].set_visible(False)
         if legend or len(curves) + len(right) > 1:
-            sides = dict.fromkeys((axes, other))
-            handles = [handle for side in sides for handle in side.get_legend_handles_labels()[0]]
-            # Below the axes, where it hides no curve.
-            figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=min(3, len(handles)))
+            _add_legend(figure, (axes, other))
         text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    # Without the XML declaration and document type, which are invalid inside HTML.
-    return text.getvalue()[text.getvalue().index("<svg") :]
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    # Without the XML declaration and document type, which are invalid inside HTML; black is the page's own colour of
+    # text, which is light on a dark page.
+    return text.getvalue()[text.getvalue().index("<svg") :].replace(_BLACK, "currentColor")
+
+
+def _add_legend(figure: Any, sides: Sequence[Any]) -> None:
+    """Name the curves of both axes below them, where the names hide none, on as much more height as they take."""
+    handles = [handle for side in dict.fromkeys(sides) for handle in side.get_legend_handles_labels()[0]]
+    columns = min(_LEGEND_COLUMNS, len(handles))
+    rows = math.ceil(len(handles) / columns)
+    figure.set_size_inches(_SIZE_INCHES[0], _SIZE_INCHES[1] + rows * _LEGEND_ROW_INCHES)
+    figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
 
 
 def moving_average(values: Sequence[float], reach: int) -> list[float]:

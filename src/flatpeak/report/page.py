@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -66,6 +68,7 @@ def write_report(run_dir: Path) -> Path:
         hint = run_hint(run.path) or ": give one with a config.yaml, such as runs/demo"
         raise UserError(f"{run.path} is not a run's directory{hint}")
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    environment.filters["shorten_hashes"] = shorten_hashes
     page = environment.get_template("report.html.jinja").render(page_content(run))
     write_atomic(run.report, page)
     return run.report
@@ -100,6 +103,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "eval_metrics": list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics)),
         "rollouts": example_rollouts(run),
         "manifest": manifest,
+        "started": _minute(manifest["started"]) if manifest else None,
         "command": shlex.join(manifest["command"]) if manifest else None,
         "config": config,
         "cell": cell,
@@ -116,6 +120,16 @@ def subject(config: str | None, evaluations: Sequence[StageEvaluation]) -> str |
     name = model.get("path") or (f"a new {new['architecture']}" if "architecture" in new else "a caller's model")
     task = evaluations[-1].task if evaluations else content.get("task", {}).get("type")
     return f"{name} on {task}" if task else str(name)
+
+
+def shorten_hashes(text: str) -> str:
+    """The text with hashes of 16 hexadecimal digits or more cut to eight; manifest.json has all of them."""
+    return re.sub(r"(?<![0-9a-z])([0-9a-f]{8})[0-9a-f]{8,}(?![0-9a-z])", r"\1", text)
+
+
+def _minute(started: str) -> str:
+    """`2026-01-02 03:04 UTC` of an ISO time of any zone."""
+    return datetime.fromisoformat(started).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def headline(

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def write_atomic(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        # Where nothing may be written, nothing may be deleted either: the error of writing is the one to raise.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 

@@ -235,8 +235,9 @@ def read_hub(name: str, *, config: str | None, split: str, path_option: str) -> 
         except (OSError, ValueError, RuntimeError) as error:
             reason = problem or (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             check = "the network" if problem else "the name and the network"
+            selection = f"split {split}" if config is None else f"config {config}, split {split}"
             raise UnreachableDataError(
-                f"{name} (config {config}, split {split}) cannot be loaded from the Hub: {reason}; check {check}, or "
+                f"{name} ({selection}) cannot be loaded from the Hub: {reason}; check {check}, or "
                 f"give a local copy as {path_option}"
             ) from error
     for number, values in enumerate(dataset, start=1):

@@ -85,7 +85,7 @@ def build_prompts(
     limit = _token_limit(config, max_tokens)
     word = _chat_wording(tokenizer, config) if config.template == CHAT else _text_wording(tokenizer, config)
     prompts: list[Prompt] = []
-    too_long: list[int] = []
+    too_long: list[tuple[int, str]] = []
     fewer_shots = 0
     interned: dict[int, int] = {}
     for example in examples:
@@ -96,7 +96,7 @@ def build_prompts(
                 f"example {example.id!r} makes an empty prompt: give it a question, or use a prompt.template"
             )
         if len(wording.token_ids) > limit:
-            too_long.append(len(wording.token_ids))
+            too_long.append((len(wording.token_ids), example.id))
             if config.overlong != "truncate_left":
                 continue
             wording = _shorten_question(example, word, limit=limit)
@@ -273,12 +273,14 @@ def _shorten_question(example: Example, word: _Word, *, limit: int) -> _Wording:
     return best
 
 
-def _overlong_message(lengths: Sequence[int], config: PromptConfig, *, total: int, limit: int) -> str:
+def _overlong_message(too_long: Sequence[tuple[int, str]], config: PromptConfig, *, total: int, limit: int) -> str:
+    """The error about prompts of too many tokens, given (tokens, id of the example) of each."""
+    tokens, example_id = max(too_long)
     choices = "prompt.overlong=truncate_left" if config.overlong == "drop" else "prompt.overlong=drop or truncate_left"
     room = "a larger prompt.max_tokens" if config.max_tokens == limit else "a smaller rollout.max_new_tokens"
     return (
-        f"{len(lengths)} of {total} prompts exceed {limit} tokens (the longest has {max(lengths)}): set {choices}, "
-        f"or {room}"
+        f"{len(too_long)} of {total} prompts exceed {limit} tokens (the longest has {tokens}, example {example_id!r}): "
+        f"set {choices}, or {room}"
     )
 
 

@@ -112,9 +112,9 @@ def _split(config: RowsConfig) -> Split:
         train = _without_duplicates(train, known={question_key(example.question) for example in test})
     if not config.test:
         return _split_by_fraction(train, config)
-    for side, examples in (("train", train), ("test", test)):
+    for side, sources, examples in (("train", config.train, train), ("test", config.test, test)):
         if not examples:
-            raise UserError(f"task.{side}: no row is left; check the files, task.integers_only and task.deduplicate")
+            raise _no_rows(side, sources)
     if config.near_duplicates is not None:
         near = near_any(
             [example.question for example in test],
@@ -249,9 +249,16 @@ def _without_duplicates(examples: Sequence[Example], *, known: set[str]) -> list
     return kept
 
 
+def _no_rows(side: str, sources: Sequence[SourceConfig]) -> UserError:
+    names = ", ".join(str(source.path or source.hub) for source in sources)
+    return UserError(
+        f"task.{side}: no row is left of {names}; it is empty, or task.integers_only or task.deduplicate leaves none"
+    )
+
+
 def _split_by_fraction(examples: Sequence[Example], config: RowsConfig) -> Split:
     if not examples:
-        raise UserError("task.train: no row is left; check the files, task.integers_only and task.deduplicate")
+        raise _no_rows("train", config.train)
     keys = cluster_keys([example.question for example in examples], threshold=config.near_duplicates)
     train: list[Example] = []
     test: list[Example] = []

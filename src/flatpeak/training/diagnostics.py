@@ -12,7 +12,7 @@ from flatpeak.errors import RunError
 from flatpeak.rewards.checked_calls import reaches_power_of_ten
 from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
-from flatpeak.types import Group
+from flatpeak.types import Group, Score
 
 ANNOUNCED = ("3", "1")
 """Leading digits of the step counts that are announced: 3, 10, 30, 100, ..."""
@@ -145,6 +145,11 @@ class SkippedUpdateMonitor:
         return cls(reported=counts.pop("told", 0), **counts)
 
 
+def _any_score(rows: Sequence[Sequence[Score]]) -> bool:
+    """Whether some completion of some group has a score."""
+    return any(score is not None for row in rows for score in row)
+
+
 class MissingRewardMonitor:
     """Counter of steps in which no completion has a reward: they train nothing, and no error says so."""
 
@@ -154,11 +159,13 @@ class MissingRewardMonitor:
 
     def observe(self, rollouts: Rollouts) -> None:
         """Count the step if it is one; a notice is given of the first, the 10th, the 100th, ..."""
-        if all(score is None for row in rollouts.scores.total for score in row):
+        if not _any_score(rollouts.scores.total):
             self.count += 1
             if reaches_power_of_ten(self.count - 1, self.count):
                 failed = ", ".join(f"{name} on {count}" for name, count in rollouts.failed.items())
-                why = f" (failed: {failed})" if failed else ""
+                silent = [name for name, rows in rollouts.scores.parts.items() if not _any_score(rows)]
+                why = f" ({' and '.join(silent)} gave none: return a number)" if silent else ""
+                why = f" (failed: {failed})" if failed else why
                 steps = "step" if self.count == 1 else "steps"
                 self._notice(f"{self.count} {steps} so far without a reward for any completion, and so no update{why}")
 

@@ -6,7 +6,7 @@ Importing it loads neither torch nor transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PATIENCE: Final = 5.0
 """Seconds for one attempt to connect: the Hub's own client would try for half a minute."""
+_LISTED_PIECES: Final = 10
+"""Unknown substrings that a notice lists."""
 _TOKENIZER_FILES: Final = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
@@ -36,7 +38,9 @@ def load_errors(path: str, *, where: str, kind: str = "") -> Iterator[None]:
 
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
-            reason = f"{problem}; name a directory, or check the network" if problem else _reason(error)
+            reason = (
+                f"it is no directory here, {problem}; name one, or check the network" if problem else _reason(error)
+            )
             raise UserError(f"{where}={path} does not load{kind and f' as {kind}'}: {reason}") from error
 
 
@@ -87,6 +91,44 @@ def local_or_hub(path: str) -> str:
 def is_surely_local(path: str) -> bool:
     """Whether a name can only be meant as a local path: Hub names have at most one slash, and none begins so."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def unknown_characters(tokenizer: Any, text: str) -> list[str]:
+    """The substrings that a tokenizer drops or replaces by its unknown token, each once.
+
+    An empty list for a tokenizer without offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        return []
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    unknown, covered = list[str](), set[int]()
+    for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        covered.update(range(start, end))
+        if token == tokenizer.unk_token_id and end > start:
+            unknown.append(text[start:end])
+    # Behind a character that was dropped, offsets are unreliable: each character is tokenized by itself.
+    if any(at not in covered and not one.isspace() for at, one in enumerate(text)):
+        single = (one for one in text if not one.isspace())
+        unknown += [one for one in single if not tokenizer.encode(one, add_special_tokens=False)]
+    return list(dict.fromkeys(unknown))
+
+
+def notice_of_unknown_characters(texts: Sequence[str], tokenizer: Any) -> str | None:
+    """A notice of texts with characters that the tokenizer drops or replaces by its unknown token; None for none."""
+    # Apart from each other: a word of all characters would be unknown as a whole. Where the tokenizer knows words and
+    # not their letters, the texts themselves decide.
+    suspects = unknown_characters(tokenizer, " ".join(sorted(set().union(*texts))))
+    affected = [
+        unknown
+        for text in texts
+        if any(one in text for one in suspects) and (unknown := unknown_characters(tokenizer, text))
+    ]
+    if not affected:
+        return None
+    distinct = list(dict.fromkeys(piece for unknown in affected for piece in unknown))
+    listed = " ".join(map(repr, distinct[:_LISTED_PIECES])) + (" ..." if len(distinct) > _LISTED_PIECES else "")
+    counts = f"{len(affected)} of {len(texts)} prompts"
+    return f"{counts} have characters that the tokenizer lacks and the model cannot see: {listed}"
 
 
 @contextmanager

@@ -411,4 +411,6 @@ def test_a_run_without_any_reward_says_so(recipe: Callable[..., Any], train: Cal
     assert train(recipe(), reward=unsure, progress=progress).exit_code == 0
     assert progress.values("reward/missing_fraction") == [1.0, 1.0]
     messages = [notice for notice in progress.notices if "without a reward" in notice]
-    assert messages == ["1 step so far without a reward for any completion, and so no update"]
+    assert messages == [
+        "1 step so far without a reward for any completion, and so no update (correctness gave none: return a number)"
+    ]
