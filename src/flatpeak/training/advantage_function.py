@@ -100,7 +100,8 @@ def _rewards_as_text(rewards_G: Tensor, valid_G: Tensor) -> str:
 def _try(function: Callable[..., Any], num_prompts: int, group_size: int, where: str) -> None:
     """Try a function on rewards that differ, that are equal, and of which some, or all, are missing."""
     shape = (num_prompts, group_size)
-    rewards_PG = torch.arange(num_prompts * group_size, dtype=torch.float32).view(shape).remainder(7) / 6
+    # 0 and 1 alone: a function for such rewards may refuse others.
+    rewards_PG = torch.arange(num_prompts * group_size, dtype=torch.float32).view(shape).remainder(2)
     everything, nothing = torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     some = everything.clone()
     some[0, 2:3] = False  # of two, a missing one would leave one, whose group is missing as a whole
@@ -112,7 +113,8 @@ def _try(function: Callable[..., Any], num_prompts: int, group_size: int, where:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"{where}: {one_line(error)}") from error
+            missing = "" if bool(valid_PG.all()) else f" where {'some' if bool(valid_PG.any()) else 'all'} are missing"
+            raise UserError(f"{where}, tried on rewards{missing}: {one_line(error)}") from error
 
     for rewards, valid in (
         (rewards_PG, everything),
@@ -129,10 +131,12 @@ def _try(function: Callable[..., Any], num_prompts: int, group_size: int, where:
 
 def _try_missing(function: Callable[..., Any], rewards_PG: Tensor, valid_PG: Tensor, where: str) -> None:
     """UserError where the advantages of valid rewards depend on the numbers that stand for missing ones."""
-    first, second = (
-        function(rewards_PG.masked_fill(~valid_PG, number), valid_PG.clone())[valid_PG] for number in (0.0, 3.0)
-    )
-    if not torch.equal(first, second):
+    first_PG = function(rewards_PG.masked_fill(~valid_PG, 0.0), valid_PG.clone())
+    try:
+        second_PG = function(rewards_PG.masked_fill(~valid_PG, 3.0), valid_PG.clone())
+    except Exception:  # a function may refuse rewards above 1; missing ones are 0 in a run
+        return
+    if not torch.equal(first_PG[valid_PG], second_PG[valid_PG]):
         raise UserError(
             f"{where}: its advantages depend on rewards that are missing, which are 0 in rewards_PG: leave them out of "
             f"its statistics by valid_PG, as in {_MASKED_MEAN}"
