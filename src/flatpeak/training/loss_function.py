@@ -59,8 +59,10 @@ def _prepared(function: Callable[..., Any], name: str, *, arguments: Mapping[str
     called = partial(function, **arguments) if arguments else function
 
     def checked(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
-        result = called(logprobs_T, ratio_T, advantages_T, config)
         dtype = torch.bool if name == "clipped" else logprobs_T.dtype
+        if not len(logprobs_T):  # a process without completions of its own: a maximum, say, is not defined
+            return logprobs_T.to(dtype)
+        result = called(logprobs_T, ratio_T, advantages_T, config)
         if not isinstance(result, Tensor):
             raise UserError(f"{where} returned {describe_value(result)}: return a {dtype} tensor, one value per token")
         if (result.shape, result.dtype, result.device) != (logprobs_T.shape, dtype, logprobs_T.device):
@@ -125,6 +127,8 @@ def _differentiated(
     """The losses and their gradient by the log-probabilities, both finite."""
     leaf_T = logprobs_T.detach().clone().requires_grad_()
     loss_T = _called(function, leaf_T, importance_ratio(leaf_T, old_T), advantages_T.clone(), config, where)
+    if not torch.equal(leaf_T, logprobs_T):
+        raise UserError(f"{where} changes logprobs_T in place, which others read after it: change a clone()")
     if not loss_T.requires_grad:
         raise UserError(f"{where}: {_NO_GRADIENT}")
     try:
