@@ -88,7 +88,10 @@ def test_groups_are_compared_unless_there_is_nothing_to_compare(
             r"depends? on rewards that are missing.*valid_PG",
         ),
         (lambda rewards_PG, valid_PG: rewards_PG + torch.rand(()), "other advantages for the same rewards"),
-        (lambda rewards_PG, valid_PG: rewards_PG - rewards_PG[valid_PG].max(), "tried on rewards where all are missing: RuntimeError: .*max"),
+        (
+            lambda rewards_PG, valid_PG: rewards_PG - rewards_PG[valid_PG].max(),
+            "tried on rewards where all are missing: RuntimeError: .*max",
+        ),
         (lambda rewards_PG: rewards_PG, r"let it take \(rewards_PG, valid_PG\)$"),
         ("text", "is str 'text', not a function"),
     ],

@@ -171,6 +171,15 @@ def test_an_unknown_argument_is_named_with_its_setting() -> None:
         objective(clipped, arguments={"tau": 1.0})
 
 
+def test_an_argument_that_is_missing_is_named_with_its_setting() -> None:
+    def tempered(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any, *, tau: float) -> Tensor:
+        return -tau * ratio_T * advantages_T
+
+    with pytest.raises(UserError, match=r"missing a required (keyword-only )?argument: 'tau'.*change objective\.argum"):
+        objective(tempered)
+    assert objective(tempered, arguments={"tau": 2.0}).loss.value(*[torch.ones(1)] * 3, OWN).tolist() == [-2.0]
+
+
 def test_a_result_that_turns_bad_in_training_names_the_function() -> None:
     calls: list[int] = []
 

@@ -117,7 +117,7 @@ def test_a_file_is_run_anew_once_its_text_has_changed(tmp_path):
     first = load_function("graders.py:short")
     digest = file_digest("graders.py:short")
     assert load_function("graders.py:short") is first
-    write(file, "def short(completion): return 2  # longer: bytecode is kept by time and size")
+    write(file, "def short(completion): return 2")  # as long as before, within the second that bytecode is kept by
     assert load_function("graders.py:short")("x") == 2
     assert first("x") == 1
     assert (digest, file_digest("graders.py:short")) == (
@@ -132,6 +132,18 @@ def test_a_function_without_a_file_has_no_digest(tmp_path):
     assert file_digest("gone.py:short") is None
     assert source_digest(len) is None
     assert source_digest(partial(write, "x")) == source_digest(write)
+
+
+class Scaled:
+    """A callable object."""
+
+    def __call__(self, completion):
+        return 2.0
+
+
+def test_a_callable_object_has_the_digest_of_its_class():
+    assert source_digest(Scaled()) == source_digest(Scaled) == source_digest(partial(Scaled(), completion="x"))
+    assert source_digest(Scaled()) not in (None, source_digest(write))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):

@@ -69,19 +69,21 @@ def load_file(path: Path) -> ModuleType:
         raise UserError(f"there is no file {path}: give a path that exists, relative to {Path.cwd()} or absolute")
     name = f"{USER_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     try:
-        digest = _digest(path.read_bytes())
+        text = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot run {path}: {one_line(error)}") from error
+    digest = _digest(text)
     if name in sys.modules and getattr(sys.modules[name], _DIGEST) == digest:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     _make_importable(path.parent)
     setattr(module, _DIGEST, digest)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:
-        spec.loader.exec_module(module)
+        # Not by the loader, whose bytecode on disk outlives a change of the same length within a second.
+        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
     except Exception as error:
         del sys.modules[name]
         raise UserError(f"cannot run {path}: {one_line(error)}") from error
@@ -99,16 +101,19 @@ def check_call(
         inspect.signature(function).bind(*given, **arguments)
     except TypeError as error:
         call = f"let it take ({', '.join(given)})" if given else ""
-        fix = f"change {key} to fit its parameters" if arguments or not given else ""
+        fixable = bool(arguments) or not given or "missing" in str(error)
+        fix = f"change {key} to fit its parameters" if fixable else ""
         raise UserError(f"{where}: {error}; {', and '.join(filter(None, (call, fix)))}") from error
     except ValueError:  # functions of an extension show no parameters
         pass
 
 
 def source_digest(function: object) -> str | None:
-    """The start of the SHA-256 of a function's text; None where it has none, as in an interactive session."""
+    """The start of the SHA-256 of a function's text, or of a callable object's class; None where there is none."""
     while isinstance(function, partial):
         function = function.func
+    if not inspect.isroutine(function) and not inspect.isclass(function):
+        function = type(function)
     try:
         text = inspect.getsource(function)  # type: ignore[arg-type]
     except (OSError, TypeError):
