@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.utils.user_code import file_digest, load_function, source_digest
+from flatpeak.utils.user_code import file_digest, load_function, one_line, source_digest
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +104,13 @@ def test_a_file_that_fails_names_its_error_and_line_and_can_be_mended(tmp_path):
         load_function("graders.py:short")
     write(file, "def short(completion): return 0.125  # mended")
     assert load_function("graders.py:short")("x") == 0.125
+
+
+def test_an_error_inside_a_package_names_the_line_of_the_user_that_called_it(tmp_path):
+    file = write(tmp_path / "graders.py", "import json\ndef f(completion):\n    return json.loads(completion)")
+    with pytest.raises(ValueError, match="Expecting") as error:
+        load_function("graders.py:f")("{")
+    assert one_line(error.value).endswith(f" ({file}:3)")
 
 
 def test_a_file_of_the_user_does_not_hide_the_standard_library(tmp_path):

@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,10 +17,10 @@ from typing import Any, Final
 
 from flatpeak.errors import UserError, did_you_mean
 
+_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+"""The directories of installed packages and of the standard library."""
 USER_FILE: Final = "flatpeak_user_"
 """Prefix of the module names of the user's files: such a module cannot be imported by name, but run from its file."""
-
-
 _DIGEST: Final = "__flatpeak_digest__"
 """The attribute of a loaded file with the digest of its text."""
 FROM_PYTHON: Final = "python:"
@@ -175,13 +177,15 @@ def describe_value(value: object) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """An exception as one line: its type, its message, and the line of code that raised it."""
+    """An exception as one line: its type, its message, and the line of code that raised it, or called what did.
+
+    Of what an installed package raises, such as torch, the line outside of it is named.
+    """
     if isinstance(error, OneLineError):
         return str(error)
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    source = "" if frame is None else f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})"
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    outside = [place for place in places if not place[0].startswith(_INSTALLED)] or places
+    source = f" ({outside[-1][0]}:{outside[-1][1]})" if outside else ""
     try:
         message = " ".join(str(error)[:3000].split())[:300]
     except Exception:  # of an exception class of the user's
