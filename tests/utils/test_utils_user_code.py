@@ -106,6 +106,19 @@ def test_a_file_that_fails_names_its_error_and_line_and_can_be_mended(tmp_path):
     assert load_function("graders.py:short")("x") == 0.125
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(completion):\n    return 1)", r"SyntaxError: unmatched '\)' \(graders\.py, line 2\)$"),
+        ("import sys\nsys.exit(3)", r"SystemExit: 3 \(.*graders\.py:2\)$"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_names_its_own_line(tmp_path, text, message):
+    write(tmp_path / "graders.py", text)
+    with pytest.raises(UserError, match=rf"cannot run .*graders\.py: {message}"):
+        load_function("graders.py:f")
+
+
 def test_an_error_inside_a_package_names_the_line_of_the_user_that_called_it(tmp_path):
     file = write(tmp_path / "graders.py", "import json\ndef f(completion):\n    return json.loads(completion)")
     with pytest.raises(ValueError, match="Expecting") as error:

@@ -217,8 +217,8 @@ def without_superseded(
     """
     kept = dict(merged)
     for choice in FUNCTIONS:
-        (before,), (now,) = (_find(recipe, choice) or (None,) for recipe in (base, delta))
-        if is_reference(str(before)) and is_reference(str(now)) and not _are_same(before, now):
+        before, now = (str((_find(recipe, choice) or ("",))[0]) for recipe in (base, delta))
+        if is_reference(before) and is_reference(now) and not _are_same(before, now):
             section = choice.partition(".")[0]
             written = _find(delta, f"{section}.arguments") or ({},)
             kept[section] = {**kept[section], "arguments": written[0]}

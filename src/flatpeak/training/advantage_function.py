@@ -15,7 +15,7 @@ from flatpeak.functional.advantages import group_advantages
 from flatpeak.training.config import AdvantageConfig
 from flatpeak.utils.user_code import check_call, describe_value, load_object, one_line
 
-GIVEN: Final = ("rewards_PG", "valid_PG")
+PARAMETERS: Final = ("rewards_PG", "valid_PG")
 """The arguments of an advantage function."""
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
 """(rewards_PG, valid_PG) -> advantages_PG."""
@@ -63,7 +63,7 @@ def make_advantages(
     function = load_object(config.function, where=where) if own is None else own
     if not callable(function):
         raise UserError(f"{where} is {describe_value(function)}, not a function")
-    check_call(function, given=GIVEN, arguments=config.arguments, where=where, key="advantage.arguments")
+    check_call(function, given=PARAMETERS, arguments=config.arguments, where=where, key="advantage.arguments")
     called = partial(function, **config.arguments) if config.arguments else function
     with torch.random.fork_rng(devices=[]):
         _try(called, num_prompts, group_size, where)

@@ -86,7 +86,7 @@ def load_file(path: Path) -> ModuleType:
     try:
         # Not by the loader, whose bytecode on disk outlives a change of the same length within a second.
         exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends by sys.exit() must not end the run in silence
         del sys.modules[name]
         raise UserError(f"cannot run {path}: {one_line(error)}") from error
     return module
@@ -117,7 +117,7 @@ def source_digest(function: object) -> str | None:
     if not inspect.isroutine(function) and not inspect.isclass(function):
         function = type(function)
     try:
-        text = inspect.getsource(function)  # type: ignore[arg-type]
+        text = inspect.getsource(function)
     except (OSError, TypeError):
         return None
     return _digest(text.encode("utf-8", "surrogatepass"))
@@ -176,15 +176,16 @@ def describe_value(value: object) -> str:
     return f"{type(value).__name__} {text}"
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An exception as one line: its type, its message, and the line of code that raised it, or called what did.
 
     Of what an installed package raises, such as torch, the line outside of it is named.
     """
     if isinstance(error, OneLineError):
         return str(error)
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    outside = [place for place in places if not place[0].startswith(_INSTALLED)] or places
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_filename, number) for frame, number in frames if frame.f_code.co_filename != __file__]
+    outside = [line for line in lines if not line[0].startswith(_INSTALLED)] or lines
     source = f" ({outside[-1][0]}:{outside[-1][1]})" if outside else ""
     try:
         message = " ".join(str(error)[:3000].split())[:300]
