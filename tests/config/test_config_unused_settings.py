@@ -321,3 +321,40 @@ def test_a_function_takes_the_place_of_an_inherited_scale_and_gives_way_to_it() 
     function["advantage"]["arguments"] = {"q": 1}
     back = parse_config(apply_overrides(function, ["advantage.function=null", "advantage.scale=none"]))
     assert (back.advantage.scale, back.advantage.arguments) == ("none", {})
+
+
+BASE = {"objective": {"loss": "mine.py:spo", "arguments": {"epsilon": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arguments"),
+    [
+        (["objective.loss=mine.py:other"], {}),
+        (["objective.loss=theirs.py:spo"], {}),
+        (["objective.loss=mine.py:other", "objective.arguments.tau=2"], {"tau": 2}),
+        (["objective.arguments.tau=2", "objective.loss=mine.py:other"], {"tau": 2}),
+        (["objective.loss=mine.py:spo", "objective.arguments.tau=2"], {"epsilon": 0.1, "tau": 2}),
+        (["objective.loss=python:spo"], {"epsilon": 0.1}),
+        (["objective.loss=python:other"], {}),
+        (["objective.clip_low=0.1"], {"epsilon": 0.1}),
+    ],
+    ids=str,
+)
+def test_another_function_does_not_take_over_the_arguments_of_the_one_before_it(
+    overrides: list[str], arguments: dict[str, Any]
+) -> None:
+    assert parse_config(apply_overrides(BASE, overrides)).objective.arguments == arguments
+
+
+def test_arguments_that_wait_for_a_function_from_python_are_kept() -> None:
+    recipe = {"objective": {"arguments": {"epsilon": 0.1}}}
+    assert apply_overrides(recipe, ["objective.loss=python:spo"])["objective"]["arguments"] == {"epsilon": 0.1}
+
+
+def test_a_recipe_that_extends_another_has_the_arguments_of_its_own_advantage(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("advantage: {function: 'mine.py:a', arguments: {q: 1}}", encoding="utf-8")
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: base\nadvantage: {function: 'mine.py:b'}", encoding="utf-8")
+    assert parse_config(load_recipe(child)).advantage.arguments == {}
+    child.write_text("extends: base\nadvantage: {function: 'mine.py:b', arguments: {p: 2}}", encoding="utf-8")
+    assert parse_config(load_recipe(child)).advantage.arguments == {"p": 2}

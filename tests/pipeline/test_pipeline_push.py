@@ -324,6 +324,20 @@ def test_a_path_with_spaces_is_hidden_and_named(finished_run: Path, tmp_path: Pa
     assert "to be given again: `task.train.0.path`" in (tmp_path / "dry" / "README.md").read_text()
 
 
+def test_the_arguments_of_ones_own_loss_are_told_without_their_places(finished_run: Path, tmp_path: Path) -> None:
+    def train_by_own_loss(run: Path) -> None:
+        recipe = yaml.safe_load((run / "config.yaml").read_text())
+        arguments = {"table": "/mnt/data/my files/bounds.json", "epsilon": 0.2, "more": ["/srv/my files/x.json"]}
+        recipe["objective"] |= {"loss": "/mnt/my files/mine.py:bounded", "arguments": arguments}
+        recipe["advantage"] |= {"function": "/mnt/my files/mine.py:centred", "arguments": {"path": "/mnt/my files/y"}}
+        (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+
+    push(copied(finished_run, tmp_path / "run", train_by_own_loss), repo="me/tiny", dry_run=tmp_path / "dry")
+    assert "my files" not in contents(tmp_path / "dry")
+    card = (tmp_path / "dry" / "README.md").read_text()
+    assert "`bounded`, epsilon=0.2, more=['path/to/x.json'], table=path/to/bounds.json, with the token" in card
+
+
 def test_relative_paths_of_files_that_are_not_uploaded_are_named(
     finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

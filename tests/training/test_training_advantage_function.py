@@ -88,7 +88,10 @@ def test_groups_are_compared_unless_there_is_nothing_to_compare(
             r"depends? on rewards that are missing.*valid_PG",
         ),
         (lambda rewards_PG, valid_PG: rewards_PG + torch.rand(()), "other advantages for the same rewards"),
-        (lambda rewards_PG, valid_PG: rewards_PG - rewards_PG[valid_PG].max(), "RuntimeError: .*max"),
+        (
+            lambda rewards_PG, valid_PG: rewards_PG - rewards_PG[valid_PG].max(),
+            "tried on rewards where all are missing: RuntimeError: .*max",
+        ),
         (lambda rewards_PG: rewards_PG, r"let it take \(rewards_PG, valid_PG\)$"),
         ("text", "is str 'text', not a function"),
     ],
@@ -98,6 +101,16 @@ def test_groups_are_compared_unless_there_is_nothing_to_compare(
 def test_an_unfit_function_is_refused_before_anything_is_built(function: Any, message: str) -> None:
     with pytest.raises(UserError, match=rf"^advantage\.function=python:own.*{message}"):
         advantages(function)
+
+
+@pytest.mark.parametrize("allowed", [lambda rewards_PG: rewards_PG <= 1, lambda rewards_PG: rewards_PG % 1 == 0])
+def test_a_function_may_refuse_rewards_other_than_0_and_1(allowed: Callable[[Tensor], Tensor]) -> None:
+    def strict(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
+        if not bool((allowed(rewards_PG) & (rewards_PG <= 1)).all()):
+            raise ValueError("rewards are 0 or 1")
+        return centred(rewards_PG, valid_PG)
+
+    assert advantages(strict)(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)).tolist() == [[0.5, -0.5]]
 
 
 @pytest.mark.parametrize(("num_prompts", "group_size"), [(1, 2), (1, 5), (2, 3), (5, 2), (64, 16)])

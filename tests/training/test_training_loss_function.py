@@ -151,6 +151,10 @@ def test_tokens_without_advantage_are_trained_on_where_the_loss_moves_them() -> 
             r"too many positional arguments; let it take \(logprobs_T, ratio_T, advantages_T, config\)",
         ),
         (lambda *values: {}["tau"], r"KeyError: 'tau' \(.*test_training_loss_function\.py:\d+\)"),
+        (
+            lambda logprobs_T, ratio_T, advantages_T, config: -ratio_T * advantages_T + 0 * logprobs_T.detach().exp_(),
+            "changes logprobs_T in place",
+        ),
         (3, "is int 3: name a function or a flatpeak.functional.PolicyLoss"),
         (PolicyLoss(value=clipped, clipped=clipped), r"clipped returned torch\.float32 \[12\] on cpu .* torch\.bool"),
         (PolicyLoss(value=clipped, with_curvature=cispo_curve), "with_curvature has another gradient than value"),
@@ -167,6 +171,15 @@ def test_an_unknown_argument_is_named_with_its_setting() -> None:
         objective(clipped, arguments={"tau": 1.0})
 
 
+def test_an_argument_that_is_missing_is_named_with_its_setting() -> None:
+    def tempered(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any, *, tau: float) -> Tensor:
+        return -tau * ratio_T * advantages_T
+
+    with pytest.raises(UserError, match=r"missing a required (keyword-only )?argument: 'tau'.*change objective\.argum"):
+        objective(tempered)
+    assert objective(tempered, arguments={"tau": 2.0}).loss.value(*[torch.ones(1)] * 3, OWN).tolist() == [-2.0]
+
+
 def test_a_result_that_turns_bad_in_training_names_the_function() -> None:
     calls: list[int] = []
 
@@ -181,6 +194,21 @@ def test_a_result_that_turns_bad_in_training_names_the_function() -> None:
         UserError, match=r"objective\.loss=python:loss returned torch\.float32 \[1\] on cpu for 2 tokens"
     ):
         made.loss.value(*values, OWN)
+
+
+def test_a_loss_is_not_called_for_no_tokens() -> None:
+    def narrowed(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
+        assert float(ratio_T.detach().max()) < 9
+        return -ratio_T * advantages_T
+
+    def outside(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
+        return ratio_T >= ratio_T.min()
+
+    loss = objective(PolicyLoss(value=narrowed, clipped=outside)).loss
+    logprobs_T, nothing_T = torch.zeros(0, requires_grad=True), torch.zeros(0)
+    loss.value(logprobs_T, nothing_T, nothing_T, OWN).sum().backward()
+    assert logprobs_T.grad is not None
+    assert loss.clipped(logprobs_T, nothing_T, nothing_T, OWN).dtype == torch.bool
 
 
 def test_trying_a_loss_moves_no_random_numbers() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.utils.user_code import file_digest, load_function, source_digest
+from flatpeak.utils.user_code import file_digest, load_function, one_line, source_digest
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +106,26 @@ def test_a_file_that_fails_names_its_error_and_line_and_can_be_mended(tmp_path):
     assert load_function("graders.py:short")("x") == 0.125
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(completion):\n    return 1)", r"SyntaxError: unmatched '\)' \(graders\.py, line 2\)$"),
+        ("import sys\nsys.exit(3)", r"SystemExit: 3 \(.*graders\.py:2\)$"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_names_its_own_line(tmp_path, text, message):
+    write(tmp_path / "graders.py", text)
+    with pytest.raises(UserError, match=rf"cannot run .*graders\.py: {message}"):
+        load_function("graders.py:f")
+
+
+def test_an_error_inside_a_package_names_the_line_of_the_user_that_called_it(tmp_path):
+    file = write(tmp_path / "graders.py", "import json\ndef f(completion):\n    return json.loads(completion)")
+    with pytest.raises(ValueError, match="Expecting") as error:
+        load_function("graders.py:f")("{")
+    assert one_line(error.value).endswith(f" ({file}:3)")
+
+
 def test_a_file_of_the_user_does_not_hide_the_standard_library(tmp_path):
     write(tmp_path / "colorsys.py", "mine = True")
     write(tmp_path / "graders.py", "import colorsys\ndef f(completion): return hasattr(colorsys, 'mine')")
@@ -117,7 +137,7 @@ def test_a_file_is_run_anew_once_its_text_has_changed(tmp_path):
     first = load_function("graders.py:short")
     digest = file_digest("graders.py:short")
     assert load_function("graders.py:short") is first
-    write(file, "def short(completion): return 2  # longer: bytecode is kept by time and size")
+    write(file, "def short(completion): return 2")  # as long as before, within the second that bytecode is kept by
     assert load_function("graders.py:short")("x") == 2
     assert first("x") == 1
     assert (digest, file_digest("graders.py:short")) == (
@@ -132,6 +152,18 @@ def test_a_function_without_a_file_has_no_digest(tmp_path):
     assert file_digest("gone.py:short") is None
     assert source_digest(len) is None
     assert source_digest(partial(write, "x")) == source_digest(write)
+
+
+class Scaled:
+    """A callable object."""
+
+    def __call__(self, completion):
+        return 2.0
+
+
+def test_a_callable_object_has_the_digest_of_its_class():
+    assert source_digest(Scaled()) == source_digest(Scaled) == source_digest(partial(Scaled(), completion="x"))
+    assert source_digest(Scaled()) not in (None, source_digest(write))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):

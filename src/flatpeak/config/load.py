@@ -122,7 +122,7 @@ def _apply(recipe: Mapping[str, Any], split: Sequence[tuple[tuple[str, ...], Any
     for path, value in sorted(split, key=lambda item: item[0][-1] != "type"):
         resolved = _set(resolved, path, value, done=())
         written = merge(written, _nested(path, value))
-    return without_superseded(resolved, written)
+    return without_superseded(resolved, written, base=recipe)
 
 
 def _changes_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -153,7 +153,7 @@ def _extend(recipe: Mapping[str, Any], *, directory: Path, trail: tuple[Path, ..
 
 def _over_base(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `delta` over its base, less the inherited settings that its choices leave without effect."""
-    return without_superseded(merge(base, delta), delta)
+    return without_superseded(merge(base, delta), delta, base=base)
 
 
 def _find(name: str, *, directory: Path, origin: Path | None) -> Path:

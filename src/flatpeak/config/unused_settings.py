@@ -9,7 +9,10 @@ from typing import Any
 
 from flatpeak.training.config import LOSS_SETTINGS, is_reference
 from flatpeak.utils.schema import StrictConfig
+from flatpeak.utils.user_code import FROM_PYTHON
 
+FUNCTIONS = ("objective.loss", "advantage.function")
+"""The settings that name a function of the user's, whose `arguments` stand beside them."""
 ADDED_SETTINGS = frozenset({"function", "arguments"})
 """Settings that recipes of earlier runs do not have, which name all others of `objective` and `advantage`."""
 Get = Callable[[str], Any]
@@ -204,12 +207,21 @@ def _as_yaml(value: Any) -> str:
     return json.dumps(value, default=lambda section: section.model_dump(mode="json", exclude_unset=True))
 
 
-def without_superseded(merged: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the inherited settings of `merged` that a choice made in `delta` leaves without effect.
+def without_superseded(
+    merged: Mapping[str, Any], delta: Mapping[str, Any], *, base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Drop the settings that `merged` has of `base` and that a choice made in `delta` leaves without effect.
 
-    `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip, and is no contradiction.
+    `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip, and is no contradiction. Another
+    function of the user's does not take over the arguments of the one before it.
     """
     kept = dict(merged)
+    for choice in FUNCTIONS:
+        before, now = (str((_find(recipe, choice) or ("",))[0]) for recipe in (base, delta))
+        if is_reference(before) and is_reference(now) and not _are_same(before, now):
+            section = choice.partition(".")[0]
+            written = _find(delta, f"{section}.arguments") or ({},)
+            kept[section] = {**kept[section], "arguments": written[0]}
     for rule in RULES:
         if _find(delta, rule.choice) is None or not rule.is_unused(lambda key: (_find(merged, key) or (None,))[0]):
             continue
@@ -217,6 +229,12 @@ def without_superseded(merged: Mapping[str, Any], delta: Mapping[str, Any]) -> d
             if _find(delta, setting) is None:
                 kept = _without(kept, setting.split("."))
     return kept
+
+
+def _are_same(before: str, now: str) -> bool:
+    """Whether two references name one function, which a caller can give in Python in place of its file's."""
+    from_python = any(reference.startswith(FROM_PYTHON) for reference in (before, now))
+    return before == now or (from_python and before.rpartition(":")[2] == now.rpartition(":")[2])
 
 
 def explicit_settings(section: StrictConfig, *names: str) -> Iterator[str]:

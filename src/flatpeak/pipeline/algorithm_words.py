@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.training.config import LOSS_SETTINGS, AdvantageConfig, OptimizerConfig, is_reference
+from flatpeak.utils.redaction import without_local_paths
 
 PRESETS: Final = {
     ("mean", "std", "token", "clipped_surrogate", "sequence_mean"): "GRPO",
@@ -124,8 +125,8 @@ def _advantage(advantage: AdvantageConfig) -> str:
 
 
 def _own(reference: str, arguments: Mapping[str, Any]) -> str:
-    """A function of the user's by its name alone: its place is one of a machine."""
-    given = "".join(f", {name}={value}" for name, value in arguments.items())
+    """A function of the user's by its name, with its arguments; places on this machine are left out."""
+    given = "".join(f", {name}={value}" for name, value in without_local_paths(arguments, ()).items())
     return f"a function of the user's own, `{reference.rpartition(':')[2]}`{given}"
 
 

@@ -15,7 +15,7 @@ from flatpeak.functional.advantages import group_advantages
 from flatpeak.training.config import AdvantageConfig
 from flatpeak.utils.user_code import check_call, describe_value, load_object, one_line
 
-GIVEN: Final = ("rewards_PG", "valid_PG")
+PARAMETERS: Final = ("rewards_PG", "valid_PG")
 """The arguments of an advantage function."""
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
 """(rewards_PG, valid_PG) -> advantages_PG."""
@@ -63,7 +63,7 @@ def make_advantages(
     function = load_object(config.function, where=where) if own is None else own
     if not callable(function):
         raise UserError(f"{where} is {describe_value(function)}, not a function")
-    check_call(function, given=GIVEN, arguments=config.arguments, where=where, key="advantage.arguments")
+    check_call(function, given=PARAMETERS, arguments=config.arguments, where=where, key="advantage.arguments")
     called = partial(function, **config.arguments) if config.arguments else function
     with torch.random.fork_rng(devices=[]):
         _try(called, num_prompts, group_size, where)
@@ -100,7 +100,8 @@ def _rewards_as_text(rewards_G: Tensor, valid_G: Tensor) -> str:
 def _try(function: Callable[..., Any], num_prompts: int, group_size: int, where: str) -> None:
     """Try a function on rewards that differ, that are equal, and of which some, or all, are missing."""
     shape = (num_prompts, group_size)
-    rewards_PG = torch.arange(num_prompts * group_size, dtype=torch.float32).view(shape).remainder(7) / 6
+    # 0 and 1 alone: a function for such rewards may refuse others.
+    rewards_PG = torch.arange(num_prompts * group_size, dtype=torch.float32).view(shape).remainder(2)
     everything, nothing = torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     some = everything.clone()
     some[0, 2:3] = False  # of two, a missing one would leave one, whose group is missing as a whole
@@ -112,7 +113,8 @@ def _try(function: Callable[..., Any], num_prompts: int, group_size: int, where:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"{where}: {one_line(error)}") from error
+            missing = "" if bool(valid_PG.all()) else f" where {'some' if bool(valid_PG.any()) else 'all'} are missing"
+            raise UserError(f"{where}, tried on rewards{missing}: {one_line(error)}") from error
 
     for rewards, valid in (
         (rewards_PG, everything),
@@ -129,10 +131,12 @@ def _try(function: Callable[..., Any], num_prompts: int, group_size: int, where:
 
 def _try_missing(function: Callable[..., Any], rewards_PG: Tensor, valid_PG: Tensor, where: str) -> None:
     """UserError where the advantages of valid rewards depend on the numbers that stand for missing ones."""
-    first, second = (
-        function(rewards_PG.masked_fill(~valid_PG, number), valid_PG.clone())[valid_PG] for number in (0.0, 3.0)
-    )
-    if not torch.equal(first, second):
+    first_PG = function(rewards_PG.masked_fill(~valid_PG, 0.0), valid_PG.clone())
+    try:
+        second_PG = function(rewards_PG.masked_fill(~valid_PG, 3.0), valid_PG.clone())
+    except Exception:  # a function may refuse rewards above 1; missing ones are 0 in a run
+        return
+    if not torch.equal(first_PG[valid_PG], second_PG[valid_PG]):
         raise UserError(
             f"{where}: its advantages depend on rewards that are missing, which are 0 in rewards_PG: leave them out of "
             f"its statistics by valid_PG, as in {_MASKED_MEAN}"

@@ -16,7 +16,7 @@ from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
 from flatpeak.utils.user_code import check_call, describe_value, load_object, one_line
 
-GIVEN: Final = ("logprobs_T", "ratio_T", "advantages_T", "config")
+PARAMETERS: Final = ("logprobs_T", "ratio_T", "advantages_T", "config")
 """The arguments of a loss."""
 _TRIAL_TOKENS: Final = 12
 _NO_CLIP: Final = PolicyLoss.__dataclass_fields__["clipped"].default
@@ -55,12 +55,14 @@ def policy_loss(own: object, config: ObjectiveConfig, *, where: str) -> PolicyLo
 def _prepared(function: Callable[..., Any], name: str, *, arguments: Mapping[str, Any], where: str) -> TokenFunction:
     """The function with the recipe's arguments, its result checked at every call."""
     where = where if name == "value" else f"{where}, {name}"
-    check_call(function, given=GIVEN, arguments=arguments, where=where, key="objective.arguments")
+    check_call(function, given=PARAMETERS, arguments=arguments, where=where, key="objective.arguments")
     called = partial(function, **arguments) if arguments else function
 
     def checked(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
-        result = called(logprobs_T, ratio_T, advantages_T, config)
         dtype = torch.bool if name == "clipped" else logprobs_T.dtype
+        if not len(logprobs_T):  # a process without completions of its own: a maximum, say, is not defined
+            return logprobs_T.to(dtype)
+        result = called(logprobs_T, ratio_T, advantages_T, config)
         if not isinstance(result, Tensor):
             raise UserError(f"{where} returned {describe_value(result)}: return a {dtype} tensor, one value per token")
         if (result.shape, result.dtype, result.device) != (logprobs_T.shape, dtype, logprobs_T.device):
@@ -102,10 +104,10 @@ def _tried(loss: PolicyLoss, config: ObjectiveConfig, where: str) -> bool:
                 f"{where}: with_curvature has another gradient than value: make them equal, or leave it out"
             )
     _called(loss.clipped, logprobs_T, importance_ratio(logprobs_T, old_T), advantages_T, config, where)
-    _, unadvised_T = _differentiated(
+    _, gradient_T = _differentiated(
         loss.value, logprobs_T, old_T, torch.zeros_like(advantages_T), config, f"{where} at advantages of 0"
     )
-    return bool(unadvised_T.any())
+    return bool(gradient_T.any())
 
 
 _NO_GRADIENT: Final = (
@@ -125,6 +127,8 @@ def _differentiated(
     """The losses and their gradient by the log-probabilities, both finite."""
     leaf_T = logprobs_T.detach().clone().requires_grad_()
     loss_T = _called(function, leaf_T, importance_ratio(leaf_T, old_T), advantages_T.clone(), config, where)
+    if not torch.equal(leaf_T, logprobs_T):
+        raise UserError(f"{where} changes logprobs_T in place, which others read after it: change a clone()")
     if not loss_T.requires_grad:
         raise UserError(f"{where}: {_NO_GRADIENT}")
     try:

@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,10 +17,10 @@ from typing import Any, Final
 
 from flatpeak.errors import UserError, did_you_mean
 
+_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+"""The directories of installed packages and of the standard library."""
 USER_FILE: Final = "flatpeak_user_"
 """Prefix of the module names of the user's files: such a module cannot be imported by name, but run from its file."""
-
-
 _DIGEST: Final = "__flatpeak_digest__"
 """The attribute of a loaded file with the digest of its text."""
 FROM_PYTHON: Final = "python:"
@@ -69,20 +71,22 @@ def load_file(path: Path) -> ModuleType:
         raise UserError(f"there is no file {path}: give a path that exists, relative to {Path.cwd()} or absolute")
     name = f"{USER_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     try:
-        digest = _digest(path.read_bytes())
+        text = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot run {path}: {one_line(error)}") from error
+    digest = _digest(text)
     if name in sys.modules and getattr(sys.modules[name], _DIGEST) == digest:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     _make_importable(path.parent)
     setattr(module, _DIGEST, digest)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        # Not by the loader, whose bytecode on disk outlives a change of the same length within a second.
+        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+    except (Exception, SystemExit) as error:  # a script that ends by sys.exit() must not end the run in silence
         del sys.modules[name]
         raise UserError(f"cannot run {path}: {one_line(error)}") from error
     return module
@@ -99,18 +103,21 @@ def check_call(
         inspect.signature(function).bind(*given, **arguments)
     except TypeError as error:
         call = f"let it take ({', '.join(given)})" if given else ""
-        fix = f"change {key} to fit its parameters" if arguments or not given else ""
+        fixable = bool(arguments) or not given or "missing" in str(error)
+        fix = f"change {key} to fit its parameters" if fixable else ""
         raise UserError(f"{where}: {error}; {', and '.join(filter(None, (call, fix)))}") from error
     except ValueError:  # functions of an extension show no parameters
         pass
 
 
 def source_digest(function: object) -> str | None:
-    """The start of the SHA-256 of a function's text; None where it has none, as in an interactive session."""
+    """The start of the SHA-256 of a function's text, or of a callable object's class; None where there is none."""
     while isinstance(function, partial):
         function = function.func
+    if not inspect.isroutine(function) and not inspect.isclass(function):
+        function = type(function)
     try:
-        text = inspect.getsource(function)  # type: ignore[arg-type]
+        text = inspect.getsource(function)
     except (OSError, TypeError):
         return None
     return _digest(text.encode("utf-8", "surrogatepass"))
@@ -169,14 +176,17 @@ def describe_value(value: object) -> str:
     return f"{type(value).__name__} {text}"
 
 
-def one_line(error: Exception) -> str:
-    """An exception as one line: its type, its message, and the line of code that raised it."""
+def one_line(error: BaseException) -> str:
+    """An exception as one line: its type, its message, and the line of code that raised it, or called what did.
+
+    Of what an installed package raises, such as torch, the line outside of it is named.
+    """
     if isinstance(error, OneLineError):
         return str(error)
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    source = "" if frame is None else f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})"
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_filename, number) for frame, number in frames if frame.f_code.co_filename != __file__]
+    outside = [line for line in lines if not line[0].startswith(_INSTALLED)] or lines
+    source = f" ({outside[-1][0]}:{outside[-1][1]})" if outside else ""
     try:
         message = " ".join(str(error)[:3000].split())[:300]
     except Exception:  # of an exception class of the user's
