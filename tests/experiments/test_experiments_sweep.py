@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from support.preferences import reward_model_recipe
 from support.resumes import TIMES
-from support.sweeps import FROM_PREFIX, PREFIX, reward, use_local_workers, write_sweep
+from support.sweeps import FROM_PREFIX, FUNCTIONS, PREFIX, reward, use_local_workers, write_sweep
 
 COMMAND = ["flatpeak", "sweep", "sweep.yaml"]
 
@@ -194,6 +195,34 @@ def test_changed_settings_are_refused_with_run_and_key_and_rerun_with_overwrite(
     _, lines = sweep(path_at(0.2), overwrite=True)
     assert finished_cells(lines) == ["a/seed-1"]
     assert read_table(result.table).column("kl.coefficient") == [0.2, 0.0]
+
+
+def test_runs_made_with_another_text_of_a_users_file_are_named_and_rerun_with_overwrite(
+    tmp_path: Path, local: Any
+) -> None:
+    (tmp_path / "other.py").write_text(FUNCTIONS)
+    other = {"rewards.letters.function": str(tmp_path / "other.py:first_letters")}
+    path = write_sweep(tmp_path, arms={"a": {}, "b": {"settings": other}}, seeds=[1, 2])
+    sweep(path)
+    _, lines = sweep(path)
+    assert not any("another text" in line for line in lines)
+    with (tmp_path / "functions.py").open("a") as file:
+        file.write("\n\ndef first_letters(completions, **columns):\n    return [len(text) for text in completions]\n")
+    result, lines = sweep(path)
+    (line,) = [line for line in lines if "another text" in line]
+    assert re.fullmatch(
+        r"a/seed-1 and 1 more began with another text of the file of rewards\.letters\.function=\S*functions\.py:"
+        r"first_letters, and the table will hold both: put that text back, or rerun with --overwrite",
+        line,
+    )
+    assert (result.done, finished_cells(lines)) == (4, [])
+    before = read_table(result.table).column("reward/mean.auc")
+    result, lines = sweep(path, overwrite=True)
+    assert finished_cells(lines) == ["a/seed-1", "a/seed-2"]
+    assert not any("another text" in line for line in lines)
+    assert read_table(result.table).column("reward/mean.auc") != before
+    _, lines = sweep(path)
+    assert not any("another text" in line for line in lines)
 
 
 def test_a_changed_prefix_reruns_every_arm_of_its_seed(tmp_path: Path, local: Any) -> None:

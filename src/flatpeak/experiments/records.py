@@ -17,9 +17,10 @@ from flatpeak.experiments.plan import PlannedRun, PrefixStep
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, checkpoint_steps
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.manifest import changes, flatten
+from flatpeak.runs.manifest import changes, flatten, last_code
 from flatpeak.runs.summary import RunSummary, read_summary
 from flatpeak.utils.redaction import redact
+from flatpeak.utils.user_code import file_digest
 
 CellStatus = Literal["done", "failed", "stopped", "missing"]
 """`stopped`: begun, and to be continued from its checkpoint; `missing`: not begun."""
@@ -118,6 +119,17 @@ def changed_keys(cell: PrefixStep | PlannedRun) -> str | None:
     if isinstance(cell, PlannedRun):
         return None if record.prefix == cell.prefix else "its prefix"
     return None if record.prefix == cell.fingerprint else "its call, arguments or earlier prefix steps"
+
+
+def changed_code(cell: PrefixStep | PlannedRun) -> tuple[str, ...]:
+    """The functions of the user's, as `key=file.py:name`, whose file is another than when the cell was last started."""
+    manifest = RunPaths(cell.path).manifest
+    if cell.recipe is None or not manifest.exists():
+        return ()
+    references = flatten(cell.recipe.model_dump(mode="json"))
+    then = last_code(json.loads(manifest.read_text(encoding="utf-8")))
+    now = {key: file_digest(str(references.get(key, ""))) for key in then}
+    return tuple(f"{key}={references[key]}" for key, digest in then.items() if now[key] not in (None, digest))
 
 
 def _changed(old: Mapping[str, Any], recipe: RunConfig) -> dict[str, str]:

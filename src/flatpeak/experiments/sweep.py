@@ -19,6 +19,7 @@ from flatpeak.experiments.plan import PlannedRun, PrefixStep, SweepPlan, build_p
 from flatpeak.experiments.records import (
     CellRecord,
     cell_state,
+    changed_code,
     changed_keys,
     log_path,
     prune_checkpoints,
@@ -72,21 +73,25 @@ def run_sweep(
 
     Finished runs stay, interrupted ones continue from their checkpoints, failed ones are tried again unless
     `skip_failed`. A failed run never stops the others. `overwrite` reruns the runs whose settings have changed, which
-    are refused otherwise. `settings` are `key=value` changes of the sweep file; `notice` is given a line per run, None
-    writes them to stderr. Raises UserError before anything runs.
+    are refused otherwise, and those made with another text of a file of the user's, which are named otherwise.
+    `settings` are `key=value` changes of the sweep file; `notice` is given a line per run, None writes them to stderr.
+    Raises UserError before anything runs.
     """
     if isinstance(sweep, SweepConfig) and settings:
         raise UserError("settings change a sweep file: give its path, or a SweepConfig that has them already")
     config = sweep if isinstance(sweep, SweepConfig) else read_sweep(sweep, settings)
     plan = plan_sweep(config, processes)
+    notice = notice or _print_line
     with closing(_Lock(plan.directory)):
         if overwrite:
             for cell in affected(plan):
                 remove_cell(cell)
         refuse_changed(config.name, plan.by_seed)
+        for line in _changed_code_lines(plan):
+            notice(line)
         content = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
         write_atomic(plan.directory / "sweep.yaml", content)
-        return _Sweep(plan, skip_failed=skip_failed, notice=notice or _print_line, command=command).run()
+        return _Sweep(plan, skip_failed=skip_failed, notice=notice, command=command).run()
 
 
 def plan_sweep(config: SweepConfig, processes: int | None = None) -> SweepPlan:
@@ -108,15 +113,28 @@ def visible_gpus(plan: SweepPlan) -> list[str]:
 
 
 def affected(plan: SweepPlan) -> list[Cell]:
-    """The cells whose settings have changed, and everything of the same seed that a changed prefix step precedes."""
+    """The cells whose settings or code changed, and everything of the same seed that a changed prefix step precedes."""
     cells: list[Cell] = []
     changed_seeds: set[int] = set()
     for cell in plan.by_seed:
-        if cell.seed in changed_seeds or changed_keys(cell) is not None:
+        if cell.seed in changed_seeds or changed_keys(cell) is not None or changed_code(cell):
             cells.append(cell)
             if isinstance(cell, PrefixStep):
                 changed_seeds.add(cell.seed)
     return cells
+
+
+def _changed_code_lines(plan: SweepPlan) -> list[str]:
+    """A line per function of the user's whose file is another now than when cells on disk were made with it."""
+    made: dict[str, list[str]] = {}
+    for cell in plan.by_seed:
+        for function in changed_code(cell):
+            made.setdefault(function, []).append(cell.label)
+    return [
+        f"{labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''} began with another text of the file "
+        f"of {function}, and the table will hold both: put that text back, or rerun with --overwrite"
+        for function, labels in made.items()
+    ]
 
 
 def _print_line(text: str) -> None:
