@@ -9,6 +9,7 @@ import pytest
 
 from flatpeak.runs.checkpoints import verify_checkpoint
 from support.distributed_runs import (
+    OWN,
     completions,
     effects,
     files,
@@ -55,6 +56,24 @@ def test_two_ranks_draw_and_learn_what_one_process_does(alone, shared, strategy)
     assert largest_gap(trainer_tensors(run), trainer_tensors(alone)) < 1e-5
     for own, expected in zip(rows(run), rows(alone), strict=True):
         assert own == pytest.approx(expected, abs=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_loss_and_an_advantage_of_the_users_see_the_step_that_one_process_sees(directory, ranks, strategy):
+    (directory / "own.py").write_text(OWN)
+    sections = {
+        "objective": {"loss": f"{directory}/own.py:spo", "arguments": {"epsilon": 0.2}},
+        "advantage": {"function": f"{directory}/own.py:of_the_step"},
+        "training": {"steps": 3, "minibatches": 2},
+    }
+    assert train(recipe(directory, f"own_alone_{strategy}", **sections))["code"] == 0
+    done = ranks(train, recipe(directory, f"own_{strategy}", processes=2, strategy=strategy, **sections))
+    assert [one.get("code") for one in done] == [0, 0], done
+    run, expected = directory / f"own_{strategy}", directory / f"own_alone_{strategy}"
+    assert largest_gap(weights(run), weights(expected)) < 1e-5
+    assert largest_gap(weights(run), weights(run, "sft/last")) > 1e-3
+    for own, other in zip(rows(run), rows(expected), strict=True):
+        assert own == pytest.approx(other, abs=1e-4, nan_ok=True)
 
 
 def test_small_batches_of_sft_leave_the_bits_of_one_process(alone, shared):

@@ -26,6 +26,17 @@ Fault = Literal["signal", "engine", "alike", "diverged"]
 ODD = "def odd(completion_ids):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
 """A reward that differs within most groups, whatever the model says."""
 
+OWN = '''
+def spo(logprobs_T, ratio_T, advantages_T, config, *, epsilon):
+    return advantages_T.abs() * (ratio_T - 1).square() / (2 * epsilon) - ratio_T * advantages_T
+
+
+def of_the_step(rewards_PG, valid_PG):
+    """Depends on every reward of the step."""
+    return ((rewards_PG - rewards_PG[valid_PG].mean()) / rewards_PG.shape[0]).masked_fill(~valid_PG, 0)
+'''
+"""A loss and an advantage of the user's."""
+
 
 def recipe(directory: Path, name: str, *, processes: int = 1, strategy: str = "ddp", **sections: Any) -> dict[str, Any]:
     """Four steps after three of SFT, with five groups for the ranks to share."""
