@@ -336,7 +336,7 @@ def test_a_mapping_extends_recipes_like_a_file(shipped, tmp_path, monkeypatch):
         (
             {"reference": {"zzz": 1}},
             "unknown key reference.zzz: the keys of reference are model, keep, reset_every, reset_at_kl, "
-            "reset_optimizer, offload",
+            "reset_optimizer, offload; flatpeak settings reference explains them",
         ),
         (
             {"objective": {"loss": "cliped_surrogate"}},

@@ -66,9 +66,10 @@ class GradientRegularizationConfig(StrictConfig):
     delay_updates: Annotated[int, Field(ge=0)] = 0
     """No regularization in the first so many updates."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """Then the strength rises linearly over so many."""
+    """Updates over which the strength then rises linearly from 0."""
     step_warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """And the step over so many. A small step drowns in rounding: watch gradreg/step_consistency."""
+    """Updates over which the step rises linearly, after those of `delay_updates`. A small step drowns in rounding:
+    watch gradreg/step_consistency."""
     min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Refuse to begin where the cosine of the realized with the intended perturbation is below this; warn later."""
     check_every: Annotated[int, Field(ge=0)] = 100
@@ -76,9 +77,11 @@ class GradientRegularizationConfig(StrictConfig):
     many updates, for one more pass each time: a cosine below 0.5 is refused at the first and a notice later, one below
     0.9 a notice. 0: never, for a step that is meant to be long, as SAM's."""
     g1_clip: Annotated[float, Field(gt=0)] | None = None
-    """Published code clips g1 before the difference is taken, which bends the penalty. null: never."""
+    """Clip g1, the plain gradient, to this norm before the difference is taken, as published code does, which bends the
+    penalty. null: never."""
     g2_clip: Annotated[float, Field(gt=0)] | None = None
-    """The same for g2."""
+    """Clip g2, the gradient at the perturbed weights, to this norm before the difference is taken, as published code
+    does. null: never."""
     outside: Literal["g1", "g2"] = "g1"
     """The gradient of parameters that are not perturbed; published code leaves g2 there, unclipped."""
     replay_randomness: bool = True

@@ -100,8 +100,9 @@ class MMLUConfig(StrictConfig):
     train: Literal["validation", "auxiliary_train"] = "validation"
     """The training split. The auxiliary rows have no subject and no shots."""
     train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows; null is all."""
+    """The number of training rows, in their seeded order; null is all."""
     test_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of test rows, in their seeded order; null is all."""
     seed: int = 0
     """The seed of the order of the rows, which the files sort by subject."""
 
@@ -236,8 +237,9 @@ class MMLUProConfig(StrictConfig):
     categories: tuple[str, ...] = ()
     """Only these of the 14; empty is all."""
     train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows; null is all."""
+    """The number of training rows, in their seeded order; null is all."""
     test_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of test rows, in their seeded order; null is all."""
     seed: int = 0
     """The seed of the order of the rows, which the files sort by category."""
 

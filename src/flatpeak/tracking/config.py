@@ -18,6 +18,7 @@ _LONGEST_TAG = 60
 
 class _ProjectConfig(StrictConfig):
     project: str = "flatpeak"
+    """The project that the run is recorded in."""
 
     @field_validator("project")
     @classmethod
@@ -57,6 +58,7 @@ class MlflowConfig(StrictConfig):
     """A run of MLflow."""
 
     experiment: Annotated[str, Field(min_length=1, max_length=200)] = "flatpeak"
+    """The experiment that the run is recorded in."""
     uri: str | None = None
     """The tracking store, a server or a database; null: MLFLOW_TRACKING_URI, else `mlflow.db` in the working
     directory."""
@@ -76,9 +78,13 @@ class TrackingConfig(StrictConfig):
     """The trackers of a run, and what they get beside its metrics."""
 
     wandb: WandbConfig | None = None
+    """Record the run with Weights & Biases; `{}` takes the defaults, null: do not."""
     tensorboard: TensorBoardConfig | None = None
+    """Write event files of TensorBoard; `{}` takes the defaults, null: do not."""
     trackio: TrackioConfig | None = None
+    """Record the run with trackio; `{}` takes the defaults, null: do not."""
     mlflow: MlflowConfig | None = None
+    """Record the run with MLflow; `{}` takes the defaults, null: do not."""
     group: str | None = None
     """The group that runs are shown in; a sweep sets its own name."""
     tags: dict[str, str | int | float | bool] = Field(default={})
