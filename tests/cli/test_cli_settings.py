@@ -1,4 +1,4 @@
-"""The command `settings` as users start them."""
+"""The commands `settings` and `recipes` as users start them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from flatpeak.config.load import RECIPES
 from flatpeak.config.settings_reference import settings_reference
 
 
@@ -60,7 +61,19 @@ def test_an_unknown_name_is_one_line_and_exit_code_2(arguments: list[str], messa
     assert done.stderr.startswith(message)
 
 
-@pytest.mark.parametrize("command", ["settings"])
+def test_a_recipe_is_printed_as_it_is_in_its_file() -> None:
+    file = (RECIPES / "algorithms/dapo.yaml").read_text(encoding="utf-8")
+    note = "\n# flatpeak:algorithms/dapo extends flatpeak:algorithms/grpo.\n"
+    assert flatpeak("recipes", "flatpeak:algorithms/dapo").stdout == file + note
+
+
+def test_a_former_name_of_a_recipe_is_announced_and_prints_the_present_one() -> None:
+    done = flatpeak("recipes", "algorithms/gradient_regularization_s0", "--json")
+    assert json.loads(done.stdout)["name"] == "flatpeak:algorithms/gradient_regularization_from_scratch_dr_grpo"
+    assert done.stderr.startswith("warning: recipe flatpeak:algorithms/gradient_regularization_s0 is now ")
+
+
+@pytest.mark.parametrize("command", ["settings", "recipes"])
 def test_neither_command_loads_torch(command: str) -> None:
     code = (
         "import sys\n"
@@ -74,6 +87,7 @@ def test_neither_command_loads_torch(command: str) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_help_of_train_names_the_command() -> None:
+def test_the_help_of_train_names_both_commands() -> None:
     words = " ".join(flatpeak("train", "--help").stdout.split())
+    assert "`flatpeak recipes` lists them" in words
     assert "`flatpeak settings` explains them" in words

@@ -44,7 +44,7 @@ def shipped(tmp_path, monkeypatch):
     folder = tmp_path / "package"
     put(folder / "algorithms" / "dr_grpo.yaml", "objective: {normalization: constant}\nadvantage: {scale: none}\n")
     put(folder / "demo.yaml", "extends: algorithms/dr_grpo\nrun: {name: demo}\n")
-    monkeypatch.setattr(recipe, "_RECIPES", folder)
+    monkeypatch.setattr(recipe, "RECIPES", folder)
     return folder
 
 

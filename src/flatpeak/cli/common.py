@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="RECIPE", help="A YAML file, or a shipped recipe: flatpeak:NAME."),
+    typer.Argument(
+        metavar="RECIPE", help="A YAML file, or a shipped recipe, flatpeak:NAME; `flatpeak recipes` lists them."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

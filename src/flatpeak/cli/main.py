@@ -53,6 +53,7 @@ app.command("serve", short_help="Start a vLLM server for rollouts.")(serve.serve
 app.command("push", short_help="Upload a run's model to the Hugging Face Hub.")(push.push)
 app.command("explain", short_help="Show one group of a step as the algorithm saw it.")(report.explain)
 app.command("settings", short_help="Explain the settings of a recipe.")(settings.settings)
+app.command("recipes", short_help="List the shipped recipes, or print one.")(settings.recipes)
 app.command("report", short_help="Rebuild report pages; compare runs, or a sweep's arms.")(report.report)
 
 

@@ -1,4 +1,4 @@
-"""The command `settings`: what a recipe can say."""
+"""The commands that look up what a recipe can say: `settings` and `recipes`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,27 @@ def settings(
         typer.echo(settings_rendering.to_markdown(sections))
     else:
         typer.echo(settings_rendering.to_text(sections, width=_width()))
+
+
+def recipes(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A recipe to print (flatpeak:demo), or a folder to list (tasks, algorithms). Default: list all.",
+            show_default=False,
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list, or the recipe, as one JSON object.")] = False,
+) -> None:
+    """List the shipped recipes, or print one of them."""
+    from flatpeak.config import shipped_recipes
+
+    selected = shipped_recipes.select(name)
+    if as_json:
+        typer.echo(shipped_recipes.to_json(selected))
+    else:
+        typer.echo(shipped_recipes.to_text(selected, width=_width()), nl=False)
 
 
 def _width() -> int:
