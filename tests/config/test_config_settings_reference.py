@@ -138,6 +138,7 @@ def test_a_type_selects_its_own_settings() -> None:
     assert [section.variants[-1] for section in sections] == ["rewards.<name>.backend.type=local"]
     keys = [setting.key.rpartition(".")[2] for setting in sections[0].settings]
     assert keys == ["path", "revision", "dtype", "device", "batch_size"]
+    assert settings_reference("rewards.type=math") == settings_reference("rewards.mine.type=math") != []
     rows = settings_reference("task.type=rows")
     assert [section.key for section in rows] == ["task", "task.train.0", "task.overlap"]
 

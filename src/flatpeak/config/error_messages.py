@@ -114,8 +114,16 @@ def _unknown_key(path: Sequence[str], model: Any, schema: type[BaseModel], kind:
     if near or other:
         return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(near + other))[:3])}?"
     where = f"the keys of {section} are" if section else f"the sections of {kind} are"
-    explained = f"; flatpeak settings {section}".rstrip() + " explains them" if schema is RunConfig else ""
-    return f"unknown key {dotted}: {where} {', '.join(known)}{explained}"
+    return (
+        f"unknown key {dotted}: {where} {', '.join(known)}{_reference(section, model) if schema is RunConfig else ''}"
+    )
+
+
+def _reference(section: str, model: Any) -> str:
+    """The command that explains the keys of a section, those of its own type where it has one of several."""
+    types_ = literals(model.model_fields["type"].annotation) if "type" in model.model_fields else []
+    command = f"flatpeak settings {section}.type={types_[0]}" if len(types_) == 1 else f"flatpeak settings {section}"
+    return f" ({command.rstrip()} explains them)"
 
 
 def _matches(key: str, path: Sequence[str]) -> bool:

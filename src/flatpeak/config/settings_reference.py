@@ -97,10 +97,10 @@ def settings_reference(prefix: str = "") -> list[Section]:
 
 
 def _types(section: Section, key: str) -> Iterator[str]:
-    """The types by which the setting at `key` chooses a section: none or one."""
+    """The types by which the setting at `key` chooses a section: none or one. `rewards.type` is that of any reward."""
     for variant in section.variants:
         chosen_by, _, type_ = variant.partition("=")
-        if _matches(key.split("."), chosen_by.split(".")):
+        if any(_matches(key.split("."), one.split(".")) for one in (chosen_by, chosen_by.replace(".<name>.", "."))):
             yield type_
 
 
