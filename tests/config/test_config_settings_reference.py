@@ -70,6 +70,18 @@ def test_every_setting_and_section_has_a_description() -> None:
     assert [section.key for section in SECTIONS if not section.description.endswith(".")] == []
 
 
+def test_every_value_that_has_a_name_is_explained() -> None:
+    """Of settings with a choice of names; those of dtypes, types and SFT's normalization are explained elsewhere."""
+    unexplained = [
+        (setting.key, value)
+        for _, setting in ALL
+        for value in setting.values
+        if len(setting.values) > 1 and isinstance(value, str) and not setting.key.endswith((".dtype", ".type"))
+        if not re.search(rf"(?<![\w-]){value}(?![\w-])", setting.description)
+    ]
+    assert {key for key, _ in unexplained} == {"sft.normalization"}
+
+
 def test_every_key_that_a_recipe_may_have_is_listed() -> None:
     keys = {setting.key for _, setting in ALL}
     for _ in range(3):  # the sections that are listed elsewhere, and those within them

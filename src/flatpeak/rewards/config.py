@@ -24,7 +24,7 @@ class _VerifiedConfig(StrictConfig):
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
     """Seconds that one answer may take where the rules cannot decide; beyond, it is wrong."""
     workers: Annotated[int, Field(ge=1)] = 2
-    """Processes for such answers, started when the first one comes."""
+    """Processes for answers that the rules cannot decide, started when the first one comes."""
     evaluated: bool = False
     """Whether an answer has to be worked out as far as the gold answer is: one that leaves operations which the gold
     does not have, or is copied from the question, is wrong."""
@@ -77,7 +77,7 @@ class SequenceClassifierConfig(StrictConfig):
     path: str
     """A run of `flatpeak reward-model`, a checkpoint's directory, or a Hub name."""
     revision: str | None = None
-    """Of a Hub name: a branch, tag or commit."""
+    """Of a Hub name: a branch, tag or commit; null: main."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -93,7 +93,8 @@ class SequenceClassifierConfig(StrictConfig):
     label: Annotated[int, Field(ge=0)] | None = None
     """The output that is the score, where the model has several."""
     normalization: Literal["none", "standardize"] = "none"
-    """standardize: (score - mean) / std, of the scores recorded with the model unless `mean` and `std` are given."""
+    """none: scores as the model gives them. standardize: (score - mean) / std, of the scores recorded with the model
+    unless `mean` and `std` are given."""
     mean: float | None = None
     """With standardize: the mean of the scores; null: the recorded one."""
     std: Annotated[float, Field(gt=0)] | None = None
@@ -200,7 +201,8 @@ class ReasoningGymRewardConfig(StrictConfig):
     weight: float = 1.0
     """Its factor in the total reward; 0: logged only, without a say in training."""
     extraction: Literal["answer_tag", "whole"] = "answer_tag"
-    """The last answer block after the thinking, or all that follows the thinking."""
+    """The text that is scored. answer_tag: the last answer block after the thinking. whole: all that follows the
+    thinking."""
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 5.0
     """Seconds that a worker process may take for one answer, which scores 0 if it takes longer."""
 

@@ -68,8 +68,8 @@ class GSM8KConfig(StrictConfig):
     test_size: int | None = None
     """The number of test rows, from the first on; null is all."""
     shots: Annotated[int, Field(ge=0)] = 0
-    """Worked examples before each question, the first training rows, worded `Question: ...` and `Answer: ...`. Those
-    rows are not trained on."""
+    """The number of worked examples before each question, the first training rows, worded `Question: ...` and `Answer:
+    ...`. Those rows are not trained on."""
 
     def load(self) -> ExampleTask:
         """Read the published splits, each cut to its size. The rationale is the whole published answer.

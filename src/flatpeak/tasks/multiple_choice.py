@@ -92,7 +92,8 @@ class ChoicesConfig(StrictConfig):
     train: tuple[ChoiceSourceConfig, ...] = ()
     """One or more sources, concatenated. Rows whose question is in the test sources are left out."""
     test: tuple[ChoiceSourceConfig, ...] = ()
-    """Empty: `test_fraction` of the training rows is held out, by a seeded hash of the question."""
+    """Sources of held-out rows, concatenated. Empty: `test_fraction` of the training rows is held out, by a seeded hash
+    of the question."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The share of training rows held out where there is no `test`."""
     shuffle: bool = True

@@ -36,7 +36,7 @@ class ReasoningGymConfig(StrictConfig):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Settings of `dataset`, by its own names."""
     datasets: dict[str, dict[str, Any]] | None = None
-    """Several, each name with its arguments; sizes are shared out evenly."""
+    """Several data sets, each name with its arguments; sizes are shared out evenly."""
     size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 2000
     """The number of training rows, of all data sets together."""
     test_size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 200

@@ -37,7 +37,8 @@ class WandbConfig(_ProjectConfig):
     entity: str | None = None
     """User or team; null: the default of the login."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """auto: WANDB_MODE where it is set, else online where there are a key and a network."""
+    """online, or offline, which keeps the run on this machine. auto: WANDB_MODE where it is set, else online where
+    there are a key and a network."""
     directory: str | None = None
     """The directory that gets a folder `wandb`; null: `tracking` in the run's own."""
 

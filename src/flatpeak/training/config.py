@@ -74,9 +74,9 @@ class SamplerCorrectionConfig(StrictConfig):
     """Importance weights for a sampler whose probabilities are not the trainer's; see functional.sampler_correction."""
 
     type: Literal["none", "truncate", "mask"] = "none"
-    """truncate: weights are bounded by the cap. mask: weights above it are 0."""
+    """none: no weights. truncate: weights are bounded by the cap. mask: weights above it are 0."""
     level: Literal["token", "sequence"] = "token"
-    """sequence: one weight per completion, the product over its tokens."""
+    """token: a weight for each token. sequence: one per completion, the product over its tokens."""
     cap: Annotated[float, Field(ge=1)] = 2.0
     """The largest weight; equal policies have weight 1."""
 
@@ -95,7 +95,8 @@ class ObjectiveConfig(StrictConfig):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of a `loss` of yours."""
     ratio: Literal["token", "sequence"] = "token"
-    """sequence: one importance ratio per completion, the exponential of its mean log-ratio (GSPO)."""
+    """token: an importance ratio for each token. sequence: one per completion, the exponential of its mean log-ratio
+    (GSPO)."""
     normalization: Normalization = "sequence_mean"
     """A completion's weight, for N completions of lengths len: sequence_mean 1 / (N * len), GRPO; constant 1 / (N *
     max_new_tokens), Dr. GRPO; token_mean 1 / sum(len), DAPO; longest 1 / (N * max(len)); sequence_sum 1 / N, LUSPO."""
@@ -147,7 +148,8 @@ class OptimizerConfig(StrictConfig):
     """AdamW (or SGD) with warm-up and a schedule."""
 
     name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
-    """adamw_8bit keeps the moments in 2 bytes per parameter instead of 8, and needs bitsandbytes."""
+    """adamw; sgd, without momentum; or adamw_8bit, which keeps the moments in 2 bytes per parameter instead of 8 and
+    needs bitsandbytes."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """The rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -159,7 +161,8 @@ class OptimizerConfig(StrictConfig):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are clipped to this norm; null: not clipped."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The rate after the warm-up: constant, or falling to final_fraction at the last step, linearly or by a cosine."""
+    """The rate after the warm-up. constant: learning_rate. linear, cosine: falling to final_fraction of it at the last
+    step."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises linearly from 0."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -253,7 +256,7 @@ class CurriculumConfig(StrictConfig):
     """A first task, until a step or a pass rate is reached; then the main one."""
 
     task: TaskConfig
-    """The first task, with a type and keys as in `task`."""
+    """The first task."""
     steps: Annotated[int, Field(ge=1)]
     """At most so many steps of the first task."""
     until_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -31,7 +31,8 @@ class EndpointConfig(StrictConfig):
     api_key_env: str | None = None
     """The NAME of the environment variable that holds the key, never the key itself. null: the server wants none."""
     token_limit_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The endpoint's name for the limit on a reply's tokens; OpenAI's reasoning models want the second."""
+    """The endpoint's name for the limit on a reply's tokens; OpenAI's reasoning models want max_completion_tokens,
+    most others max_tokens."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More fields for every request, such as {chat_template_kwargs: {enable_thinking: false}}."""
     price_input: Price = 0.0
@@ -110,7 +111,7 @@ class OutageConfig(StrictConfig):
     failures: Annotated[int, Field(ge=1)] = 20
     """Consecutive failed calls after which calls pause."""
     pause: Seconds = 30.0
-    """Seconds between probes."""
+    """Seconds between probes of an endpoint that is down."""
     give_up: Seconds = 900.0
     """Seconds without a reply after which the run stops."""
 
