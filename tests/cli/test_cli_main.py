@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-COMMANDS = ("demo", "sft", "train", "sweep", "eval", "chat", "explain", "report")
+COMMANDS = ("demo", "sft", "train", "sweep", "eval", "chat", "explain", "report", "settings", "recipes")
 
 
 def flatpeak(*arguments, cwd=None, env=None):

@@ -44,7 +44,7 @@ def shipped(tmp_path, monkeypatch):
     folder = tmp_path / "package"
     put(folder / "algorithms" / "dr_grpo.yaml", "objective: {normalization: constant}\nadvantage: {scale: none}\n")
     put(folder / "demo.yaml", "extends: algorithms/dr_grpo\nrun: {name: demo}\n")
-    monkeypatch.setattr(recipe, "_RECIPES", folder)
+    monkeypatch.setattr(recipe, "RECIPES", folder)
     return folder
 
 
@@ -336,7 +336,17 @@ def test_a_mapping_extends_recipes_like_a_file(shipped, tmp_path, monkeypatch):
         (
             {"reference": {"zzz": 1}},
             "unknown key reference.zzz: the keys of reference are model, keep, reset_every, reset_at_kl, "
-            "reset_optimizer, offload",
+            "reset_optimizer, offload (flatpeak settings reference explains them)",
+        ),
+        (
+            {"task": {"type": "custom", "factory": "a.py:b", "zzzz": 1}},
+            "unknown key task.zzzz: the keys of task are type, factory, arguments (flatpeak settings task.type=custom "
+            "explains them)",
+        ),
+        (
+            {"tracking": {"trackio": {"zzzz": 1}}},
+            "unknown key tracking.trackio.zzzz: the keys of tracking.trackio are project (flatpeak settings "
+            "tracking.trackio explains them)",
         ),
         (
             {"objective": {"loss": "cliped_surrogate"}},

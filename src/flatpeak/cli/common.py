@@ -28,11 +28,17 @@ if TYPE_CHECKING:
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A YAML file, or a shipped recipe: flatpeak:NAME.")
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A YAML file, or a shipped recipe, flatpeak:NAME; `flatpeak recipes` lists them."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings to change, such as optimizer.learning_rate=1e-5."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings to change, such as optimizer.learning_rate=1e-5; `flatpeak settings` explains them.",
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run of that name first.")]

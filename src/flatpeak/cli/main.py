@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from flatpeak.cli import evaluate, export, plan, push, report, serve, sweep, train
+from flatpeak.cli import evaluate, export, plan, push, report, serve, settings, sweep, train
 from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, job_size
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation
 
@@ -52,6 +52,8 @@ app.command("export", short_help="Write a run's model as one Hugging Face direct
 app.command("serve", short_help="Start a vLLM server for rollouts.")(serve.serve)
 app.command("push", short_help="Upload a run's model to the Hugging Face Hub.")(push.push)
 app.command("explain", short_help="Show one group of a step as the algorithm saw it.")(report.explain)
+app.command("settings", short_help="Explain the settings of a recipe.")(settings.settings)
+app.command("recipes", short_help="List the shipped recipes, or print one.")(settings.recipes)
 app.command("report", short_help="Rebuild report pages; compare runs, or a sweep's arms.")(report.report)
 
 

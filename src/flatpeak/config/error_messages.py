@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel
 
 from flatpeak.config.foreign_names import translate
 from flatpeak.config.run_config import RunConfig
+from flatpeak.config.schema_types import alternatives, elements, literals, models_of, tagged_models
 from flatpeak.errors import nearest
 
 _LONGEST_VALUE = 60
@@ -53,11 +53,11 @@ def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: s
         case "missing":
             text = f"{key} is missing: give it in {kind.replace('a ', 'the ', 1)} or as an override"
         case "union_tag_not_found":
-            text = f"{key}.type is missing: give one of {', '.join(_tagged_models(annotation))}"
+            text = f"{key}.type is missing: give one of {', '.join(tagged_models(annotation))}"
         case "union_tag_invalid":
-            text = _not_allowed(f"{key}.type", context["tag"], list(_tagged_models(annotation)))
+            text = _not_allowed(f"{key}.type", context["tag"], list(tagged_models(annotation)))
         case "literal_error":
-            text = _not_allowed(key, problem["input"], _literals(annotation))
+            text = _not_allowed(key, problem["input"], literals(annotation))
         case "value_error" | "assertion_error":
             # Validators name the keys in their messages.
             text = problem["msg"].partition(", ")[2]
@@ -88,11 +88,11 @@ def _quoted(key: str, value: Any) -> str:
 
 def known_keys(annotation: Any = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every dotted key that a recipe can have, with `<name>` for names of the user's choice."""
-    for model in _models(annotation):
+    for model in models_of(annotation):
         for name, field in model.model_fields.items():
             yield f"{prefix}{name}"
             yield from known_keys(field.annotation, f"{prefix}{name}.")
-    for element, inner in _elements(annotation):
+    for element, inner in elements(annotation):
         yield from known_keys(inner, f"{prefix}{element}.")
 
 
@@ -114,7 +114,16 @@ def _unknown_key(path: Sequence[str], model: Any, schema: type[BaseModel], kind:
     if near or other:
         return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(near + other))[:3])}?"
     where = f"the keys of {section} are" if section else f"the sections of {kind} are"
-    return f"unknown key {dotted}: {where} {', '.join(known)}"
+    return (
+        f"unknown key {dotted}: {where} {', '.join(known)}{_reference(section, model) if schema is RunConfig else ''}"
+    )
+
+
+def _reference(section: str, model: Any) -> str:
+    """The command that explains the keys of a section, those of its own type where it has one of several."""
+    types_ = literals(model.model_fields["type"].annotation) if "type" in model.model_fields else []
+    command = f"flatpeak settings {section}.type={types_[0]}" if len(types_) == 1 else f"flatpeak settings {section}"
+    return f" ({command.rstrip()} explains them)"
 
 
 def _matches(key: str, path: Sequence[str]) -> bool:
@@ -142,64 +151,24 @@ def _locate(location: Sequence[str | int], schema: type[BaseModel]) -> tuple[lis
             annotation = members[str(step)]
             continue
         path.append(str(step))
-        models = list(_models(annotation))
+        models = list(models_of(annotation))
         if models and str(step) in models[0].model_fields:
             annotation = models[0].model_fields[str(step)].annotation
         elif models:
             return path, models[0]
         else:
-            annotation = next((inner for _, inner in _elements(annotation)), None)
+            annotation = next((inner for _, inner in elements(annotation)), None)
     return path, annotation
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of an annotation, without Annotated and None."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _alternatives(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        return tuple(
-            kind for member in get_args(annotation) for kind in _alternatives(member) if kind is not type(None)
-        )
-    return (annotation,)
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    for kind in _alternatives(annotation):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield kind
-
-
-def _tagged_models(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The models of a discriminated union by their `type`; empty where the annotation is no union."""
-    models = list(_models(annotation))
-    if len(models) < 2:
-        return {}
-    return {tag: model for model in models for tag in _literals(model.model_fields["type"].annotation)}
 
 
 def _union_members(annotation: Any) -> dict[str, Any]:
     """The members of a union by the tags that pydantic gives them: models by their `type`, names beside one model."""
-    tagged: dict[str, Any] = dict(_tagged_models(annotation))
-    models, names = list(_models(annotation)), [k for k in _alternatives(annotation) if get_origin(k) is Literal]
+    tagged: dict[str, Any] = dict(tagged_models(annotation))
+    models, names = list(models_of(annotation)), [k for k in alternatives(annotation) if get_origin(k) is Literal]
     if len(models) == 1 and names and "type" in models[0].model_fields:
         tagged = {"name": names[0]}
-        tagged |= dict.fromkeys(_literals(models[0].model_fields["type"].annotation), models[0])
+        tagged |= dict.fromkeys(literals(models[0].model_fields["type"].annotation), models[0])
     return tagged
-
-
-def _elements(annotation: Any) -> Iterator[tuple[str, Any]]:
-    """The elements' annotations of a list or mapping, each with the element's name in a path."""
-    for kind in _alternatives(annotation):
-        arguments = get_args(kind)
-        if get_origin(kind) in (tuple, list):
-            yield "0", arguments[0]
-        elif get_origin(kind) is dict:
-            yield "<name>", arguments[1]
-
-
-def _literals(annotation: Any) -> list[Any]:
-    return [value for kind in _alternatives(annotation) if get_origin(kind) is Literal for value in get_args(kind)]
 
 
 def _shortened(value: Any) -> str:

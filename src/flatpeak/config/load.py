@@ -30,7 +30,8 @@ RENAMED = {
 """Shipped recipes that had another name in the version before, which still works."""
 _DEEPEST, _LARGEST = 100, 100_000
 """Levels and values of the largest recipe; a published one has some hundred values on six levels."""
-_RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""The directory of the shipped recipes."""
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def _check_texts(value: Any, key: str) -> None:
 
 def shipped_recipes() -> list[str]:
     """The names of the recipes in the package, `flatpeak:...`; those of studies are parts of their sweeps."""
-    paths = (path.relative_to(_RECIPES).with_suffix("") for path in _RECIPES.rglob("*.yaml"))
+    paths = (path.relative_to(RECIPES).with_suffix("") for path in RECIPES.rglob("*.yaml"))
     return sorted(SHIPPED + path.as_posix() for path in paths if path.parts[0] != "studies")
 
 
@@ -158,8 +159,8 @@ def _over_base(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, A
 
 def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
     """The file of a recipe's name; a relative name starts at `directory`."""
-    name = _current_name(name)
-    exact = _RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
+    name = current_name(name)
+    exact = RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
     for path in (exact, exact.with_name(f"{exact.name}.yaml")) if exact.name else ():
         if path.is_file():
             return path.resolve()
@@ -169,12 +170,12 @@ def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
             f"recipe {name!r}{where} has no name: give a YAML file or a shipped recipe, such as flatpeak:demo"
         )
     what = "is a directory, not a recipe" if exact.is_dir() else "not found"
-    near = _near_recipes(name)
+    near = near_recipes(name)
     hint = f"did you mean {' or '.join(near)}?" if near else "give a YAML file or a shipped recipe, flatpeak:NAME"
     raise UserError(f"recipe {name} {what}{where}: {hint}")
 
 
-def _current_name(name: str) -> str:
+def current_name(name: str) -> str:
     """The name of a shipped recipe in this version, with a notice where it was another."""
     former = name.removesuffix(".yaml")
     if former not in RENAMED:
@@ -187,7 +188,7 @@ def _current_name(name: str) -> str:
     return RENAMED[former]
 
 
-def _near_recipes(name: str) -> list[str]:
+def near_recipes(name: str) -> list[str]:
     """Shipped recipes whose name, or its last component, is close to the requested one."""
     path = Path(name.rpartition(":")[2])  # the prefix may be misspelled as well
     wanted = path.with_suffix("") if path.name else path

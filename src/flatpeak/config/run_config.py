@@ -42,9 +42,11 @@ class RunConfig(StrictConfig):
     run: RunSectionConfig = RunSectionConfig()
     model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticConfig()
+    """Questions and their gold answers; each type of task has keys of its own."""
     prompt: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: dict[str, RewardConfig] = Field(default={"correctness": NumberConfig()}, min_length=1)
+    """The components of the reward, by names of your choice; each type of reward has keys of its own."""
     advantage: AdvantageConfig = AdvantageConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     kl: KLConfig = KLConfig()
@@ -53,6 +55,7 @@ class RunConfig(StrictConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     curriculum: CurriculumConfig | None = None
+    """A first task, until a step or a pass rate is reached; null: only the main one."""
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -78,25 +78,28 @@ class EvaluationConfig(StrictConfig):
     size: Annotated[int, Field(ge=1)] | None = None
     """The number of held-out questions, from the first on; null is all."""
     final_size: Annotated[int, Field(ge=1)] | None = None
-    """The number after SFT, before RL, and at the end; null is `size`."""
+    """The number of held-out questions after SFT, before RL, and at the end; null is `size`."""
     accuracy: str | None = "correctness"
     """The reward part that says whether a completion is right (1) or not; null where none does, as in RLHF: then
     `metric` is reward or a reward part."""
     metric: str = "accuracy"
     """The metric that chooses the best checkpoint: accuracy, reward, pass@k, or a reward part."""
     greedy: bool = True
-    """One greedy completion per question. false, with `samples`: only sampled ones, as some published protocols do;
-    then `metric` is sampled/accuracy, sampled/reward, pass@k or the like."""
+    """Whether each question gets one greedy completion. false, with `samples`: only sampled ones, as some published
+    protocols do; then `metric` is sampled/accuracy, sampled/reward, pass@k or the like."""
     choices: ChoiceAnswers = "generate"
     """The answer to a question with lettered options, where `greedy` is on: `generate` writes a completion, `rank`
     takes the letter with the largest log-probability after the prompt, as published results on MMLU do."""
     samples: Annotated[int, Field(ge=0)] = 0
     """Sampled completions per question beside the greedy one; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The temperature of the sampled completions."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sampled completions: draw from the smallest set of tokens whose probabilities reach this; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Sampled completions: draw from so many of the most probable tokens; 0: from all."""
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
-    """null: rollout.max_new_tokens."""
+    """The most tokens of a completion; null: rollout.max_new_tokens."""
     stop: tuple[str, ...] | None = None
     """Strings that end a completion; null: rollout.stop."""
     k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
@@ -108,6 +111,7 @@ class EvaluationConfig(StrictConfig):
     sharpness: SharpnessConfig | None = None
     """At every evaluation, measure how the reward falls as weights are perturbed (docs/evaluation.md); null: do not."""
     seed: int = 0
+    """The seed of sampled completions, of perturbed questions and of sharpness; the same at every evaluation."""
 
     @model_validator(mode="after")
     def _measurable(self) -> EvaluationConfig:

@@ -54,7 +54,7 @@ class GradientRegularizationConfig(StrictConfig):
     """forward: error O(step), one more pass. central: O(step^2), two more. exact: double backward through the plain
     model, slow and large; the reference the others are held against."""
     scaling: Literal["none", "asam"] = "none"
-    """asam: measure gradient and perturbation per |weight| (Kwon et al. 2021, arXiv 2102.11600)."""
+    """none: gradient and perturbation as they are. asam: measured per |weight| (Kwon et al. 2021, arXiv 2102.11600)."""
     every: Annotated[int, Field(ge=1)] = 1
     """Run the second pass every so many updates; in between the penalty's component orthogonal to g1 is used again
     (LookSAM, Liu et al. 2022, arXiv 2203.02714)."""
@@ -66,9 +66,10 @@ class GradientRegularizationConfig(StrictConfig):
     delay_updates: Annotated[int, Field(ge=0)] = 0
     """No regularization in the first so many updates."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """Then the strength rises linearly over so many."""
+    """Updates over which the strength rises linearly from 0, after those of `delay_updates`."""
     step_warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """And the step over so many. A small step drowns in rounding: watch gradreg/step_consistency."""
+    """Updates over which the step rises linearly, after those of `delay_updates`. A small step drowns in rounding:
+    watch gradreg/step_consistency."""
     min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Refuse to begin where the cosine of the realized with the intended perturbation is below this; warn later."""
     check_every: Annotated[int, Field(ge=0)] = 100
@@ -76,11 +77,13 @@ class GradientRegularizationConfig(StrictConfig):
     many updates, for one more pass each time: a cosine below 0.5 is refused at the first and a notice later, one below
     0.9 a notice. 0: never, for a step that is meant to be long, as SAM's."""
     g1_clip: Annotated[float, Field(gt=0)] | None = None
-    """Published code clips g1 before the difference is taken, which bends the penalty. null: never."""
+    """Clip g1, the plain gradient, to this norm before the difference is taken, as published code does, which bends the
+    penalty. null: never."""
     g2_clip: Annotated[float, Field(gt=0)] | None = None
-    """The same for g2."""
+    """Clip g2, the gradient at the perturbed weights, to this norm before the difference is taken, as published code
+    does. null: never."""
     outside: Literal["g1", "g2"] = "g1"
-    """The gradient of parameters that are not perturbed; published code leaves g2 there, unclipped."""
+    """The gradient of parameters that are not perturbed: g1, or g2 as published code leaves it there, unclipped."""
     replay_randomness: bool = True
     """Draw the first pass's dropout masks again in the second; published code does not."""
 

@@ -14,6 +14,7 @@ class TokenizerConfig(StrictConfig):
     """A tokenizer built from the task's own text."""
 
     type: Literal["characters", "bpe"] = "characters"
+    """characters: one token for each character of the text. bpe: a byte-level BPE trained on it."""
     vocab_size: Annotated[int, Field(ge=16)] = 1000
     """Size of a BPE vocabulary (digits are always single tokens); characters take what the text has."""
 
@@ -33,7 +34,9 @@ class ModelConfig(StrictConfig):
     """One of `path` (a directory or Hub name) and `new`; neither where the caller of flatpeak.train brings a model."""
 
     path: str | None = None
+    """A directory or Hub name of a model, a checkpoint or an adapter."""
     revision: str | None = None
+    """Of a Hub name: a branch, tag or commit; null: main."""
     new: NewModelConfig | None = None
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
@@ -43,6 +46,7 @@ class ModelConfig(StrictConfig):
     dropout: bool = False
     """Keep the model's dropout while training. Off by default: dropout makes the policy differ from its sampler."""
     trust_remote_code: bool = False
+    """Whether code that comes with the model or its tokenizer may run here."""
     lora: LoraConfig | None = None
     """Train adapters in float32 and leave the model's own weights as they are; `{}` takes the defaults."""
     quantization: Literal["nf4"] | None = None
@@ -94,7 +98,8 @@ class ReferenceConfig(StrictConfig):
     reset_every: Annotated[int, Field(ge=1)] | None = None
     """After every so many RL steps the policy, as it is then, becomes the reference."""
     reset_at_kl: Annotated[float, Field(gt=0)] | None = None
-    """The same after any step whose policy/kl_reference exceeds this. Either rule implies `keep`."""
+    """After any step whose policy/kl_reference exceeds this, the policy, as it is then, becomes the reference. This and
+    `reset_every` imply `keep`."""
     reset_optimizer: bool = False
     """At a reset, clear the optimizer's moments and step counts too; the learning rate's schedule goes on."""
     offload: bool = False

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 class _VerifiedConfig(StrictConfig):
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
     """Seconds that one answer may take where the rules cannot decide; beyond, it is wrong."""
     workers: Annotated[int, Field(ge=1)] = 2
-    """Processes for such answers, started when the first one comes."""
+    """Processes for answers that the rules cannot decide, started when the first one comes."""
     evaluated: bool = False
     """Whether an answer has to be worked out as far as the gold answer is: one that leaves operations which the gold
     does not have, or is copied from the question, is wrong."""
@@ -72,13 +73,15 @@ class SequenceClassifierConfig(StrictConfig):
 
     type: Literal["reward_model"] = "reward_model"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     path: str
     """A run of `flatpeak reward-model`, a checkpoint's directory, or a Hub name."""
     revision: str | None = None
-    """Of a Hub name: a branch, tag or commit."""
+    """Of a Hub name: a branch, tag or commit; null: main."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of the reward model's weights."""
     template: str = "auto"
     """auto: the template the model was trained with, where it is recorded, else its tokenizer's chat template. chat;
     plain: question and completion with an empty line between; or a text file with {prompt} and {completion} in it."""
@@ -90,11 +93,14 @@ class SequenceClassifierConfig(StrictConfig):
     label: Annotated[int, Field(ge=0)] | None = None
     """The output that is the score, where the model has several."""
     normalization: Literal["none", "standardize"] = "none"
-    """standardize: (score - mean) / std, of the scores recorded with the model unless `mean` and `std` are given."""
+    """none: scores as the model gives them. standardize: (score - mean) / std, of the scores recorded with the model
+    unless `mean` and `std` are given."""
     mean: float | None = None
+    """With standardize: the mean of the scores; null: the recorded one."""
     std: Annotated[float, Field(gt=0)] | None = None
+    """With standardize: their standard deviation; null: the recorded one."""
     clip: tuple[float, float] | None = None
-    """The smallest and the largest score, after normalization."""
+    """The smallest and the largest score, after normalization; null: no bounds."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SequenceClassifierConfig:
@@ -118,7 +124,11 @@ class NumberConfig(StrictConfig):
 
     type: Literal["number"] = "number"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     extraction: NumberExtraction = "whole"
+    """The number that counts. whole: the text after the thinking, as a whole. answer_tag: the last answer block. boxed:
+    the last box. last_number: the last number after the thinking. gsm8k_strict, gsm8k_flexible: the last `#### 18`, the
+    last number anywhere, as lm-evaluation-harness reads them."""
     evaluated: bool = False
     """Whether the answer has to be worked out, as for `math`: `144/12` is no answer to a question that has it, and
     `15 + 6/2` none at all. Only for what is read as a whole: `last_number` and the two of GSM8K take digits."""
@@ -135,6 +145,7 @@ class FormatConfig(StrictConfig):
 
     type: Literal["format"] = "format"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
 
     def build(self, name: str) -> Scorer:
         """The rule that checks the tags."""
@@ -148,8 +159,11 @@ class LengthConfig(StrictConfig):
 
     type: Literal["length"] = "length"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     target: Annotated[int, Field(ge=0)]
+    """Tokens up to which the score is 1."""
     limit: Annotated[int, Field(ge=1)]
+    """Tokens from which on the score is 0; more than `target`."""
 
     @model_validator(mode="after")
     def _limit_beyond_target(self) -> LengthConfig:
@@ -169,8 +183,9 @@ class CountdownConfig(StrictConfig):
 
     type: Literal["countdown"] = "countdown"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     format_score: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """For any other answer block; TinyZero's reward has 0.1."""
+    """The score of an answer block without a right expression; TinyZero's reward has 0.1."""
 
     def build(self, name: str) -> Scorer:
         """The rule that evaluates the arithmetic."""
@@ -184,8 +199,10 @@ class ReasoningGymRewardConfig(StrictConfig):
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     extraction: Literal["answer_tag", "whole"] = "answer_tag"
-    """The last answer block after the thinking, or all that follows the thinking."""
+    """The text that is scored. answer_tag: the last answer block after the thinking. whole: all that follows the
+    thinking."""
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 5.0
     """Seconds that a worker process may take for one answer, which scores 0 if it takes longer."""
 
@@ -201,6 +218,7 @@ class ChoiceConfig(StrictConfig):
 
     type: Literal["choice"] = "choice"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     extraction: ChoiceExtraction = "robust"
     """robust: the last stated letter. letter: the first letter of the completion. official: MMLU-Pro's own."""
 
@@ -216,7 +234,9 @@ class FunctionConfig(StrictConfig):
 
     type: Literal["function"] = "function"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     function: str
+    """The function: file.py:name or module:name."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments, the same at every call."""
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] | Literal["auto"] | None = "auto"

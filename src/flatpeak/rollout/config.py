@@ -67,13 +67,21 @@ class RolloutConfig(StrictConfig):
     """The number of completions that a step draws, their distribution and their engine."""
 
     prompts_per_step: Annotated[int, Field(ge=1)] = 32
+    """Prompts that a step samples completions for, each of which makes a group."""
     group_size: Annotated[int, Field(ge=1)] = 8
+    """Completions of each prompt."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The divisor of the logits, as tokens are drawn and on both sides of the ratio."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the smallest set of tokens whose probabilities reach this, after `top_k`; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from so many of the most probable tokens; 0: from all."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """The most tokens of a completion; a longer one is cut there, see `objective.truncated`."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """The fewest tokens of a completion: before, no end-of-sequence token is drawn, and no stop string ends it."""
     stop: tuple[str, ...] = ()
+    """Strings that end a completion as they are completed; they stay part of it."""
     engine: Annotated[
         Annotated[Literal["auto", "native", "generate"], Tag("name")] | Annotated[VLLMConfig, Tag("vllm")],
         Discriminator(_engine_kind),

@@ -13,14 +13,17 @@ class RunSectionConfig(StrictConfig):
     """Name, directory, checkpoints and logs of a run, its grading processes, and the seed of everything random."""
 
     name: str = "run"
+    """The run's name, and that of its directory."""
     directory: str = "runs"
+    """The directory that holds the directories of runs."""
     seed: int = 0
+    """The seed of weights, order of the data, sampling and dropout."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 50
-    """0: only at the start and the end."""
+    """Steps between checkpoints; 0: only at the start and the end. The best and the last step are always saved."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """The number of periodic checkpoints that stay beside the first, the best and the last."""
     log_rollouts_every: Annotated[int, Field(ge=0)] = 1
-    """0: never."""
+    """Steps of RL between steps whose completions are all logged to `rollouts/`; 0: never."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """torch threads; null leaves torch's choice. 1 is best below about a million parameters (docs/engine.md)."""
     grading_workers: Annotated[int, Field(ge=0)] | None = None
@@ -32,7 +35,7 @@ class RunSectionConfig(StrictConfig):
     grades groups. Then it is killed, and those scores are missing (or `on_timeout`). A function's own `timeout` comes
     first."""
     grading_memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 4.0
-    """GiB that one of these processes may allocate (on Linux); a score that needs more is missing. null: no limit."""
+    """GiB that a grading process may allocate (on Linux); a score that needs more is missing. null: no limit."""
     grading_budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
     """Seconds that a training step may lose to answers whose grading runs out of time or memory, the built-in rewards'
     answers too. What is not graded by then counts as timed out. Calls that give a score cost nothing of it, a function

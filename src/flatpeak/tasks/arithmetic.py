@@ -46,15 +46,21 @@ class ArithmeticConfig(StrictConfig):
 
     type: Literal["arithmetic"] = "arithmetic"
     min_value: int = 0
+    """The smallest operand."""
     max_value: int = 99
+    """The largest operand."""
     operators: tuple[Literal["+", "-", "*"], ...] = ("+",)
+    """The operations; each problem has one of them."""
     train_size: Annotated[int, Field(ge=1)] = 8000
+    """The number of training problems."""
     test_size: Annotated[int, Field(ge=1)] = 500
+    """The number of held-out problems."""
     question: str = "{a}{op}{b}="
     """Python format string with fields a, op, b."""
     rationale: str = "{answer}"
     """The SFT target: fields a, op, b, answer; "{a}{op}{b}={answer}\\n#### {answer}" has GSM8K's layout."""
     seed: int = 0
+    """The seed of the problems and of their order."""
 
     def load(self) -> ExampleTask:
         """Draw train and test problems without replacement from all a, op, b of the range.
@@ -141,23 +147,30 @@ class CountdownTaskConfig(StrictConfig):
 
     type: Literal["countdown"] = "countdown"
     source: Literal["generated", "published"] = "generated"
+    """generated: problems are made here. published: they are read from `Jiayi-Pan/Countdown-Tasks-3to4`, or `path`."""
     path: str | None = None
     """Published rows in a file with columns `target` and `nums`; null loads them from the Hub."""
     train_size: Annotated[int, Field(ge=1)] = 327_680
+    """The number of training problems; the default is TinyZero's."""
     test_size: Annotated[int, Field(ge=1)] = 1024
-    """TinyZero's sizes; of published rows, test follows train in the file."""
+    """The number of test problems; the default is TinyZero's. Of published rows, test follows train in the file."""
     counts: tuple[Annotated[int, Field(ge=2, le=4)], ...] = Field(default=(3, 4), min_length=1)
     """Generated: how many numbers a problem may have."""
     min_number: Annotated[int, Field(ge=1)] = 1
+    """Generated: the smallest of the numbers."""
     max_number: Annotated[int, Field(le=999)] = 99
+    """Generated: the largest of the numbers."""
     min_target: Annotated[int, Field(ge=1)] = 10
+    """Generated: the smallest target."""
     max_target: Annotated[int, Field(le=9999)] = 99
+    """Generated: the largest target."""
     question: str = (
         "Using each of the numbers {nums} exactly once, and only +, -, *, / and parentheses, write an expression that "
         "equals {target}. The answer is the expression alone, without an equals sign."
     )
     """Python format string with fields nums, target."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Generated: the seed of the problems."""
 
     def load(self) -> ExampleTask:
         """Generate or read the problems. Columns are `nums` and `target`, and `solution` of generated problems."""

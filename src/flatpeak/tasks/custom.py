@@ -22,7 +22,9 @@ class CustomTaskConfig(StrictConfig):
 
     type: Literal["custom"] = "custom"
     factory: str
+    """The function that returns the task: file.py:name or module:name."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that function."""
 
     def load(self) -> Task:
         """Call the user's factory and check the task it returns. Errors inside the factory are not caught."""

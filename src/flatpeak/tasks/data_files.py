@@ -50,8 +50,11 @@ class SourceConfig(StrictConfig):
     """A source of rows: a file (JSONL, JSON, CSV, Parquet by its ending) or a Hub data set. Exactly one of the two."""
 
     path: str | None = None
+    """A JSONL, JSON, CSV or Parquet file; null: `hub`."""
     hub: str | None = None
+    """The name of a Hub data set; null: `path`."""
     hub_config: str | None = None
+    """The configuration of the Hub data set; null: its default."""
     split: str = "train"
     """Hub split; ignored for files."""
     question: str = "question"

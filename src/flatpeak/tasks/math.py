@@ -66,9 +66,10 @@ class GSM8KConfig(StrictConfig):
     train_size: int | None = None
     """The number of training rows, from the first on; null is all."""
     test_size: int | None = None
+    """The number of test rows, from the first on; null is all."""
     shots: Annotated[int, Field(ge=0)] = 0
-    """Worked examples before each question, the first training rows, worded `Question: ...` and `Answer: ...`. Those
-    rows are not trained on."""
+    """The number of worked examples before each question, the first training rows, worded `Question: ...` and `Answer:
+    ...`. Those rows are not trained on."""
 
     def load(self) -> ExampleTask:
         """Read the published splits, each cut to its size. The rationale is the whole published answer.
@@ -155,8 +156,9 @@ class MATHConfig(StrictConfig):
     subjects: tuple[str, ...] = ()
     """Only these subjects ("Number Theory" or number_theory); empty is all seven."""
     train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows; null is all."""
+    """The number of training rows, in their seeded order; null is all."""
     test_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of test rows, in their seeded order; null is all."""
     seed: int = 0
     """The seed of the order of the rows, which the files sort by subject."""
 

@@ -94,14 +94,15 @@ class MMLUConfig(StrictConfig):
     """official: preamble, shots, and `Answer:` for the model to go on from. plain: the question and its lettered
     options alone, for templates that say how to answer."""
     shots: Annotated[int, Field(ge=0, le=5)] = 5
-    """With wording=official: worked examples from the dev split of the same subject."""
+    """With wording=official: the number of worked examples, from the dev split of the same subject."""
     subjects: tuple[str, ...] = ()
     """Only these of the 57 (high_school_physics or "high school physics"); empty is all."""
     train: Literal["validation", "auxiliary_train"] = "validation"
-    """The training split. The auxiliary rows have no subject and no shots."""
+    """The split to train on: validation, or auxiliary_train, whose rows have no subject and no shots."""
     train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows; null is all."""
+    """The number of training rows, in their seeded order; null is all."""
     test_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of test rows, in their seeded order; null is all."""
     seed: int = 0
     """The seed of the order of the rows, which the files sort by subject."""
 
@@ -232,12 +233,13 @@ class MMLUProConfig(StrictConfig):
     """official: preamble, worked examples, and `Answer: Let's think step by step.` for the model to go on from.
     plain: the question and its lettered options alone."""
     shots: Annotated[int, Field(ge=0, le=5)] = 5
-    """With wording=official: worked examples from the validation split of the same category."""
+    """With wording=official: the number of worked examples, from the validation split of the same category."""
     categories: tuple[str, ...] = ()
     """Only these of the 14; empty is all."""
     train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows; null is all."""
+    """The number of training rows, in their seeded order; null is all."""
     test_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of test rows, in their seeded order; null is all."""
     seed: int = 0
     """The seed of the order of the rows, which the files sort by category."""
 

@@ -60,12 +60,15 @@ class ChoiceSourceConfig(StrictConfig):
     """A source of multiple-choice rows (a file or a Hub data set), and the meaning of its columns."""
 
     path: str | None = None
+    """A JSONL, JSON, CSV or Parquet file; null: `hub`."""
     hub: str | None = None
+    """The name of a Hub data set; null: `path`."""
     hub_config: str | None = None
+    """The configuration of the Hub data set; null: its default."""
     split: str = "train"
     """Hub split; ignored for files."""
     question: str = "question"
-    """A column name."""
+    """The column of the question."""
     options: str | tuple[str, ...] | None = None
     """A column with a list of texts, or one column per option; not with `incorrect`."""
     correct: str = "answer"
@@ -85,14 +88,18 @@ class ChoicesConfig(StrictConfig):
 
     type: Literal["choices"] = "choices"
     name: str = "choices"
+    """The task's name, in metrics as `eval/<name>/accuracy`."""
     train: tuple[ChoiceSourceConfig, ...] = ()
     """One or more sources, concatenated. Rows whose question is in the test sources are left out."""
     test: tuple[ChoiceSourceConfig, ...] = ()
-    """Empty: `test_fraction` of the training rows is held out, by a seeded hash of the question."""
+    """Sources of held-out rows, concatenated. Empty: `test_fraction` of the training rows is held out, by a seeded hash
+    of the question."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The share of training rows held out where there is no `test`."""
     shuffle: bool = True
     """Shuffle each row's options, by `seed` and the row's id."""
     seed: int = 0
+    """The seed of the held-out rows and of the order of options."""
 
     def load(self) -> ExampleTask:
         """Read the sources; no question is on both sides. UserError where a source or a row is unusable."""

@@ -38,19 +38,26 @@ class PreferencesConfig(StrictConfig):
 
     type: Literal["preferences"] = "preferences"
     name: str = "preferences"
+    """The task's name, in metrics as `eval/<name>/...`."""
     path: str | None = None
     """A JSONL, JSON or CSV file; null loads from the Hub."""
     test_path: str | None = None
+    """A file with held-out pairs; null: see `test_fraction`."""
     hub: str = "tatsu-lab/alpaca_farm"
+    """The name of a Hub data set, read where there is no `path`."""
     hub_file: str | None = "alpaca_human_preference.json"
     """One file of that data set; null reads its splits. AlpacaFarm's come from a script, which `datasets` from version
     4 on refuses to run."""
     hub_config: str | None = None
+    """The configuration of the Hub data set; null: its default."""
     split: str = "train"
+    """The Hub split to train on."""
     test_split: str | None = None
-    """Without a test file or split, `test_fraction` of the prompts is held out, by a seeded hash."""
+    """The Hub split of held-out pairs; null: see `test_fraction`."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """The share of prompts held out, by a seeded hash, where there is neither a test file nor a test split."""
     seed: int = 0
+    """The seed of the hash that holds prompts out."""
 
     def load(self) -> ExampleTask:
         """Read the task for RLHF: one example per prompt, whose gold answer is the first chosen one."""

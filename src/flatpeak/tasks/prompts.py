@@ -35,13 +35,14 @@ class PromptConfig(StrictConfig):
     template: str = "plain"
     """plain, r1_zero, question_only, chat, the path of a text file with {question} in it, or such a text itself."""
     system: str | None = None
-    """System message of the chat template."""
+    """The system message, for a chat template; null: none."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the tokenizer's chat template (enable_thinking: false, say)."""
+    """Arguments for the tokenizer's chat template (enable_thinking: false, say)."""
     max_tokens: int | None = None
-    """Longest prompt; null: what the model's context leaves beside rollout.max_new_tokens."""
+    """Tokens of the longest prompt; null: what the model's context leaves beside rollout.max_new_tokens."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    """The treatment of longer prompts. truncate_left shortens the question and keeps the template around it whole."""
+    """The treatment of longer prompts. error: none is accepted. drop: they are left out and counted. truncate_left: the
+    question is shortened from its beginning, the template around it stays whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,12 +34,15 @@ class ReasoningGymConfig(StrictConfig):
     dataset: str | None = None
     """One data set by name, with `arguments`; or several in `datasets`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Settings of that data set, by its own names."""
+    """Settings of `dataset`, by its own names."""
     datasets: dict[str, dict[str, Any]] | None = None
-    """Several, each name with its arguments; sizes are shared out evenly."""
+    """Several data sets, each name with its arguments; sizes are shared out evenly."""
     size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 2000
+    """The number of training rows, of all data sets together."""
     test_size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 200
+    """The number of held-out rows, of all data sets together."""
     seed: Annotated[int, Field(ge=0, lt=1_000_000_000)] = 0
+    """The seed of the rows."""
 
     def load(self) -> ExampleTask:
         """Generate the rows. Held-out rows have seeds of their own; training rows that ask the same are dropped."""

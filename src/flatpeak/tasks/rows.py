@@ -48,11 +48,14 @@ class RowsConfig(StrictConfig):
 
     type: Literal["rows"] = "rows"
     name: str = "rows"
+    """The task's name, in metrics as `eval/<name>/accuracy`."""
     train: tuple[SourceConfig, ...] = Field(min_length=1)
     """One or more sources, concatenated."""
     test: tuple[SourceConfig, ...] = ()
-    """Empty: `test_fraction` of the training rows is held out, by a seeded hash of the question's cluster."""
+    """Sources of held-out rows, concatenated. Empty: `test_fraction` of the training rows is held out, by a seeded hash
+    of the question's cluster."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The share of training rows held out where there is no `test`."""
     deduplicate: bool = False
     """Drop rows whose normalized question (case, punctuation, numbers kept) already occurred."""
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -64,8 +67,10 @@ class RowsConfig(StrictConfig):
     equations: bool = False
     """Give training rows the first equation over the question's numbers that fits the answer as their rationale."""
     variants: Annotated[int, Field(ge=0)] = 0
-    """Copies of each training row that has such an equation, with other numbers and the answer recomputed."""
+    """The number of copies of each training row that has an equation over its numbers, with other numbers and the
+    answer recomputed."""
     seed: int = 0
+    """The seed of the held-out rows and of the numbers of `variants`."""
 
     def load(self) -> ExampleTask:
         """Read the sources and split them.

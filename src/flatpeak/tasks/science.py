@@ -38,6 +38,7 @@ class CamelAIConfig(StrictConfig):
     subjects: tuple[Literal["biology", "chemistry", "physics"], ...] = Field(
         default=("biology", "chemistry", "physics"), min_length=1
     )
+    """The subjects whose problems are read."""
     path: str | None = None
     """A directory with, per subject, `biology.zip`, a folder `biology` of JSON files, or `biology.jsonl` or `.json`;
     null loads the zips from the Hub."""
@@ -46,7 +47,9 @@ class CamelAIConfig(StrictConfig):
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
     """Of questions this similar (Jaccard of word sets, numbers masked) the first is kept; null: of equal ones only."""
     overlap: OverlapConfig | None = None
+    """Drop training rows that ask what an evaluation set asks."""
     seed: int = 0
+    """The seed of the hash that holds cells out."""
 
     def load(self) -> ExampleTask:
         """Read the problems. `gold` is the whole published solution; subsets are subject and topic."""
@@ -62,24 +65,32 @@ class DrSCIConfig(StrictConfig):
 
     type: Literal["dr_sci"] = "dr_sci"
     parts: tuple[Literal["open-ended", "verifiable"], ...] = Field(default=("open-ended",), min_length=1)
+    """The files that are read."""
     path: str | None = None
     """A directory with `Dr_SCI_open-ended.parquet` and `Dr_SCI_verifiable.parquet`; null loads them from the Hub."""
     rows: Annotated[int, Field(ge=1)] | None = None
     """The number of rows to read of each file; null is all (about 476,000 and 415,000)."""
     subjects: tuple[str, ...] = ()
-    """Keep only these; empty keeps all."""
+    """Only rows of these subjects; empty is all."""
     question: str = "extra_info.question"
+    """The column of the question."""
     answer: str = "reward_model.ground_truth"
+    """The column of the reference answer."""
     rubric: str = "reward_model.rubric"
-    """A list of {title, description, weight}; becomes the example's column `rubric`, empty where there is none."""
+    """The column of the row's criteria, a list of {title, description, weight}; becomes the example's column `rubric`,
+    empty where there is none."""
     subject: str = "extra_info.subject"
+    """The column of the subject, by which evaluations make a table."""
     topic: str | None = None
     """The column whose values the split keeps together; null: each question alone (published files have no topic)."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """The share of questions (of topics, with `topic`) held out, by a seeded hash."""
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
     """Of questions this similar (Jaccard of word sets, numbers masked) the first is kept; null: of equal ones only."""
     overlap: OverlapConfig | None = None
+    """Drop training rows that ask what an evaluation set asks."""
     seed: int = 0
+    """The seed of the hash that holds questions out."""
 
     def load(self) -> ExampleTask:
         """Read the questions. The column `rubric` holds the row's criteria as {title, description, weight}."""

@@ -18,6 +18,7 @@ _LONGEST_TAG = 60
 
 class _ProjectConfig(StrictConfig):
     project: str = "flatpeak"
+    """The project that the run is recorded in."""
 
     @field_validator("project")
     @classmethod
@@ -36,7 +37,8 @@ class WandbConfig(_ProjectConfig):
     entity: str | None = None
     """User or team; null: the default of the login."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """auto: WANDB_MODE where it is set, else online where there are a key and a network."""
+    """online, or offline, which keeps the run on this machine. auto: WANDB_MODE where it is set, else online where
+    there are a key and a network."""
     directory: str | None = None
     """The directory that gets a folder `wandb`; null: `tracking` in the run's own."""
 
@@ -57,6 +59,7 @@ class MlflowConfig(StrictConfig):
     """A run of MLflow."""
 
     experiment: Annotated[str, Field(min_length=1, max_length=200)] = "flatpeak"
+    """The experiment that the run is recorded in."""
     uri: str | None = None
     """The tracking store, a server or a database; null: MLFLOW_TRACKING_URI, else `mlflow.db` in the working
     directory."""
@@ -76,9 +79,13 @@ class TrackingConfig(StrictConfig):
     """The trackers of a run, and what they get beside its metrics."""
 
     wandb: WandbConfig | None = None
+    """Record the run with Weights & Biases; `{}` takes the defaults, null: do not."""
     tensorboard: TensorBoardConfig | None = None
+    """Write event files of TensorBoard; `{}` takes the defaults, null: do not."""
     trackio: TrackioConfig | None = None
+    """Record the run with trackio; `{}` takes the defaults, null: do not."""
     mlflow: MlflowConfig | None = None
+    """Record the run with MLflow; `{}` takes the defaults, null: do not."""
     group: str | None = None
     """The group that runs are shown in; a sweep sets its own name."""
     tags: dict[str, str | int | float | bool] = Field(default={})

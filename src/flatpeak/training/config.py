@@ -50,13 +50,18 @@ class AdvantageConfig(StrictConfig):
     """Baseline and scale of the advantages; see functional.group_advantages. Or a function in place of both."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    """Subtracted from each reward. mean: the group's mean (GRPO). leave_one_out: the mean of the group's others (RLOO).
+    none: nothing (REINFORCE), which needs scale=none."""
     scale: Literal["std", "batch_std", "none"] = "std"
+    """The divisor of what is left. std: the group's standard deviation. batch_std: that of all rewards of the step.
+    none: 1 (Dr. GRPO)."""
     eps: Annotated[float, Field(ge=0)] = 1e-6
+    """Added to the standard deviation, against division by almost 0."""
     function: Annotated[str, AfterValidator(_function)] | None = None
     """A function of yours, file.py:name or module:name, in place of baseline, scale and eps: called with the rewards
     [P, G] and whether each is there (bool [P, G]), it returns the advantages [P, G]."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments of that function."""
+    """Extra keyword arguments of `function`."""
 
     @model_validator(mode="after")
     def _no_scale_without_baseline(self) -> AdvantageConfig:
@@ -69,10 +74,11 @@ class SamplerCorrectionConfig(StrictConfig):
     """Importance weights for a sampler whose probabilities are not the trainer's; see functional.sampler_correction."""
 
     type: Literal["none", "truncate", "mask"] = "none"
-    """truncate: weights are bounded by the cap. mask: weights above it are 0."""
+    """none: no weights. truncate: weights are bounded by the cap. mask: weights above it are 0."""
     level: Literal["token", "sequence"] = "token"
-    """sequence: one weight per completion, the product over its tokens."""
+    """token: a weight for each token. sequence: one per completion, the product over its tokens."""
     cap: Annotated[float, Field(ge=1)] = 2.0
+    """The largest weight; equal policies have weight 1."""
 
     @property
     def enabled(self) -> bool:
@@ -87,13 +93,20 @@ class ObjectiveConfig(StrictConfig):
     """clipped_surrogate, unclipped_surrogate, policy_gradient, truncated_policy_gradient; or a function of yours,
     file.py:name or module:name, called with log-probabilities, ratios and advantages of T tokens and this section."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments of that function."""
+    """Extra keyword arguments of a `loss` of yours."""
     ratio: Literal["token", "sequence"] = "token"
-    """sequence: one importance ratio per completion, the exponential of its mean log-ratio (GSPO)."""
+    """token: an importance ratio for each token. sequence: one per completion, the exponential of its mean log-ratio
+    (GSPO)."""
     normalization: Normalization = "sequence_mean"
+    """A completion's weight, for N completions of lengths len: sequence_mean 1 / (N * len), GRPO; constant 1 / (N *
+    max_new_tokens), Dr. GRPO; token_mean 1 / sum(len), DAPO; longest 1 / (N * max(len)); sequence_sum 1 / N, LUSPO."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
+    """The ratio is clipped at 1 - clip_low from below."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """The ratio is clipped at 1 + clip_high from above."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss under a negative advantage A: at most -dual_clip * A (Ye et al. 2020; 3 is usual). null:
+    none."""
     cap: Annotated[float, Field(gt=0)] = 5.0
     """CISPO: the ratio's upper bound, absolute."""
     entropy_coefficient: float = 0.0
@@ -102,6 +115,7 @@ class ObjectiveConfig(StrictConfig):
     """Completions cut at max_new_tokens: keep; mask (out of the loss and its denominators, still in the group's
     baseline); zero_reward; soft_penalty (DAPO's soft overlong punishment over the last `overlong_buffer` tokens)."""
     overlong_buffer: Annotated[int, Field(ge=1)] = 32
+    """With soft_penalty: the last so many tokens before max_new_tokens, over which the penalty rises from 0 to 1."""
     sampler_correction: SamplerCorrectionConfig = SamplerCorrectionConfig()
     """Weights of the policy loss where another policy samples than is trained: another engine, dtype or version."""
 
@@ -110,8 +124,13 @@ class KLConfig(StrictConfig):
     """The penalty for leaving the reference."""
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """The weight of the KL; 0: no penalty, and no reference is kept unless `reference` asks for one."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of each token, with d = log reference - log policy. k1: -d. k2: d^2 / 2. k3: exp(d) - d - 1, unbiased and never
+    negative."""
     placement: Literal["loss", "reward"] = "loss"
+    """loss: the KL of each token is added to its loss. reward: a completion's KL, summed over its tokens, is subtracted
+    from its reward."""
     ratio_weighted: bool = False
     """Multiply the per-token KL by the importance ratio (TRL's default), which makes its gradient unbiased."""
 
@@ -129,15 +148,23 @@ class OptimizerConfig(StrictConfig):
     """AdamW (or SGD) with warm-up and a schedule."""
 
     name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
-    """adamw_8bit keeps the moments in 2 bytes per parameter instead of 8, and needs bitsandbytes."""
+    """adamw; sgd, without momentum; or adamw_8bit, which keeps the moments in 2 bytes per parameter instead of 8 and
+    needs bitsandbytes."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """The rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
     eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    """Added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay under AdamW, an L2 penalty under SGD."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are clipped to this norm; null: not clipped."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The rate after the warm-up. constant: learning_rate. linear, cosine: falling to final_fraction of it at the last
+    step."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the rate rises linearly from 0."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate of linear and cosine, as a fraction of learning_rate."""
     offload: bool = False
@@ -166,7 +193,7 @@ class StopWhenConfig(StrictConfig):
     above: FiniteFloat | None = None
     """Met where the metric's mean over the window is greater than this."""
     below: FiniteFloat | None = None
-    """Met where it is less than this; exactly one of the two."""
+    """Met where that mean is less than this; give exactly one of `above` and `below`."""
     window: Annotated[int, Field(ge=1)] = 1
     """The last so many steps, each of which has to have the metric, as a finite number."""
 
@@ -197,7 +224,9 @@ class TrainingConfig(StrictConfig):
     """The length of training and how a rollout batch is used."""
 
     steps: Annotated[int, Field(ge=0)] = 100
+    """Steps of RL: a rollout each, and the updates made of it."""
     epochs_per_rollout: Annotated[int, Field(ge=1)] = 1
+    """Passes over the completions of a step, each in minibatches of its own."""
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer updates per epoch: the rollout batch is cut into so many minibatches."""
     minibatch_of: MinibatchOf = "groups"
@@ -227,6 +256,7 @@ class CurriculumConfig(StrictConfig):
     """A first task, until a step or a pass rate is reached; then the main one."""
 
     task: TaskConfig
+    """The first task."""
     steps: Annotated[int, Field(ge=1)]
     """At most so many steps of the first task."""
     until_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -241,15 +271,18 @@ class SFTConfig(StrictConfig):
     """Supervised fine-tuning on rationales before RL; loss on completions only."""
 
     steps: Annotated[int, Field(ge=0)] = 0
-    """0: no SFT."""
+    """Steps of SFT, one update each; 0: no SFT."""
     batch_size: Annotated[int, Field(ge=1)] = 64
+    """Demonstrations per step."""
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     normalization: Normalization = "token_mean"
     """Normalization as in `objective.normalization`; constant divides by the tokens of the longest demonstration."""
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once greedy accuracy on training problems set aside for it reaches this; checked every `check_every`."""
     check_every: Annotated[int, Field(ge=1)] = 50
+    """Steps between checks of `stop_at`."""
     check_size: Annotated[int, Field(ge=1)] = 200
+    """Training problems that are set aside for these checks, and not trained on."""
 
 
 class RewardModelOptimizerConfig(OptimizerConfig):
@@ -262,6 +295,7 @@ class RewardModelConfig(StrictConfig):
     """Training a reward model on preference pairs (`task.type: preferences`), by `flatpeak reward-model`."""
 
     steps: Annotated[int, Field(ge=1)] = 200
+    """Steps of reward-model training, one update each."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Pairs per step."""
     max_tokens: Annotated[int, Field(ge=2)] | None = None

@@ -27,6 +27,7 @@ class LoraConfig(StrictConfig):
     """Low-rank adapters beside frozen weights, W x + s B A x (Hu et al. 2021, arXiv 2106.09685), as peft makes them."""
 
     rank: Annotated[int, Field(ge=1)] = 16
+    """The rank r of the products B A."""
     alpha: Annotated[float, Field(gt=0)] = 32
     """s = alpha / rank, or alpha / sqrt(rank) with `rslora`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -25,17 +25,20 @@ class EndpointConfig(StrictConfig):
 
     type: Literal["endpoint"] = "endpoint"
     base_url: str
-    """Ends in /v1 for most servers."""
+    """The address of the endpoint, which ends in /v1 for most servers."""
     model: str
+    """The model's name at the endpoint."""
     api_key_env: str | None = None
-    """The NAME of the environment variable that holds the key, never the key itself. None: the server wants none."""
+    """The NAME of the environment variable that holds the key, never the key itself. null: the server wants none."""
     token_limit_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The endpoint's name for the limit on a reply's tokens; OpenAI's reasoning models want the second."""
+    """The endpoint's name for the limit on a reply's tokens; OpenAI's reasoning models want max_completion_tokens,
+    most others max_tokens."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More fields for every request, such as {chat_template_kwargs: {enable_thinking: false}}."""
     price_input: Price = 0.0
-    """Price per million tokens; the currency is yours."""
+    """Price per million tokens of a prompt; the currency is yours."""
     price_output: Price = 0.0
+    """Price per million tokens of a reply."""
 
     @field_validator("base_url")
     @classmethod
@@ -74,10 +77,13 @@ class LocalConfig(StrictConfig):
     path: str
     """A directory or a Hub model, with a chat template."""
     revision: str | None = None
+    """Of a Hub model: a branch, tag or commit; null: main."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The type of the judge's weights; auto: as they are saved."""
     device: str | None = None
-    """None: CUDA where there is one."""
+    """The torch device, such as cuda:1; null: CUDA where there is one."""
     batch_size: Annotated[int, Field(ge=1)] = 8
+    """Prompts that are decoded side by side."""
 
 
 class CustomJudgeConfig(StrictConfig):
@@ -85,16 +91,18 @@ class CustomJudgeConfig(StrictConfig):
 
     type: Literal["custom"] = "custom"
     factory: str
+    """The function that returns the judge: file.py:name or module:name."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that function."""
 
 
 class BudgetConfig(StrictConfig):
     """Caps for a run, resumed or not; completions beyond them have no score."""
 
     max_calls: Annotated[int, Field(ge=1)] | None = None
-    """Requests sent, retries and repairs among them."""
+    """The most requests of a run, retries and repairs among them; null: no limit."""
     max_cost: Annotated[float, Field(gt=0)] | None = None
-    """In the currency of the prices; failed attempts count as free."""
+    """The highest cost of a run, in the currency of the prices; failed attempts count as free. null: no limit."""
 
 
 class OutageConfig(StrictConfig):
@@ -103,7 +111,7 @@ class OutageConfig(StrictConfig):
     failures: Annotated[int, Field(ge=1)] = 20
     """Consecutive failed calls after which calls pause."""
     pause: Seconds = 30.0
-    """Seconds between probes."""
+    """Seconds between probes of an endpoint that is down."""
     give_up: Seconds = 900.0
     """Seconds without a reply after which the run stops."""
 
@@ -112,6 +120,7 @@ class CanaryConfig(StrictConfig):
     """Worthless answers that are graded before training, as a test of the judge."""
 
     enabled: bool = True
+    """Whether canaries are graded. The check that a right answer scores more than a wrong one is made all the same."""
     examples: Annotated[int, Field(ge=1)] = 4
     """Questions for which every canary is graded; 17 calls each."""
     threshold: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -125,44 +134,55 @@ class JudgeConfig(StrictConfig):
 
     type: Literal["judge"] = "judge"
     weight: float = 1.0
+    """Its factor in the total reward; 0: logged only, without a say in training."""
     backend: Annotated[EndpointConfig | LocalConfig | CustomJudgeConfig, Field(discriminator="type")]
+    """The judge: an endpoint, a model on this machine, or one of your own."""
     rubric: str = "correctness"
     """A built-in rubric (correctness, weighted, weighted_gated, helpfulness, three_levels) or a YAML file of yours."""
     mode: Literal["score", "pairwise"] = "score"
-    """Marks by the rubric, or win rate: against the reference, or with `opponents` against the group."""
+    """score: marks by the rubric. pairwise: the win rate against the reference, or with `opponents` against the
+    group."""
     opponents: Annotated[int, Field(ge=0)] = 0
-    """pairwise: 0 is the reference answer; n the next n completions of the group on either side."""
+    """With mode=pairwise: 0 compares with the reference answer, n with the next n completions of the group on either
+    side."""
     show: Literal["final_answer", "whole"] = "final_answer"
-    """The text that the judge sees. Thinking that it sees is rewarded for how it sounds."""
+    """The text that the judge sees. final_answer: the last answer block, else the last box, else what follows the
+    thinking. whole: all of the completion, whose thinking is then rewarded for how it sounds."""
     output: Literal["json_schema", "json", "tag"] = "json_schema"
-    """A schema that the endpoint enforces, JSON as asked for in words, or one <verdict> tag."""
+    """The form of the verdict: json_schema, which the endpoint enforces; json, asked for in words; tag, one <verdict>
+    tag."""
     temperature: Annotated[float, Field(ge=0)] | None = 0.0
-    """null sends none: some models refuse any."""
+    """The judge's temperature; null sends none, since some models refuse any."""
     max_tokens: Annotated[int, Field(ge=16)] = 1024
-    """Limit on the reply: rationale and verdict (and thinking, where the judge thinks)."""
+    """Limit on the tokens of a reply: rationale and verdict (and thinking, where the judge thinks)."""
     max_characters: Annotated[int, Field(ge=100)] = 16_000
-    """Limit on the question, the reference and each answer; longer ones lose their middle, with a note to the judge."""
+    """Limit on the question, the reference and each answer, in characters; longer ones lose their middle, with a note
+    to the judge."""
     repair: bool = True
     """Ask once more where a reply has no verdict."""
     concurrency: Annotated[int, Field(ge=1)] = 16
+    """The most requests that wait for a reply at a time."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """The most requests in any 60 seconds; null: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Prompt and reply together. A call reserves `max_tokens` for its reply, and gives back what it did not use."""
+    """The most tokens in any 60 seconds, prompts and replies together; null: no limit. A call reserves `max_tokens` for
+    its reply, and gives back what it did not use."""
     timeout: Seconds = 60.0
-    """Limit for one attempt."""
+    """Seconds that one attempt may take."""
     deadline: Seconds | None = 1800.0
-    """Limit for all requests of one step; scores without a reply by then are missing."""
+    """Seconds that all requests of one step may take; scores without a reply by then are missing. null: no limit."""
     retries: Annotated[int, Field(ge=0)] = 5
-    """On 408, 409, 429, 500, 502, 503, 504, 529, broken connections and timeouts; nothing else is tried again."""
+    """Further attempts of a request after 408, 409, 429, 500, 502, 503, 504, 529, broken connections and timeouts;
+    nothing else is tried again."""
     retry_delay: Seconds = 1.0
-    """Longest wait before the first retry; it doubles, up to a minute."""
+    """The longest wait before the first retry, in seconds; it doubles, up to a minute."""
     breaker: OutageConfig = OutageConfig()
     budget: BudgetConfig = BudgetConfig()
     cache: Path | None = None
-    """A SQLite file for verdicts, which runs may share; None: no cache."""
+    """A SQLite file for verdicts, which runs may share; null: no cache."""
     canaries: CanaryConfig = CanaryConfig()
     min_valid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Below this share of verdicts among the last 200 questions (and at least 20) the run stops."""
+    """The run stops below this share of verdicts among the last 200 questions (and at least 20)."""
     shadow: str | None = None
     """Name of a verifier among `rewards`, with weight 0: the gap to its scores is logged."""
 

@@ -1,0 +1,105 @@
+"""The reference of settings as text for terminals, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from flatpeak.config.settings_reference import Section, Setting, as_value
+
+COMMAND = "flatpeak settings --markdown > docs/settings.md"
+"""The command that writes the page of the documentation."""
+_INDENT = "    "
+_INTRODUCTION = f"""\
+# Settings
+
+Every setting of a recipe: its key, type, default and meaning. On the command line `flatpeak settings` prints them,
+`flatpeak settings rollout` those of a section, `flatpeak settings task.type=rows` those of one of its types, and
+`flatpeak settings optimizer.learning_rate` one of them; `--json` is for scripts. How a recipe is written, extended and
+changed is in [recipes.md](recipes.md).
+
+`<name>` stands for a name of your choice, `0` for the index of a list's element. Settings of a section that is null by
+default have an effect once any of them is given. This page is written by `{COMMAND}`.
+"""
+
+
+def to_text(sections: Sequence[Section], *, width: int) -> str:
+    """The sections as paragraphs of at most `width` columns; only a word that is longer than that goes beyond."""
+    return "\n\n".join("\n\n".join(_paragraphs(section, width)) for section in sections)
+
+
+def to_json(sections: Sequence[Section]) -> str:
+    """One JSON object, `{"settings": [...]}`: each setting with its section's key and variants."""
+    settings = []
+    for section in sections:
+        for setting in section.settings:
+            fields = asdict(setting)
+            if setting.required:
+                del fields["default"]
+            settings.append({**fields, "section": section.key, "variants": section.variants})
+    return json.dumps({"settings": settings}, ensure_ascii=False)
+
+
+def to_markdown(sections: Sequence[Section]) -> str:
+    """A page with a table for each section; types of a section have headings below it."""
+    lines = [_INTRODUCTION]
+    for section in sections:
+        level = "###" if section.variants or "." in section.key else "##"
+        rows = [
+            f"| `{setting.key}` | {_cell(setting.type)} | {_default_cell(setting)} | {_cell(_description(setting))} |"
+            for setting in section.settings
+        ]
+        lines += [f"{level} {_title(section, mark='`')}", "", _prose(section.description), ""]
+        lines += ["| Setting | Type | Default | Meaning |", "|---|---|---|---|", *rows, ""]
+    return "\n".join(lines).rstrip("\n")
+
+
+def _paragraphs(section: Section, width: int) -> Iterator[str]:
+    yield _wrapped(f"{_title(section)}: {section.description}", width, below="")
+    for setting in section.settings:
+        head = f"{setting.assignment}{' (required)' if setting.required else ''}"
+        below = f"{_capitalized(setting.type)}. {_description(setting)}"
+        lines = [_wrapped(head, width, first="  ", below=_INDENT), _wrapped(below, width, first=_INDENT, below=_INDENT)]
+        yield "\n".join(lines)
+
+
+def _title(section: Section, *, mark: str = "") -> str:
+    """The key, or the type that chooses the section, and the types of the sections around it."""
+    own = [variant for variant in section.variants if variant.startswith(f"{section.key}.type=")]
+    around = " and ".join(f"{mark}{variant}{mark}" for variant in section.variants if variant not in own)
+    name = f"{mark}{own[0] if own else section.key}{mark}"
+    return f"{name} with {around}" if around else name
+
+
+def _wrapped(text: str, width: int, *, below: str, first: str = "") -> str:
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _description(setting: Setting) -> str:
+    return setting.description if setting.same_as is None else f"{setting.description} Keys as in {setting.same_as}."
+
+
+def _capitalized(text: str) -> str:
+    """A type at the beginning of a sentence; one that is a list of values stays as it is written in recipes."""
+    first = text.split()[0].rstrip(",")
+    words = ("whole", "number", "text", "list", "non-empty", "mapping", "section", "path")
+    return text[0].upper() + text[1:] if first in words else text
+
+
+def _default_cell(setting: Setting) -> str:
+    return "required" if setting.required else f"`{as_value(setting.default)}`".replace("|", r"\|")
+
+
+def _cell(text: str) -> str:
+    return _prose(text).replace("|", r"\|")
+
+
+def _prose(text: str) -> str:
+    """Text with what Markdown would take for HTML or emphasis escaped, outside of code."""
+    pieces = re.split(r"(`[^`]*`)", text)
+    return "".join(piece if piece.startswith("`") else re.sub(r"([<*])", r"\\\1", piece) for piece in pieces)

@@ -1,0 +1,99 @@
+"""The recipes of the package: what each of them is, its text, and what it extends."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from flatpeak.config.load import RECIPES, SHIPPED, current_name, near_recipes, parse_file, shipped_recipes
+from flatpeak.errors import UserError
+
+_COLUMN = 40
+"""The column in which descriptions begin, beside names that end before it."""
+_NARROW = 100
+"""Columns below which descriptions stand under the names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedRecipe:
+    """A recipe of the package."""
+
+    name: str
+    """Its name, with the prefix `flatpeak:`."""
+    summary: str
+    """The first line of its file, one sentence that says what it is."""
+    extends: tuple[str, ...]
+    """The recipes that it extends itself; later ones win over earlier ones."""
+    inherits: tuple[str, ...]
+    """All recipes that it extends, those of its bases too, the nearest first."""
+    text: str
+    """Its file, comments included."""
+
+
+def all_recipes(folder: str = "") -> list[ShippedRecipe]:
+    """All shipped recipes or those of a folder, in the order of their names; those without a folder first."""
+    names = sorted(shipped_recipes(), key=lambda name: ("/" in name, name))
+    return [read(name) for name in names if name.startswith(f"{SHIPPED}{folder}/" if folder else SHIPPED)]
+
+
+def read(name: str) -> ShippedRecipe:
+    """A shipped recipe by its name, with or without `flatpeak:`. UserError for an unknown one, with the nearest."""
+    full = current_name(SHIPPED + name.removeprefix(SHIPPED).removesuffix(".yaml"))
+    if full not in shipped_recipes():
+        near = near_recipes(full)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`flatpeak recipes` lists them"
+        raise UserError(f"recipe {name} is not shipped with flatpeak: {hint}")
+    path = RECIPES / f"{full.removeprefix(SHIPPED)}.yaml"
+    text = path.read_text(encoding="utf-8")
+    extends = parse_file(path).get("extends", [])
+    bases = (extends,) if isinstance(extends, str) else tuple(extends)
+    return ShippedRecipe(
+        name=full,
+        summary=text.partition("\n")[0].removeprefix("# "),
+        extends=bases,
+        inherits=tuple(dict.fromkeys([*bases, *(above for base in bases for above in read(base).inherits)])),
+        text=text,
+    )
+
+
+def select(name: str) -> ShippedRecipe | list[ShippedRecipe]:
+    """The recipe of a name; those of a folder (`tasks`), or all without a name."""
+    return all_recipes(name.strip().removeprefix(SHIPPED).strip("/")) or read(name.strip())
+
+
+def to_json(selected: ShippedRecipe | Sequence[ShippedRecipe]) -> str:
+    """A recipe as one JSON object with its text; several as `{"recipes": [...]}` without their texts."""
+    if isinstance(selected, ShippedRecipe):
+        return json.dumps(asdict(selected), ensure_ascii=False)
+    listed = [{name: value for name, value in asdict(one).items() if name != "text"} for one in selected]
+    return json.dumps({"recipes": listed}, ensure_ascii=False)
+
+
+def to_text(selected: ShippedRecipe | Sequence[ShippedRecipe], *, width: int) -> str:
+    """The file of a recipe, and as a comment below it what it extends; several with a line about each."""
+    if not isinstance(selected, ShippedRecipe):
+        return "".join(f"{line}\n" for one in selected for line in _listed(one, width))
+    extended = textwrap.fill(
+        f"{selected.name} extends {', '.join(selected.inherits) or 'no other recipe'}.",
+        max(width, len(selected.name) + 2),
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return f"{selected.text.rstrip()}\n\n{extended}\n"
+
+
+def _listed(recipe: ShippedRecipe, width: int) -> Iterator[str]:
+    """The lines of a recipe in the list: its name, and what it is beside or below it."""
+    column = _COLUMN if width >= _NARROW else 4
+    beside = width >= _NARROW and len(recipe.name) < _COLUMN
+    first, *others = textwrap.wrap(recipe.summary, width - column, break_long_words=False, break_on_hyphens=False)
+    if beside:
+        yield f"{recipe.name:<{column}}{first}"
+    else:
+        yield recipe.name
+        yield " " * column + first
+    yield from (" " * column + line for line in others)
