@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from flatpeak.cli import evaluate, export, plan, push, report, serve, sweep, train
+from flatpeak.cli.doctor import doctor
 from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, job_size
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation
 
@@ -51,6 +52,7 @@ app.command("grade", short_help="Grade answers against gold answers.")(evaluate.
 app.command("export", short_help="Write a run's model as one Hugging Face directory.")(export.export)
 app.command("serve", short_help="Start a vLLM server for rollouts.")(serve.serve)
 app.command("push", short_help="Upload a run's model to the Hugging Face Hub.")(push.push)
+app.command("doctor", short_help="Check this machine and installation.")(doctor)
 app.command("explain", short_help="Show one group of a step as the algorithm saw it.")(report.explain)
 app.command("report", short_help="Rebuild report pages; compare runs, or a sweep's arms.")(report.report)
 

@@ -1,0 +1,217 @@
+"""Checks of what is installed: Python, flatpeak, its packages and extras, and whether all of them can be imported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+import flatpeak
+from flatpeak.pipeline.doctor.bounded_process import run_probe
+from flatpeak.pipeline.doctor.findings import Finding, note, ok, pip_install, problem
+from flatpeak.pipeline.doctor.requirements import Unmet, module_name, requirements, unmet, version
+from flatpeak.runs.manifest import git_commit
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+PACKAGE: Final = "flatpeak"
+DEVELOPMENT: Final = "dev"
+"""The extra of those who work on flatpeak itself, which no run needs."""
+WHOLE_RUN: Final = "flatpeak.pipeline.train"
+"""The module that imports what a run uses: a package may be of an allowed version, and yet have lost a name."""
+EXTRA_MODULES: Final = {"trl": "flatpeak.integrations.trl"}
+"""Modules to import for an extra in place of its packages, which load what they need later."""
+IMPORT_SECONDS: Final = 60.0
+"""The longest that all imports of a kind may take: from a cold disk some take tens of seconds."""
+
+
+def check_python() -> Iterator[Finding]:
+    """Python's version against the one that flatpeak asks for, and its environment."""
+    text = f"{platform.python_version()} in {sys.prefix}"
+    needed = _python_needed()
+    if needed is None or _fits(platform.python_version(), needed):
+        yield ok("python", text)
+    else:
+        yield problem(
+            "python", f"{text}; flatpeak needs {needed}", "python3.12 -m venv .venv && .venv/bin/pip install flatpeak"
+        )
+
+
+def check_flatpeak() -> Iterator[Finding]:
+    """The version and place of flatpeak, with the commit where it is a checkout."""
+    folder = Path(flatpeak.__file__).parent
+    commit = git_commit(Path(flatpeak.__file__))
+    text = f"{flatpeak.__version__} in {folder}" + (f", commit {_short(commit)}" if commit else "")
+    installed = version(PACKAGE)
+    if installed is None:
+        yield note("flatpeak", f"{text}; it is not installed, so that what it needs is not known", "pip install -e .")
+    elif installed != flatpeak.__version__:
+        yield note("flatpeak", f"{text}; version {installed} is installed", "pip install -e . in the checkout")
+    else:
+        yield ok("flatpeak", text)
+
+
+def _short(commit: str) -> str:
+    """The first digits of a commit, with its mark of changed files."""
+    digits, _, dirty = commit.partition("-")
+    return digits[:12] + (f"-{dirty}" if dirty else "")
+
+
+def check_packages() -> Iterator[Finding]:
+    """The packages that flatpeak cannot do without: their versions, and whether they can be imported."""
+    if version(PACKAGE) is None:
+        return
+    needed = requirements(PACKAGE)
+    failures = unmet(PACKAGE, needed)
+    if failures:
+        yield problem("packages", _describe(failures), pip_install([one.requirement for one in failures]))
+    else:
+        yield ok("packages", f"{len(needed)} needed, all installed in versions that fit")
+    # torch first: when it fails, so does what imports it.
+    there = sorted((one for one in needed if version(one.name) is not None), key=lambda one: one.name != "torch")
+    modules = {module_name(one.name): f"{one.name}{one.specifier}" for one in there}
+    yield from _import_findings("imports", modules | {WHOLE_RUN: ""})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """An extra of flatpeak's, such as `lora`, and the state of its packages."""
+
+    name: str
+    needed: Sequence[Requirement]
+
+    @property
+    def absent(self) -> list[str]:
+        """Its packages that are not installed."""
+        return [one.name for one in self.needed if version(one.name) is None]
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The modules that flatpeak imports of it, each with the package to reinstall where that fails."""
+        packages = {module_name(one.name): f"{one.name}{one.specifier}" for one in self.needed}
+        return {EXTRA_MODULES[self.name]: str(self.needed[0])} if self.name in EXTRA_MODULES else packages
+
+
+def check_extras() -> Iterator[Finding]:
+    """The extras: which are installed, in versions that fit, and can be imported."""
+    extras = _extras()
+    complete = [extra for extra in extras if not extra.absent]
+    for extra in complete:
+        if failures := unmet(f"{PACKAGE}[{extra.name}]", extra.needed):
+            yield problem(f"extra {extra.name}", _describe(failures), pip_install([f"{PACKAGE}[{extra.name}]"]))
+    modules = {name: package for extra in complete for name, package in extra.modules.items()}
+    if modules:
+        names = ", ".join(extra.name for extra in complete)
+        yield from _import_findings("extras", modules, working=f"installed, and can be imported: {names}")
+    absent = [extra.name for extra in extras if extra.absent]
+    if absent:
+        fix = pip_install([f"{PACKAGE}[{absent[0]}]"]) + (" and so on" if len(absent) > 1 else "")
+        yield note("extras", f"not installed: {', '.join(absent)}", fix)
+
+
+def _extras() -> list[Extra]:
+    try:
+        names = distribution(PACKAGE).metadata.get_all("Provides-Extra") or []
+    except PackageNotFoundError:
+        return []
+    return [Extra(name=name, needed=requirements(PACKAGE, name)) for name in sorted(names) if name != DEVELOPMENT]
+
+
+def _import_findings(check: str, modules: Mapping[str, str], working: str | None = None) -> Iterator[Finding]:
+    """A finding per cause of failing imports, or one that all work. `modules` has the package of each, for pip."""
+    start = time.monotonic()
+    errors, untried = import_errors(list(modules), seconds=IMPORT_SECONDS)
+    by_error: dict[str, list[str]] = {}
+    for name, error in errors.items():
+        by_error.setdefault(error, []).append(name)
+    for error, names in by_error.items():
+        yield problem(
+            check, f"{', '.join(names)} cannot be imported: {error}", _import_fix(error, [modules[n] for n in names])
+        )
+    if untried:
+        yield note(check, f"not tried after that: {', '.join(untried)}")
+    if not errors and not untried:
+        took = time.monotonic() - start
+        yield ok(check, working or f"{len(modules)} modules, in {took:.1f} s")
+
+
+def import_errors(modules: Sequence[str], *, seconds: float) -> tuple[dict[str, str], list[str]]:
+    """The errors of imports that fail, raise, crash or hang, by module; and the modules that are left untried.
+
+    They are imported in one process, which is started again where a module ends it.
+    """
+    errors: dict[str, str] = {}
+    left, deadline = list(modules), time.monotonic() + seconds
+    with _scratch() as environment:
+        while left and (remaining := deadline - time.monotonic()) > 1:
+            messages, outcome = run_probe("import", left, seconds=remaining, environment=environment)
+            done = {one["module"]: one["error"] for one in messages if "module" in one}
+            errors |= {name: error for name, error in done.items() if error is not None}
+            left = [name for name in left if name not in done]
+            if not left:
+                break
+            culprit = _begun(messages)
+            if culprit not in left:  # the process did not even begin
+                raise RuntimeError(f"the process of the imports {outcome.ended or 'ended'}: {outcome.last_words}")
+            errors[culprit] = f"the process {outcome.ended or 'ended itself'}"
+            left.remove(culprit)
+    return errors, left
+
+
+@contextmanager
+def _scratch() -> Iterator[dict[str, str]]:
+    """Variables for libraries that write their configuration as they are imported, so that nothing stays."""
+    try:
+        folder = TemporaryDirectory(prefix="flatpeak-doctor-", ignore_cleanup_errors=True)
+    except OSError:  # no room for temporary files, which `check_directories` reports
+        yield {}
+        return
+    with folder as path:
+        yield {"MPLCONFIGDIR": path, "TRACKIO_DIR": path}
+
+
+def _begun(messages: Sequence[Mapping[str, Any]]) -> str:
+    return next((one["begin"] for one in reversed(messages) if "begin" in one), "")
+
+
+def _import_fix(error: str, packages: Sequence[str]) -> str:
+    if "valid value for backend" in error:  # a notebook hands its own backend on to what it starts
+        return "unset MPLBACKEND"
+    if os.environ.get("LD_LIBRARY_PATH") and (".so" in error or "undefined symbol" in error):
+        return "unset LD_LIBRARY_PATH, which puts other libraries before those that came with the package"
+    named = [package for package in packages if package]
+    if not named:
+        return "report it with this output; until then, install an older version of the package that the error names"
+    # torch comes with libraries in packages of their own; a reinstalled peft must not bring another torch.
+    options = ["--force-reinstall"] if named[0].startswith("torch") else ["--force-reinstall", "--no-deps"]
+    return pip_install(named, *options)
+
+
+def _describe(failures: Sequence[Unmet]) -> str:
+    return "; ".join(
+        f"{one.needed_by} needs {one.requirement}, "
+        + ("which is not installed" if one.installed is None else f"and {one.installed} is installed")
+        for one in failures
+    )
+
+
+def _python_needed() -> str | None:
+    try:
+        return distribution(PACKAGE).metadata["Requires-Python"]
+    except (PackageNotFoundError, KeyError):
+        return None
+
+
+def _fits(installed: str, specifier: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(installed, prereleases=True)
