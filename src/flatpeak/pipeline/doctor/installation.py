@@ -169,14 +169,15 @@ def import_errors(modules: Sequence[str], *, seconds: float) -> tuple[dict[str, 
 
 @contextmanager
 def _scratch() -> Iterator[dict[str, str]]:
-    """Variables for libraries that write their configuration as they are imported, so that nothing stays."""
+    """Variables for libraries that write or fetch things as they are imported, so that nothing stays."""
+    offline = {"HF_HUB_OFFLINE": "1"}  # bitsandbytes looks for kernels there
     try:
         folder = TemporaryDirectory(prefix="flatpeak-doctor-", ignore_cleanup_errors=True)
     except OSError:  # no room for temporary files, which `check_directories` reports
-        yield {}
+        yield offline
         return
     with folder as path:
-        yield {"MPLCONFIGDIR": path, "TRACKIO_DIR": path}
+        yield {**offline, "MPLCONFIGDIR": path, "TRACKIO_DIR": path}
 
 
 def _begun(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -44,7 +44,8 @@ def check_kernels() -> Iterator[Finding]:
         return
     reason = facts.get("unavailable") or f"their process {outcome.ended or 'said nothing'}: {outcome.last_words}"
     if setting == "native":
-        yield problem("kernels", f"{KERNELS_VARIABLE}=native, and there are none: {reason}", _kernels_fix(reason))
+        fix = _kernels_fix(reason) or f"unset {KERNELS_VARIABLE}"
+        yield problem("kernels", f"{KERNELS_VARIABLE}=native, and there are none: {reason}", fix)
     else:
         yield note("kernels", f"none, so that runs on a CPU are slower: {reason}", _kernels_fix(reason))
 

