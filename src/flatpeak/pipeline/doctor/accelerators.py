@@ -216,9 +216,9 @@ def is_served(capability: Sequence[int], architectures: Sequence[str]) -> bool:
 
 def _reinstall(driver: Driver) -> str:
     """The command for a build of torch that fits the driver."""
-    newest = f", with the highest NNN of https://pytorch.org that is at most {driver.cuda.replace('.', '')}"
-    index = "--index-url https://download.pytorch.org/whl/cuNNN"
-    return f"{pip_install([_torch_requirement()], '--force-reinstall')} {index}{newest if driver.cuda else ''}"
+    newest = f" that is at most {driver.cuda.replace('.', '')}" if driver.cuda else ""
+    index = f"--index-url https://download.pytorch.org/whl/cuNNN, with the highest NNN of https://pytorch.org{newest}"
+    return f"{pip_install([_torch_requirement()], '--force-reinstall')} {index}"
 
 
 def _torch_requirement() -> str:

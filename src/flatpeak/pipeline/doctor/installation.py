@@ -72,9 +72,13 @@ def check_packages() -> Iterator[Finding]:
         return
     needed = requirements(PACKAGE)
     failures = unmet(PACKAGE, needed)
-    if failures:
-        yield problem("packages", _describe(failures), pip_install([one.requirement for one in failures]))
-    else:
+    for say, those in (
+        (problem, [one for one in failures if one.direct]),
+        (note, [one for one in failures if not one.direct]),
+    ):
+        if those:
+            yield say("packages", _describe(those), pip_install([one.requirement for one in those]))
+    if not failures:
         yield ok("packages", f"{len(needed)} needed, all installed in versions that fit")
     # torch first: when it fails, so does what imports it.
     there = sorted((one for one in needed if version(one.name) is not None), key=lambda one: one.name != "torch")
@@ -106,7 +110,7 @@ def check_extras() -> Iterator[Finding]:
     extras = _extras()
     complete = [extra for extra in extras if not extra.absent]
     for extra in complete:
-        if failures := unmet(f"{PACKAGE}[{extra.name}]", extra.needed):
+        if failures := [one for one in unmet(f"{PACKAGE}[{extra.name}]", extra.needed) if one.direct]:
             yield problem(f"extra {extra.name}", _describe(failures), pip_install([f"{PACKAGE}[{extra.name}]"]))
     modules = {name: package for extra in complete for name, package in extra.modules.items()}
     if modules:
@@ -129,42 +133,53 @@ def _extras() -> list[Extra]:
 def _import_findings(check: str, modules: Mapping[str, str], working: str | None = None) -> Iterator[Finding]:
     """A finding per cause of failing imports, or one that all work. `modules` has the package of each, for pip."""
     start = time.monotonic()
-    errors, untried = import_errors(list(modules), seconds=IMPORT_SECONDS)
-    by_error: dict[str, list[str]] = {}
-    for name, error in errors.items():
-        by_error.setdefault(error, []).append(name)
-    for error, names in by_error.items():
-        yield problem(
-            check, f"{', '.join(names)} cannot be imported: {error}", _import_fix(error, [modules[n] for n in names])
-        )
+    failures, untried = import_errors(list(modules), seconds=IMPORT_SECONDS)
+    for error in dict.fromkeys(failure.error for failure in failures):
+        those = [failure for failure in failures if failure.error == error]
+        names = [failure.module for failure in those]
+        # Of packages that import each other the one at fault; all of them where it is another.
+        guilty = [name for name in names if name in {failure.raised_by for failure in those}] or names
+        fix = _import_fix(error, [modules[name] for name in guilty])
+        yield problem(check, f"{', '.join(names)} cannot be imported: {error}", fix)
     if untried:
         yield note(check, f"not tried after that: {', '.join(untried)}")
-    if not errors and not untried:
+    if not failures and not untried:
         took = time.monotonic() - start
         yield ok(check, working or f"{len(modules)} modules, in {took:.1f} s")
 
 
-def import_errors(modules: Sequence[str], *, seconds: float) -> tuple[dict[str, str], list[str]]:
-    """The errors of imports that fail, raise, crash or hang, by module; and the modules that are left untried.
+@dataclass(frozen=True, kw_only=True)
+class ImportFailure:
+    """The failure of an import."""
+
+    module: str
+    error: str
+    raised_by: str = ""
+    """The package whose code raised the error; empty where the process ended."""
+
+
+def import_errors(modules: Sequence[str], *, seconds: float) -> tuple[list[ImportFailure], list[str]]:
+    """The imports that raise, crash or hang; and the modules that are left untried.
 
     They are imported in one process, which is started again where a module ends it.
     """
-    errors: dict[str, str] = {}
+    failures: list[ImportFailure] = []
     left, deadline = list(modules), time.monotonic() + seconds
     with _scratch() as environment:
         while left and (remaining := deadline - time.monotonic()) > 1:
             messages, outcome = run_probe("import", left, seconds=remaining, environment=environment)
-            done = {one["module"]: one["error"] for one in messages if "module" in one}
-            errors |= {name: error for name, error in done.items() if error is not None}
-            left = [name for name in left if name not in done]
+            done = [one for one in messages if "module" in one]
+            failures += [ImportFailure(**one) for one in done if one["error"] is not None]
+            left = [name for name in left if name not in {one["module"] for one in done}]
             if not left:
                 break
             culprit = _begun(messages)
             if culprit not in left:  # the process did not even begin
                 raise RuntimeError(f"the process of the imports {outcome.ended or 'ended'}: {outcome.last_words}")
-            errors[culprit] = f"the process {outcome.ended or 'ended itself'}"
+            error = f"the process {outcome.ended or 'ended itself'}"
+            failures.append(ImportFailure(module=culprit, error=error))
             left.remove(culprit)
-    return errors, left
+    return failures, left
 
 
 @contextmanager

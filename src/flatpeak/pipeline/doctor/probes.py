@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -37,13 +37,19 @@ def import_modules(names: Sequence[str], send: Send) -> None:
     """Import modules in this order; each is announced before, for the case that it ends the process."""
     for name in names:
         send({"begin": name})
-        start = time.monotonic()
-        error = None
+        error = raised_by = None
         try:
             import_module(name)
         except BaseException as failure:  # SystemExit too
-            error = f"{type(failure).__name__}: {brief(failure)}"
-        send({"module": name, "error": error, "seconds": round(time.monotonic() - start, 2)})
+            error, raised_by = f"{type(failure).__name__}: {brief(failure)}", _raising_package(failure)
+        send({"module": name, "error": error, "raised_by": raised_by})
+
+
+def _raising_package(failure: BaseException) -> str:
+    """The package whose code raised an error: of those that import each other, the one at fault."""
+    frames = [frame for frame, _ in traceback.walk_tb(failure.__traceback__)]
+    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
+    return next((name for name in reversed(names) if name not in ("importlib", "_frozen_importlib", "")), "")
 
 
 def describe_torch(_: object, send: Send) -> None:

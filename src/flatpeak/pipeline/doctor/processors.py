@@ -33,14 +33,14 @@ def check_kernels() -> Iterator[Finding]:
         return
     messages, outcome = run_probe("kernels", seconds=KERNEL_SECONDS)
     facts = {name: value for message in messages for name, value in message.items()}
-    if text := facts.get("kernels"):
-        level = text.split(",")[0]
+    if described := facts.get("kernels"):
+        level = described.split(",")[0]
         if setting == "torch":
             yield note(
-                "kernels", f"turned off by {KERNELS_VARIABLE}=torch; they are {text}", f"unset {KERNELS_VARIABLE}"
+                "kernels", f"turned off by {KERNELS_VARIABLE}=torch; they are {described}", f"unset {KERNELS_VARIABLE}"
             )
         else:
-            yield ok("kernels", f"{text} ({WIDTHS.get(level, level)})")
+            yield ok("kernels", f"{described} ({WIDTHS.get(level, level)})")
         return
     reason = facts.get("unavailable") or f"their process {outcome.ended or 'said nothing'}: {outcome.last_words}"
     if setting == "native":

@@ -31,6 +31,8 @@ class Unmet:
     needed_by: str
     installed: str | None
     """The version that is there instead; None: no such package, or one whose metadata are damaged."""
+    direct: bool
+    """Whether the package asks for it itself, by name or through an extra; what others ask for they may do without."""
 
 
 def version(name: str) -> str | None:
@@ -61,20 +63,21 @@ def requirements(name: str, extra: str = "") -> list[Requirement]:
 def unmet(needed_by: str, needed: Iterable[Requirement]) -> list[Unmet]:
     """The requirements among these, and among all that the packages ask for in turn, that are not met."""
     failures: dict[str, Unmet] = {}
-    queue = deque((needed_by, one) for one in needed)
+    queue = deque((needed_by, one, True) for one in needed)
     seen: set[tuple[str, str]] = set()
     while queue:
-        parent, one = queue.popleft()
+        parent, one, direct = queue.popleft()
         installed = version(one.name)
         if installed is None or not one.specifier.contains(installed, prereleases=True):
             line = f"{one.name}{_extras(one)}{one.specifier}"
-            failures.setdefault(line, Unmet(line, parent, installed))
+            failures.setdefault(line, Unmet(line, parent, installed, direct))
         if installed is None:
             continue
         for extra in ("", *sorted(one.extras)):
             if (one.name, extra) not in seen:
                 seen.add((one.name, extra))
-                queue.extend((f"{one.name} {installed}", child) for child in requirements(one.name, extra))
+                asked = direct and bool(extra)
+                queue.extend((f"{one.name} {installed}", child, asked) for child in requirements(one.name, extra))
     return list(failures.values())
 
 

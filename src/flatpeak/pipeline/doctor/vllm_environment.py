@@ -56,8 +56,9 @@ def describe_vllm(python: Path) -> Finding:
         return problem("vllm", f"{text} cannot be imported: {started.last_words or started.ended}", _anew(python))
     if _is_own(python):
         return note("vllm", f"{text}: it pins the torch of flatpeak's own environment", INSTALL_COMMAND)
-    absent = [one["requirement"] for one in facts["unmet"]]  # of images and sound, say, which rollouts have none of
-    return ok("vllm", text + (f"; not there, of what it asks for: {', '.join(absent)}" if absent else ""))
+    # What is for images and sound, say, of which rollouts have none.
+    absent = ", ".join(one["requirement"] for one in facts["unmet"] if one["installed"] is None)
+    return ok("vllm", text + (f"; not there, of what it asks for: {absent}" if absent else ""))
 
 
 def _unfit_finding(python: Path, facts: Mapping[str, Any]) -> Finding | None:
@@ -68,7 +69,7 @@ def _unfit_finding(python: Path, facts: Mapping[str, Any]) -> Finding | None:
     if numbers(facts["version"]) < numbers(OLDEST):
         text = f"{_text(python, facts)}: flatpeak needs {OLDEST} or newer"
         return problem("vllm", text, f"{install} --upgrade 'vllm>={OLDEST}'")
-    others = [one for one in facts["unmet"] if one["installed"] is not None]
+    others = [one for one in facts["unmet"] if one["installed"] is not None and one["direct"]]
     if others:
         text = f"{_text(python, facts)}: {_describe(others)}"
         return problem("vllm", text, _mismatch_fix(python, others, install))
