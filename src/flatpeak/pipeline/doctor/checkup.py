@@ -10,7 +10,7 @@ from typing import Final
 from flatpeak.errors import brief
 from flatpeak.pipeline.doctor.accelerators import check_torch
 from flatpeak.pipeline.doctor.findings import Finding, presentable, problem
-from flatpeak.pipeline.doctor.installation import check_extras, check_flatpeak, check_packages, check_python
+from flatpeak.pipeline.doctor.installation import check_flatpeak, check_packages, check_python
 from flatpeak.pipeline.doctor.processors import check_kernels, check_memory, check_threads
 from flatpeak.pipeline.doctor.storage import (
     check_hub,
@@ -36,7 +36,6 @@ CHECKS: Final[dict[str, Check]] = {
     "temporary": check_temporary_files,
     "limits": check_limits,
     "hub": check_hub,
-    "extras": check_extras,
     "vllm": check_vllm,
 }
 """The checks in the order of the report, by the name that a failure of one has."""

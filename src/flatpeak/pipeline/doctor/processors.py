@@ -20,7 +20,7 @@ WIDTHS: Final = {
     "armv8-a": "NEON, 4 numbers at a time",
 }
 LITTLE_MEMORY: Final = 2 * GIB
-"""Less than this is little: torch and transformers alone take about half a GiB in each process."""
+"""Less than this is little: what a run loads before its model takes 0.4 GiB in each process."""
 ROOT: Final = Path("/")
 
 
