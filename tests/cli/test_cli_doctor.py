@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import flatpeak
-from flatpeak.cli import doctor as command
 from flatpeak.cli.main import app
 from flatpeak.pipeline.doctor import checkup
+from flatpeak.pipeline.doctor.checkup import printable
 from flatpeak.pipeline.doctor.findings import Finding, note, ok, problem
 from support.installations import make_package
 
@@ -112,9 +112,27 @@ def test_a_bad_option_is_exit_code_2() -> None:
     assert CliRunner().invoke(app, ["doctor", "--fix"]).exit_code == 2
 
 
-def test_a_terminal_without_the_characters_of_a_path_gets_their_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Latin:
-        encoding = "ascii"
+def test_a_terminal_without_the_characters_of_a_path_gets_their_codes() -> None:
+    assert printable("\u00fc \u2192 \udcff", "ascii") == "\\xfc \\u2192 \\udcff"
+    assert printable("\u00fc", None) == "\u00fc"
 
-    monkeypatch.setattr(command.sys, "stdout", Latin())
-    assert command._printable("ü \u2192 \udcff") == "\\xfc \\u2192 \\udcff"
+
+@pytest.mark.parametrize("start", [["flatpeak", "doctor"], ["flatpeak.pipeline.doctor.checkup"]])
+def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
+    start: list[str], tmp_path: Path, machine: dict[str, str]
+) -> None:
+    name = "pydantic" if "doctor" in start else "typer"
+    make_package(tmp_path, name, "2.0", code="raise RuntimeError('damaged')")
+    make_package(tmp_path, "flatpeak", flatpeak.__version__, requires=[name])
+    paths = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
+    command = [sys.executable, "-P", "-m", *start, "--json"]
+    done = subprocess.run(
+        command, env=machine | {"PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True, timeout=250
+    )
+    findings = [Finding(**one) for one in json.loads(done.stdout)]
+    assert (done.returncode, done.stderr) == (1, "")
+    (broken,) = (one for one in findings if one.check == "imports" and one.status == "problem")
+    assert broken.text.startswith(f"{name}, ") or broken.text.startswith(f"{name} ")
+    assert broken.text.endswith("cannot be imported: RuntimeError: damaged")
+    assert broken.fix is not None
+    assert broken.fix.endswith(f" install --force-reinstall --no-deps {name}")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -17,28 +15,15 @@ def doctor(
 
     Nothing is changed or downloaded. Exit code 1 where there is a problem; notes are none.
     """
-    from flatpeak.pipeline.doctor.checkup import examine
-    from flatpeak.pipeline.doctor.findings import lines
+    from flatpeak.pipeline.doctor.checkup import report
 
-    findings = []
-    for finding in examine():
-        findings.append(finding)
-        if not as_json:
-            for line in lines(finding):
-                typer.echo(_printable(line))
-    problems, notes = (sum(one.status == status for one in findings) for status in ("problem", "note"))
-    if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
-        typer.echo(f"doctor: {_count(problems, 'problem')}, {_count(notes, 'note')}")
-    raise typer.Exit(1 if problems else 0)
+    raise typer.Exit(report(as_json=as_json))
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+def run_directly(arguments: Sequence[str]) -> int | None:
+    """Run the doctor without typer's reading of arguments, for which pydantic must work; None for another command."""
+    if list(arguments[:1]) != ["doctor"]:
+        return None
+    from flatpeak.pipeline.doctor.checkup import exit_code
 
-
-def _printable(text: str) -> str:
-    """The text in the terminal's encoding, which may lack characters of paths."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return exit_code(arguments)

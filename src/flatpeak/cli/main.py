@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from flatpeak.cli import evaluate, export, plan, push, report, serve, sweep, train
-from flatpeak.cli.doctor import doctor
+from flatpeak.cli.doctor import doctor, run_directly
 from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, job_size
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation
 
@@ -73,6 +73,8 @@ def main() -> None:
         os.environ.setdefault(name, value)
     warnings.formatwarning = _format_warning
     try:
+        if (code := run_directly(sys.argv[1:])) is not None:
+            sys.exit(code)
         app(prog_name="flatpeak")
     except ReportedElsewhereError:
         sys.exit(0)  # of several processes the one that tells the error ends the run with its code

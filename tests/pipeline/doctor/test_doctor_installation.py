@@ -189,6 +189,17 @@ def test_a_run_that_cannot_be_imported_although_all_versions_fit_is_to_be_report
     assert imports.fix.startswith("report it")
 
 
+def test_too_little_memory_is_one_problem_however_it_is_worded(install: Install) -> None:
+    install("flatpeak", "0.1.0", requires=["one", "two", "three"])
+    install("one", "1", code="raise MemoryError")
+    install("two", "1", code="raise ImportError('x.so: failed to map segment from shared object')")
+    install("three", "1", code="raise OSError(12, 'Cannot allocate memory')")
+    _, imports = check_packages()
+    assert imports.text == "one, two, three cannot be imported: MemoryError: MemoryError"
+    assert imports.fix is not None
+    assert "ulimit -v unlimited" in imports.fix
+
+
 def test_extras_are_installed_unfit_broken_or_absent(install: Install) -> None:
     wanted = {"works": "apackage", "unfit": "bpackage==2", "broken": "cpackage", "absent": "dpackage"}
     requires = [f"{package}; extra == '{extra}'" for extra, package in wanted.items()]

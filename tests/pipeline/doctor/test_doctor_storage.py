@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flatpeak.pipeline.doctor import storage
-from flatpeak.pipeline.doctor.bounded_process import Outcome
+from flatpeak.pipeline.doctor.bounded_process import Outcome, run_bounded
 from flatpeak.pipeline.doctor.findings import Finding
 from flatpeak.pipeline.doctor.storage import (
     check_hub,
@@ -253,3 +253,12 @@ def test_a_cache_that_cannot_be_written_is_a_problem(hub: Path, monkeypatch: pyt
         "problem",
         "export HF_HOME=DIRECTORY, one that you can write to",
     )
+
+
+def test_a_working_directory_that_is_gone_is_the_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    finding = only(check_runs())
+    assert (finding.status, finding.fix) == ("problem", "cd to a directory that exists")
+    assert run_bounded(["pwd"], seconds=20).output == "/\n"

@@ -44,6 +44,7 @@ THREADS = ("-fopenmp",)
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120
 """The longest that a compiler may take."""
+TRIAL_SECONDS = 20
 CHECKSUM = 16
 """Bytes of the checksum that a compiled library ends in, which the loader ignores."""
 TRIAL = """#include <algorithm>
@@ -208,7 +209,7 @@ def describe() -> str:
     with TemporaryDirectory() as scratch:
         source = Path(scratch) / "trial.cpp"
         source.write_text(TRIAL, encoding="utf-8")
-        threads = _compile([str(source)], level, Path(scratch) / "trial.so")
+        threads = _compile([str(source)], level, Path(scratch) / "trial.so", seconds=TRIAL_SECONDS)
     return f"{level}, to be compiled at first use by {_compiler()[0]}{'' if threads else ' without OpenMP: one thread'}"
 
 
@@ -257,13 +258,13 @@ def compile_library(level: str, path: Path) -> None:
         raise UnavailableError(f"{compiler[0]} did not compile the kernels: {error}") from None
 
 
-def _compile(sources: list[str], level: str, target: Path) -> bool:
+def _compile(sources: list[str], level: str, target: Path, *, seconds: float = SECONDS) -> bool:
     """Whether the compiler has OpenMP, with which or without which it has then made a library of the sources."""
     compiler, last = _compiler(), ""
     try:
         for threads in (THREADS, ()):
             command = [*compiler, *FLAGS, *threads, f"-march={level}", "-o", str(target), *sources]
-            done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
             if done.returncode == 0:
                 return bool(threads)
             last = _reason(done.stderr) or f"exit code {done.returncode}"

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ _MIB: Final = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """What nvidia-smi says."""
+    """The GPUs and the versions that nvidia-smi lists."""
 
     names: Sequence[str] = ()
     """The GPUs, by their products' names."""
@@ -38,7 +39,7 @@ class Driver:
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """What torch says of itself and of the GPUs that it sees, as far as it came."""
+    """The build of torch and the GPUs that it sees, as far as its process came."""
 
     build: Mapping[str, Any]
     """version, cuda, hip, capability and threads; empty where torch could not be imported."""
@@ -223,9 +224,10 @@ def _reinstall(driver: Driver) -> str:
 
 def _torch_requirement() -> str:
     """flatpeak's own requirement of torch."""
-    if version("flatpeak") is None:
+    try:
+        return next(f"{one.name}{one.specifier}" for one in requirements("flatpeak") if one.name == "torch")
+    except (PackageNotFoundError, ImportError, StopIteration):  # a check of its own says so
         return "torch"
-    return next((f"{one.name}{one.specifier}" for one in requirements("flatpeak") if one.name == "torch"), "torch")
 
 
 def _driver_text(driver: Driver) -> str:

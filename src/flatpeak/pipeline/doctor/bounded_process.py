@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 _BOOT: Final = (
@@ -72,6 +73,7 @@ def run_bounded(command: Sequence[str], *, seconds: float, environment: Mapping[
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, **(environment or {})},
+            cwd=_directory(),
             start_new_session=True,  # its children are killed with it
         )
     except (OSError, ValueError) as error:
@@ -89,6 +91,15 @@ def run_bounded(command: Sequence[str], *, seconds: float, environment: Mapping[
             process.wait(_AFTER_KILL)
     output, errors = (stream.text() for stream in streams)
     return Outcome(code=code, output=output, errors=errors, seconds=took)
+
+
+def _directory() -> str | None:
+    """The working directory as it is (None), or the root in place of one that is gone, where torch does not load."""
+    try:
+        Path.cwd()
+    except OSError:
+        return "/"
+    return None
 
 
 def _kill_group(number: int) -> None:

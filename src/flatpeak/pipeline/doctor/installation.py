@@ -30,6 +30,8 @@ WHOLE_RUN: Final = "flatpeak.pipeline.train"
 """The module that imports what a run uses: a package may be of an allowed version, and yet have lost a name."""
 EXTRA_MODULES: Final = {"trl": "flatpeak.integrations.trl"}
 """Modules to import for an extra in place of its packages, which load what they need later."""
+NO_MEMORY: Final = "too little memory"
+_MEMORY_WORDS: Final = ("MemoryError", "annot allocate memory", "failed to map segment")
 IMPORT_SECONDS: Final = 90.0
 """The longest that all imports may take together: from a cold disk, or on a busy machine, it is tens of seconds."""
 
@@ -121,8 +123,10 @@ class Extra:
     @property
     def modules(self) -> dict[str, str]:
         """The modules that flatpeak imports of it, each with the package to reinstall where that fails."""
-        packages = {module_name(one.name): f"{one.name}{one.specifier}" for one in self.needed}
-        return {EXTRA_MODULES[self.name]: str(self.needed[0])} if self.name in EXTRA_MODULES else packages
+        modules = {module_name(one.name): f"{one.name}{one.specifier}" for one in self.needed}
+        if self.name in EXTRA_MODULES:
+            return dict.fromkeys([EXTRA_MODULES[self.name]], *modules.values())
+        return modules
 
 
 def _extras() -> list[Extra]:
@@ -137,8 +141,9 @@ def _import_findings(
     modules: Mapping[str, str], failures: Sequence[ImportFailure], untried: Sequence[str]
 ) -> Iterator[Finding]:
     """A finding per cause of failing imports, or one that all work. `modules` has the package of each, for pip."""
-    for error in dict.fromkeys(failure.error for failure in failures):
-        those = [failure for failure in failures if failure.error == error]
+    for cause in dict.fromkeys(_cause(failure.error) for failure in failures):
+        those = [failure for failure in failures if _cause(failure.error) == cause]
+        error = those[0].error
         names = [failure.module for failure in those]
         # Of packages that import each other the one at fault; all of them where it is another.
         guilty = [name for name in names if name in {failure.raised_by for failure in those}] or names
@@ -201,7 +206,14 @@ def _begun(messages: Sequence[Mapping[str, Any]]) -> str:
     return next((one["begin"] for one in reversed(messages) if "begin" in one), "")
 
 
+def _cause(error: str) -> str:
+    """The error, but one cause for all the words that a lack of memory has."""
+    return NO_MEMORY if any(words in error for words in _MEMORY_WORDS) else error
+
+
 def _import_fix(error: str, packages: Sequence[str]) -> str:
+    if _cause(error) == NO_MEMORY:
+        return "end other programs, or allow more memory: ulimit -v unlimited, or a larger container"
     if "valid value for backend" in error:  # a notebook hands its own backend on to what it starts
         return "unset MPLBACKEND"
     if os.environ.get("LD_LIBRARY_PATH") and (".so" in error or "undefined symbol" in error):

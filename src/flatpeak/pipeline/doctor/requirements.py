@@ -27,7 +27,7 @@ class Unmet:
     """A requirement that the environment does not meet."""
 
     requirement: str
-    """As pip takes it, such as `torch<2.14,>=2.11`."""
+    """The argument for pip, such as `torch<2.14,>=2.11`."""
     needed_by: str
     installed: str | None
     """The version that is there instead; None: no such package, or one whose metadata are damaged."""

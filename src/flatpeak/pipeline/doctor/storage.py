@@ -21,7 +21,7 @@ TOO_FULL: Final = GIB // 4
 LITTLE_ROOM: Final = 10 * GIB
 """A checkpoint of half a billion parameters, with its optimizer's state, takes about 8 GB."""
 LITTLE_SHARED_MEMORY: Final = GIB
-"""Containers have 64 MiB unless they are told otherwise; NCCL and rollouts ahead take more."""
+"""Containers have 64 MiB by default; NCCL and rollouts ahead take more."""
 FEW_FILES: Final = 1024
 """Connections to servers, worker processes and files of a sweep together stay below."""
 HUB_SECONDS: Final = 30.0
@@ -30,7 +30,12 @@ OFFLINE_VARIABLES: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASE
 
 def check_runs() -> Iterator[Finding]:
     """The directory that runs are written to by default."""
-    yield from _directory_findings("runs", Path.cwd() / RUNS, "cd to a directory of yours, or set run.directory=PATH")
+    try:
+        folder = Path.cwd() / RUNS
+    except OSError as error:
+        yield problem("runs", f"the working directory is gone ({error})", "cd to a directory that exists")
+        return
+    yield from _directory_findings("runs", folder, "cd to a directory of yours, or set run.directory=PATH")
 
 
 def check_shared_memory(path: Path = SHARED_MEMORY) -> Iterator[Finding]:
