@@ -26,8 +26,10 @@ def machine(tmp_path: Path) -> dict[str, str]:
     """The environment of a user with a home of their own, without a network, threads for one core."""
     home = tmp_path / "home"
     home.mkdir()
+    (tmp_path / "temporary").mkdir()
     unset = {"CXX": "", "MPLBACKEND": "", "FLATPEAK_VLLM_PYTHON": "", "FLATPEAK_KERNELS": "", "XDG_CACHE_HOME": ""}
     variables = {"HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*", "HF_HOME": f"{home}/hf"}
+    variables["TMPDIR"] = str(tmp_path / "temporary")
     return {**os.environ, **unset, **variables, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
 
 
@@ -59,7 +61,7 @@ def test_a_healthy_machine_gets_a_page_of_lines_and_nothing_is_left(tmp_path: Pa
     assert "token by HF_TOKEN" in done.stdout
     assert TOKEN not in done.stdout
     assert str(tmp_path / "home") not in done.stdout
-    assert [path for folder in ("home", "work") for path in (tmp_path / folder).rglob("*")] == []
+    assert [path for folder in ("home", "work", "temporary") for path in (tmp_path / folder).rglob("*")] == []
 
 
 def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, machine: dict[str, str]) -> None:

@@ -109,7 +109,7 @@ def test_a_gpu_beside_a_cpu_build_of_torch_is_a_problem_with_the_build_to_instal
     assert finding.status == "problem"
     assert "torch 2.13.0+cpu is a build for CPUs" in finding.text
     assert finding.fix == (
-        "pip --force-reinstall torch<2.14 --index-url https://download.pytorch.org/whl/cuNNN, "
+        "pip --force-reinstall torch<2.14; with an older driver --index-url https://download.pytorch.org/whl/cuNNN, "
         "with the highest NNN of https://pytorch.org that is at most 130"
     )
 
@@ -225,6 +225,9 @@ def test_a_torch_that_raises_or_crashes_is_a_problem_with_its_words(
     assert finding.fix == "pip --force-reinstall torch<2.14"
     monkeypatch.setenv("LD_LIBRARY_PATH", "/cuda")
     assert torch_finding(read_torch()).fix == f"unset LD_LIBRARY_PATH; if that is not it, {finding.fix}"
+    (tmp_path / "torch.py").write_text("import damaged_library")
+    (tmp_path / "damaged_library.py").write_text("1 / 0")
+    assert torch_finding(read_torch()).fix == "mend damaged_library, which torch imports"
     (tmp_path / "torch.py").write_text("import os; os.abort()")
     assert torch_finding(read_torch()).text.endswith("cannot be imported: its process was ended by SIGABRT")
 

@@ -268,8 +268,10 @@ def _compile(sources: list[str], level: str, target: Path, *, seconds: float = S
             if done.returncode == 0:
                 return bool(threads)
             last = _reason(done.stderr) or f"exit code {done.returncode}"
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         last = str(error)
+    except subprocess.TimeoutExpired:
+        last = f"it had not ended after {seconds:g} s"
     raise UnavailableError(f"{compiler[0]} did not compile the kernels: {last}")
 
 

@@ -47,6 +47,8 @@ class Torch:
     architectures: Sequence[str] = ()
     error: str | None = None
     """The reason why it could not be imported."""
+    raised_by: str = ""
+    """The package whose code raised that error."""
     cuda_error: str | None = None
     """The reason why it has no GPUs, or why the process ended while they were tried."""
     crashed: bool = False
@@ -69,7 +71,8 @@ def read_torch() -> Torch:
     build = next((one for one in messages if "version" in one), {})
     failure = outcome.ended and f"its process {outcome.ended} {outcome.last_words}".strip()
     if not build:
-        return Torch(build={}, error=facts.get("error") or failure or "its process said nothing")
+        error = facts.get("error") or failure or "its process said nothing"
+        return Torch(build={}, error=error, raised_by=facts.get("raised_by", ""))
     return Torch(
         build=build,
         devices=[one for one in messages if "device" in one],
@@ -118,7 +121,9 @@ def torch_finding(torch: Torch) -> Finding:
     """The build of torch, or the error of its import."""
     if torch.error is not None:
         fix = pip_install([_torch_requirement()], "--force-reinstall")
-        if os.environ.get("LD_LIBRARY_PATH"):
+        if torch.raised_by not in ("torch", ""):
+            fix = f"mend {torch.raised_by}, which torch imports"
+        elif os.environ.get("LD_LIBRARY_PATH"):
             fix = f"unset LD_LIBRARY_PATH; if that is not it, {fix}"
         return problem("torch", f"{version('torch') or 'it'} cannot be imported: {torch.error}", fix)
     build = torch.build
@@ -155,7 +160,7 @@ def _unused_finding(torch: Torch, driver: Driver) -> Finding:
     return problem(
         "gpu",
         f"{seen}; torch {torch.build['version']} is a build for CPUs, so that runs leave it unused",
-        _reinstall(driver),
+        f"{pip_install([_torch_requirement()], '--force-reinstall')}; with an older driver{_index(driver)}",
     )
 
 
@@ -216,10 +221,14 @@ def is_served(capability: Sequence[int], architectures: Sequence[str]) -> bool:
 
 
 def _reinstall(driver: Driver) -> str:
-    """The command for a build of torch that fits the driver."""
+    """The command for another build of torch, one that fits the driver."""
+    return pip_install([_torch_requirement()], "--force-reinstall") + _index(driver)
+
+
+def _index(driver: Driver) -> str:
+    """The option that chooses a build, as pytorch.org lists them."""
     newest = f" that is at most {driver.cuda.replace('.', '')}" if driver.cuda else ""
-    index = f"--index-url https://download.pytorch.org/whl/cuNNN, with the highest NNN of https://pytorch.org{newest}"
-    return f"{pip_install([_torch_requirement()], '--force-reinstall')} {index}"
+    return f" --index-url https://download.pytorch.org/whl/cuNNN, with the highest NNN of https://pytorch.org{newest}"
 
 
 def _torch_requirement() -> str:

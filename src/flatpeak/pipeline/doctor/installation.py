@@ -199,7 +199,7 @@ def _scratch() -> Iterator[dict[str, str]]:
         yield offline
         return
     with folder as path:
-        yield {**offline, "MPLCONFIGDIR": path, "TRACKIO_DIR": path}
+        yield {**offline, "MPLCONFIGDIR": path, "TRACKIO_DIR": path, "TMPDIR": path}
 
 
 def _begun(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -57,7 +57,7 @@ def describe_torch(_: object, send: Send) -> None:
     try:
         import torch
     except BaseException as failure:
-        send({"error": f"{type(failure).__name__}: {brief(failure)}"})
+        send({"error": f"{type(failure).__name__}: {brief(failure)}", "raised_by": _raising_package(failure)})
         return
     send(
         {
