@@ -143,6 +143,7 @@ def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
 def test_its_help_says_what_it_does_and_leaves_alone() -> None:
     result = CliRunner().invoke(app, ["doctor", "--help"])
     assert result.exit_code == 0
-    assert "Check this machine and installation, and name the command that mends each problem." in result.output
-    assert "Nothing is changed or downloaded." in result.output
-    assert "--json" in result.output
+    text = " ".join(result.output.split())
+    assert "Check this machine and installation, and name the command that mends each problem." in text
+    assert "Nothing is changed or downloaded." in text
+    assert "--json" in text
