@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from flatpeak.cli.main import app
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.serve import PLUGIN, ServeConfig, ServerProcess, find_python
+from flatpeak.pipeline.serve import PLUGIN, ServeConfig, ServerProcess
+from flatpeak.pipeline.vllm_python import find_python
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.utils.adapters import LoraConfig
@@ -209,7 +210,7 @@ def test_a_run_is_served_in_its_own_type_and_an_adapter_by_its_base(python, tmp_
 def test_python_is_looked_for_where_it_is_named(tmp_path, monkeypatch, python):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLATPEAK_VLLM_PYTHON", raising=False)
-    monkeypatch.setattr("flatpeak.pipeline.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("flatpeak.pipeline.vllm_python.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install vllm.*make .venv-vllm/installed.*FLATPEAK_VLLM_PYTHON"):
         find_python()
     own = tmp_path / ".venv-vllm" / "bin" / "python"
@@ -226,7 +227,7 @@ def test_python_is_looked_for_where_it_is_named(tmp_path, monkeypatch, python):
 def test_the_command_says_what_to_install_where_vllm_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLATPEAK_VLLM_PYTHON", raising=False)
-    monkeypatch.setattr("flatpeak.pipeline.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("flatpeak.pipeline.vllm_python.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["serve", "model"])
     assert isinstance(result.exception, UserError)
     assert "pip install vllm" in str(result.exception)

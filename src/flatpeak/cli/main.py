@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from flatpeak.cli import evaluate, export, plan, push, report, serve, settings, sweep, train
+from flatpeak.cli.doctor import doctor, run_directly
 from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, job_size
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation
 
@@ -52,9 +53,10 @@ app.command("export", short_help="Write a run's model as one Hugging Face direct
 app.command("serve", short_help="Start a vLLM server for rollouts.")(serve.serve)
 app.command("push", short_help="Upload a run's model to the Hugging Face Hub.")(push.push)
 app.command("explain", short_help="Show one group of a step as the algorithm saw it.")(report.explain)
+app.command("report", short_help="Rebuild report pages; compare runs, or a sweep's arms.")(report.report)
 app.command("settings", short_help="Explain the settings of a recipe.")(settings.settings)
 app.command("recipes", short_help="List the shipped recipes, or print one.")(settings.recipes)
-app.command("report", short_help="Rebuild report pages; compare runs, or a sweep's arms.")(report.report)
+app.command("doctor", short_help="Check this machine and installation.")(doctor)
 
 
 @app.callback(invoke_without_command=True)
@@ -73,6 +75,8 @@ def main() -> None:
         os.environ.setdefault(name, value)
     warnings.formatwarning = _format_warning
     try:
+        if (code := run_directly(sys.argv[1:])) is not None:
+            sys.exit(code)
         app(prog_name="flatpeak")
     except ReportedElsewhereError:
         sys.exit(0)  # of several processes the one that tells the error ends the run with its code

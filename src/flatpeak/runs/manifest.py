@@ -117,7 +117,9 @@ def git_commit(path: Path) -> str | None:
 
 def _git(directory: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10)
+        # Without locks `git status` writes nothing, and is in no one's way.
+        command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -44,8 +44,21 @@ THREADS = ("-fopenmp",)
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120
 """The longest that a compiler may take."""
+TRIAL_SECONDS = 20
 CHECKSUM = 16
 """Bytes of the checksum that a compiled library ends in, which the loader ignores."""
+TRIAL = """#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+extern "C" double sum(const double* values, long count) {
+    double total = 0;
+#pragma omp parallel for reduction(+ : total)
+    for (long i = 0; i < count; ++i) total += std::sqrt(values[i]);
+    return total;
+}
+"""
+"""Lines that ask of a compiler what the kernels do: the standard library, threads, a shared library."""
 _FOLDER = Path(__file__).parent
 PREBUILT = _FOLDER / "prebuilt"
 """The libraries that a wheel brings along."""
@@ -167,42 +180,98 @@ def file_name(level: str) -> str:
     return f"kernels-{level}-{digest.hexdigest()}.so"
 
 
+def describe() -> str:
+    """The kernels that a run would use, in words; UnavailableError where there are none. Writes nothing that stays.
+
+    Where none are compiled yet, a few lines are, by the compiler and the flags that the kernels would be compiled with.
+    """
+    level = processor_level()
+    shipped = PREBUILT / file_name(level)
+    if shipped.is_file():
+        with suppress(OSError):
+            ctypes.CDLL(str(shipped))
+            return f"{level}, shipped with the package"
+    path = _cache_path() / shipped.name
+    try:
+        nearest = next(folder for folder in (path.parent, *path.parent.parents) if folder.exists())
+        _check_folder(nearest, exists=nearest == path.parent)
+        if path.exists():
+            _check_owner(path.lstat(), path)
+            with suppress(OSError):  # damaged: a run compiles it anew
+                _open(path)
+                return f"{level}, compiled before"
+    except OSError as error:
+        raise UnavailableError(f"no folder for compiled kernels: {path.parent}: {error.strerror}") from None
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UnavailableError(f"no folder for compiled kernels: {nearest} cannot be written; set XDG_CACHE_HOME")
+    if os.statvfs(nearest).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise UnavailableError(f"no library can be loaded from {nearest}, mounted noexec; set XDG_CACHE_HOME")
+    with TemporaryDirectory() as scratch:
+        source = Path(scratch) / "trial.cpp"
+        source.write_text(TRIAL, encoding="utf-8")
+        threads = _compile([str(source)], level, Path(scratch) / "trial.so", seconds=TRIAL_SECONDS)
+    return f"{level}, to be compiled at first use by {_compiler()[0]}{'' if threads else ' without OpenMP: one thread'}"
+
+
 def cache_folder() -> Path:
     """The folder of compiled libraries, made if needed; UnavailableError where others could put a library there."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    except RuntimeError:  # a user without a home
-        raise UnavailableError("no folder for compiled kernels: this user has no home; set XDG_CACHE_HOME") from None
-    folder = home / "flatpeak" / "kernels"
+    folder = _cache_path()
     try:
         for directory in (*reversed(folder.parents), folder):  # `parents=True` would let the umask decide who may write
             directory.mkdir(mode=0o700, exist_ok=True)
-        _check_owner(folder.lstat(), folder)
-        for parent in folder.resolve().parents:  # who may rename a folder above may put another in its place
-            _check_owner(parent.stat(), parent, shared=True)
+        _check_folder(folder)
     except OSError as error:
         raise UnavailableError(f"no folder for compiled kernels: {folder}: {error.strerror}") from None
     return folder
 
 
+def _cache_path() -> Path:
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError:  # a user without a home
+        raise UnavailableError("no folder for compiled kernels: this user has no home; set XDG_CACHE_HOME") from None
+    return home / "flatpeak" / "kernels"
+
+
+def _check_folder(folder: Path, *, exists: bool = True) -> None:
+    """UnavailableError where others could put a library into the folder, or another folder in its place.
+
+    A folder that does not exist yet is judged by the nearest one above it, which may be shared, and a link.
+    """
+    _check_owner(folder.lstat() if exists else folder.stat(), folder, shared=not exists)
+    for parent in folder.resolve().parents:  # who may rename a folder above may put another in its place
+        _check_owner(parent.stat(), parent, shared=True)
+
+
 def compile_library(level: str, path: Path) -> None:
     """Compile the kernels for a level into a file that appears at once and whole."""
-    compiler, last = _compiler(), ""
     sources = [str(_FOLDER / name) for name in SOURCES if name.endswith(".cpp")]
+    compiler = _compiler()
     try:
         with TemporaryDirectory(prefix=".", dir=path.parent) as scratch:  # a process id is not unique over containers
             target = Path(scratch) / path.name
-            for threads in (THREADS, ()):
-                command = [*compiler, *FLAGS, *threads, f"-march={level}", "-o", str(target), *sources]
-                done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
-                if done.returncode == 0:
-                    target.write_bytes(target.read_bytes() + _checksum(target.read_bytes()))
-                    target.chmod(0o600)
-                    target.replace(path)
-                    return
-                last = _reason(done.stderr) or f"exit code {done.returncode}"
-    except (OSError, subprocess.TimeoutExpired) as error:
+            _compile(sources, level, target)
+            target.write_bytes(target.read_bytes() + _checksum(target.read_bytes()))
+            target.chmod(0o600)
+            target.replace(path)
+    except OSError as error:
+        raise UnavailableError(f"{compiler[0]} did not compile the kernels: {error}") from None
+
+
+def _compile(sources: list[str], level: str, target: Path, *, seconds: float = SECONDS) -> bool:
+    """Whether the compiler has OpenMP, with which or without which it has then made a library of the sources."""
+    compiler, last = _compiler(), ""
+    try:
+        for threads in (THREADS, ()):
+            command = [*compiler, *FLAGS, *threads, f"-march={level}", "-o", str(target), *sources]
+            done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+            if done.returncode == 0:
+                return bool(threads)
+            last = _reason(done.stderr) or f"exit code {done.returncode}"
+    except OSError as error:
         last = str(error)
+    except subprocess.TimeoutExpired:
+        last = f"it had not ended after {seconds:g} s"
     raise UnavailableError(f"{compiler[0]} did not compile the kernels: {last}")
 
 

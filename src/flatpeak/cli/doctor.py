@@ -1,0 +1,29 @@
+"""The command `doctor`: whether flatpeak can work on this machine, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list of objects.")] = False,
+) -> None:
+    """Check this machine and installation, and name the command that mends each problem.
+
+    Nothing is changed or downloaded. Exit code 1 where there is a problem; notes are none.
+    """
+    from flatpeak.pipeline.doctor.checkup import report
+
+    raise typer.Exit(report(as_json=as_json))
+
+
+def run_directly(arguments: Sequence[str]) -> int | None:
+    """Run the doctor without typer's reading of arguments, for which pydantic must work; None for another command."""
+    if list(arguments[:1]) != ["doctor"]:
+        return None
+    from flatpeak.pipeline.doctor.checkup import exit_code
+
+    return exit_code(arguments)

@@ -1,0 +1,249 @@
+"""Checks of torch and the GPUs: whether this build of torch, this driver and these GPUs fit together."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any, Final
+
+from flatpeak.pipeline.doctor.bounded_process import Outcome, run_bounded, run_probe
+from flatpeak.pipeline.doctor.findings import Finding, gib, note, ok, pip_install, problem
+from flatpeak.pipeline.doctor.requirements import requirements, version
+
+TORCH_SECONDS: Final = 60.0
+"""The longest that torch may take to load, and to make a context on each GPU."""
+SMI_SECONDS: Final = 15.0
+NVIDIA: Final = "0x10de"
+"""The number of NVIDIA among the makers of PCI devices."""
+_MIB: Final = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """The GPUs and the versions that nvidia-smi lists."""
+
+    names: Sequence[str] = ()
+    """The GPUs, by their products' names."""
+    version: str = ""
+    cuda: str | None = None
+    """The newest CUDA that the driver serves, as `12.8`."""
+    failure: str | None = None
+    """The reason why nvidia-smi says nothing, where it is installed."""
+    installed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    """The build of torch and the GPUs that it sees, as far as its process came."""
+
+    build: Mapping[str, Any]
+    """version, cuda, hip, capability and threads; empty where torch could not be imported."""
+    devices: Sequence[Mapping[str, Any]] = ()
+    architectures: Sequence[str] = ()
+    error: str | None = None
+    """The reason why it could not be imported."""
+    raised_by: str = ""
+    """The package whose code raised that error."""
+    cuda_error: str | None = None
+    """The reason why it has no GPUs, or why the process ended while they were tried."""
+    crashed: bool = False
+    """Whether the process was ended, by itself or for taking too long, while they were tried."""
+
+
+def check_torch() -> Iterator[Finding]:
+    """torch's build, and the GPUs that it can use."""
+    torch, driver = read_torch(), read_driver()
+    yield torch_finding(torch)
+    yield from gpu_findings(torch, driver, has_card=_has_card())
+
+
+def read_torch() -> Torch:
+    """torch as a process of its own sees it."""
+    messages, outcome = run_probe("torch", seconds=TORCH_SECONDS)
+    facts: dict[str, Any] = {}
+    for message in messages:
+        facts |= message
+    build = next((one for one in messages if "version" in one), {})
+    failure = outcome.ended and f"its process {outcome.ended} {outcome.last_words}".strip()
+    if not build:
+        error = facts.get("error") or failure or "its process said nothing"
+        return Torch(build={}, error=error, raised_by=facts.get("raised_by", ""))
+    return Torch(
+        build=build,
+        devices=[one for one in messages if "device" in one],
+        architectures=facts.get("architectures", ()),
+        cuda_error=facts.get("cuda_error") or (failure and f"at {facts.get('begin', 'its end')}, {failure}"),
+        crashed=bool(failure),
+    )
+
+
+def read_driver() -> Driver:
+    """The GPUs and the driver, by nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Driver(installed=False)
+    # Its banner has the version of CUDA, its list the names; a driver in trouble lets both hang.
+    banner = run_bounded([program], seconds=SMI_SECONDS)
+    if banner.ended:
+        return Driver(failure=f"nvidia-smi {banner.ended}: {_first_line(banner)}")
+    query = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    answer = run_bounded(query, seconds=SMI_SECONDS)
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.output.splitlines() if line.count(",") == 2]
+    if answer.ended or not rows:
+        return Driver(failure=f"nvidia-smi {answer.ended or 'lists no GPU'}: {_first_line(answer)}")
+    names = [f"{name} ({gib(float(memory) * _MIB)})" if memory.isdigit() else name for name, _, memory in rows]
+    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+\.\d+)", banner.output)  # UMD since driver 610
+    return Driver(names=names, version=rows[0][1], cuda=cuda and cuda[1])
+
+
+def _first_line(outcome: Outcome) -> str:
+    return next((line.strip() for line in (outcome.output + outcome.errors).splitlines() if line.strip()), "no words")
+
+
+def _has_card(root: Path = Path("/")) -> bool:
+    """Whether a GPU of NVIDIA's is on the bus, with or without a driver."""
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        try:
+            maker, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        if maker == NVIDIA and kind.startswith("0x03"):
+            return True
+    return False
+
+
+def torch_finding(torch: Torch) -> Finding:
+    """The build of torch, or the error of its import."""
+    if torch.error is not None:
+        fix = pip_install([_torch_requirement()], "--force-reinstall")
+        if torch.raised_by not in ("torch", ""):
+            fix = f"mend {torch.raised_by}, which torch imports"
+        elif os.environ.get("LD_LIBRARY_PATH"):
+            fix = f"unset LD_LIBRARY_PATH; if that is not it, {fix}"
+        return problem("torch", f"{version('torch') or 'it'} cannot be imported: {torch.error}", fix)
+    build = torch.build
+    kind = f"for CUDA {build['cuda']}" if build["cuda"] else f"for ROCm {build['hip']}" if build["hip"] else "for CPUs"
+    return ok("torch", f"{build['version']}, built {kind}; this CPU: {build['capability']}")
+
+
+def gpu_findings(torch: Torch, driver: Driver, *, has_card: bool) -> Iterator[Finding]:
+    """The GPUs, and what keeps torch from using them. `has_card`: whether one is on the bus."""
+    if torch.devices or torch.crashed or (torch.cuda_error and driver.names):
+        yield from _visible_findings(torch, driver)
+    elif driver.names:
+        yield _unused_finding(torch, driver)
+    elif driver.failure is not None and has_card:
+        fix = "sudo modprobe nvidia, or reboot: after an update of the driver the old one stays loaded until then"
+        yield problem("gpu", f"an NVIDIA GPU is there, but its driver does not answer: {driver.failure}", fix)
+    elif has_card:
+        fix = "install NVIDIA's driver; in a container, start it with --gpus all"
+        yield note("gpu", "an NVIDIA GPU is there, but no driver for it; runs go on the CPU", fix)
+    else:
+        yield ok("gpu", "none: runs go on the CPU")
+
+
+def _unused_finding(torch: Torch, driver: Driver) -> Finding:
+    """The reason why torch uses none of the GPUs that the driver lists."""
+    seen = _driver_text(driver)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not re.match(r"\s*(\d|GPU-|MIG-)", hidden):
+        return note("gpu", f"{seen}; hidden by CUDA_VISIBLE_DEVICES={hidden!r}", "unset CUDA_VISIBLE_DEVICES")
+    if not torch.build:
+        return note("gpu", f"{seen}; not tried, since torch cannot be imported")
+    if torch.build["cuda"]:
+        return problem("gpu", f"{seen}; torch sees none of it", "unset CUDA_VISIBLE_DEVICES; nvidia-smi")
+    return problem(
+        "gpu",
+        f"{seen}; torch {torch.build['version']} is a build for CPUs, so that runs leave it unused",
+        f"{pip_install([_torch_requirement()], '--force-reinstall')}; with an older driver{_index(driver)}",
+    )
+
+
+def _visible_findings(torch: Torch, driver: Driver) -> Iterator[Finding]:
+    """The GPUs that torch sees, each with what is wrong with it; or why it has none where the driver lists some."""
+    built_for = torch.build["cuda"]
+    broken = False
+    for device in torch.devices:
+        for finding in _device_findings(device, torch, driver):
+            broken = broken or finding.status == "problem"
+            yield finding
+    if torch.cuda_error is not None:
+        hidden = _unused_finding(torch, driver) if driver.names and not torch.devices else None
+        if hidden is not None and hidden.status == "note":
+            yield hidden
+        elif built_for and driver.cuda and _numbers(driver.cuda)[0] < _numbers(built_for)[0]:
+            text = f"driver {driver.version} serves CUDA up to {driver.cuda}, and torch is built for {built_for}"
+            yield problem("gpu", f"{text} ({torch.cuda_error})", f"update the driver; or {_reinstall(driver)}")
+        else:
+            fix = "nvidia-smi shows what uses the GPU; sudo dmesg | grep -i -e nvrm -e xid shows errors of the driver"
+            yield problem("gpu", f"torch cannot use {_driver_text(driver) or 'the GPU'}: {torch.cuda_error}", fix)
+        return
+    if not broken:
+        names = [f"{one['name']} ({gib(one['free'])} of {gib(one['total'])} free)" for one in torch.devices]
+        by = f"; driver {driver.version}, CUDA {driver.cuda}" if driver.version else ""
+        yield ok("gpu", f"{', '.join(names)}{by}")
+
+
+def _device_findings(device: Mapping[str, Any], torch: Torch, driver: Driver) -> Iterator[Finding]:
+    """The problems and notes of one GPU."""
+    name = f"cuda:{device['device']} {device.get('name', '')}".strip()
+    capability = device.get("capability")
+    if capability and torch.architectures and not is_served(capability, torch.architectures):
+        known = ", ".join(torch.architectures)
+        text = f"{name} has compute capability {capability[0]}.{capability[1]}, and torch is built for {known}"
+        yield problem("gpu", text, _reinstall(driver))
+    elif "error" in device:
+        fix = "nvidia-smi shows what uses it; CUDA_VISIBLE_DEVICES=N chooses another GPU"
+        yield problem("gpu", f"{name} cannot add two numbers: {device['error']}", fix)
+    elif not device.get("bfloat16", True):
+        yield note("gpu", f"{name} has no bfloat16", "leave model.dtype at float32")
+
+
+def is_served(capability: Sequence[int], architectures: Sequence[str]) -> bool:
+    """Whether torch has kernels for a GPU: compiled ones (sm_) of its generation, or text (compute_) of any before."""
+    major, minor = capability
+    for architecture in architectures:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+        if match is None:
+            return True  # of AMD's, whose names say nothing of an order
+        built = int(match[2]), int(match[3])
+        exact = built == (major, minor)
+        if match[1] == "sm" and (exact if match[4] == "a" else built[0] == major and built[1] <= minor):
+            return True
+        if match[1] == "compute" and (exact if match[4] else built <= (major, minor)):
+            return True
+    return False
+
+
+def _reinstall(driver: Driver) -> str:
+    """The command for another build of torch, one that fits the driver."""
+    return pip_install([_torch_requirement()], "--force-reinstall") + _index(driver)
+
+
+def _index(driver: Driver) -> str:
+    """The option that chooses a build, as pytorch.org lists them."""
+    newest = f" that is at most {driver.cuda.replace('.', '')}" if driver.cuda else ""
+    return f" --index-url https://download.pytorch.org/whl/cuNNN, with the highest NNN of https://pytorch.org{newest}"
+
+
+def _torch_requirement() -> str:
+    """flatpeak's own requirement of torch."""
+    try:
+        return next(f"{one.name}{one.specifier}" for one in requirements("flatpeak") if one.name == "torch")
+    except (PackageNotFoundError, ImportError, StopIteration):  # a check of its own says so
+        return "torch"
+
+
+def _driver_text(driver: Driver) -> str:
+    if not driver.names:
+        return ""
+    return f"{', '.join(driver.names)} (driver {driver.version}, CUDA {driver.cuda or 'unknown'})"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text))

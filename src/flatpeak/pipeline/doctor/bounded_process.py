@@ -1,0 +1,150 @@
+"""Other programs under a limit of time: one that crashes, hangs, or cannot even be killed costs a check alone."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+_BOOT: Final = (
+    "import signal, sys; seconds, name, argument, *sys.path = sys.argv[1:]; "
+    "signal.alarm(int(seconds)); "  # its own end, should the doctor be killed
+    "from flatpeak.pipeline.doctor.probes import run; run(name, argument)"
+)
+_MOST_BYTES: Final = 1 << 20
+"""Of each stream; what a program writes beyond that is dropped."""
+_AFTER_KILL: Final = 1.0
+"""Seconds for a killed process to go: one that waits in a driver never does, and is left behind."""
+_SECONDS_BETWEEN_LOOKS: Final = 0.02
+
+
+class _Readable(Protocol):
+    def fileno(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The end of a program that ran under a limit."""
+
+    code: int | None
+    """Its exit code, negative for a signal; None: it took too long, or could not be started."""
+    output: str
+    errors: str
+    seconds: float
+    unstarted: str | None = None
+    """The reason why it could not be started."""
+
+    @property
+    def ended(self) -> str | None:
+        """The way in which it failed, in words; None where it ended well."""
+        if self.unstarted is not None:
+            return f"cannot be started ({self.unstarted})"
+        if self.code is None:
+            return f"did not answer within {self.seconds:.0f} s"
+        if self.code < 0:
+            return f"was ended by {_signal_name(-self.code)}"
+        return f"ended with exit code {self.code}" if self.code else None
+
+    @property
+    def last_words(self) -> str:
+        """The last line that it wrote to standard error."""
+        written = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        return written[-1] if written else ""
+
+
+def run_bounded(command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Outcome:
+    """Run a program for at most `seconds`, without input; `environment` is added to this process's own."""
+    start = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            cwd=_directory(),
+            start_new_session=True,  # its children are killed with it
+        )
+    except (OSError, ValueError) as error:
+        return Outcome(code=None, output="", errors="", seconds=0.0, unstarted=str(error))
+    kill = partial(_kill_group, process.pid)
+    atexit.register(kill)  # for Ctrl-C, which ends the thread of this call
+    streams = [_Stream(process.stdout), _Stream(process.stderr)]
+    while process.poll() is None and time.monotonic() - start < seconds:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    code, took = process.returncode, time.monotonic() - start
+    kill()  # also what it left behind
+    atexit.unregister(kill)
+    if code is None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_AFTER_KILL)
+    output, errors = (stream.text() for stream in streams)
+    return Outcome(code=code, output=output, errors=errors, seconds=took)
+
+
+def _directory() -> str | None:
+    """The working directory as it is (None), or the root in place of one that is gone, where torch does not load."""
+    try:
+        Path.cwd()
+    except OSError:
+        return "/"
+    return None
+
+
+def _kill_group(number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(number, signal.SIGKILL)
+
+
+class _Stream:
+    """The output of a program, read by a thread that need not be waited for."""
+
+    def __init__(self, pipe: _Readable | None) -> None:
+        self._pipe = pipe  # kept: it closes with its object
+        self._content = bytearray()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._pipe is not None
+        with suppress(OSError, ValueError):
+            while chunk := os.read(self._pipe.fileno(), 1 << 16):
+                self._content += chunk[: max(0, _MOST_BYTES - len(self._content))]
+
+    def text(self) -> str:
+        self._thread.join(_AFTER_KILL)
+        return bytes(self._content).decode("utf-8", "replace")
+
+
+def run_probe(
+    name: str, argument: Any = None, *, seconds: float, environment: Mapping[str, str] | None = None
+) -> tuple[list[dict[str, Any]], Outcome]:
+    """Run a function of `probes` in a Python of its own: the messages that it sent before it ended, and its end."""
+    command = [sys.executable, "-P", "-c", _BOOT, str(int(seconds) + 2), name, json.dumps(argument), *sys.path]
+    outcome = run_bounded(command, seconds=seconds, environment=environment)
+    return list(_messages(outcome.output)), outcome
+
+
+def _messages(output: str) -> Iterator[dict[str, Any]]:
+    for line in output.splitlines():
+        with suppress(ValueError):  # the last line of a process that was killed may be cut short
+            if isinstance(message := json.loads(line), dict):
+                yield message
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,42 @@
+"""The Python that has vLLM: where it is looked for, which version it must have, and how it is made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from flatpeak.errors import UserError
+
+PYTHON_VARIABLE: Final = "FLATPEAK_VLLM_PYTHON"
+OWN_ENVIRONMENT: Final = Path(".venv-vllm") / "bin" / "python"
+OLDEST: Final = "0.32"
+"""The first version with the endpoints and settings that flatpeak asks of a server."""
+INSTALL_COMMAND: Final = "python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm"
+INSTALL: Final = (
+    f"vLLM is not installed. It pins its own torch, so give it an environment of its own: {INSTALL_COMMAND} "
+    "(in a checkout of flatpeak, `make .venv-vllm/installed` installs vLLM for CPUs), "
+    f"or set {PYTHON_VARIABLE} to a Python that has it"
+)
+
+
+class NoVLLMError(UserError):
+    """Error of a machine on which no Python with vLLM is known."""
+
+
+def find_python(named: str | None = None) -> Path:
+    """A Python that has vLLM: the one named, FLATPEAK_VLLM_PYTHON's, .venv-vllm's, or this one."""
+    for where, path in (("--python", named), (PYTHON_VARIABLE, os.environ.get(PYTHON_VARIABLE))):
+        if path:
+            program = shutil.which(path)
+            if program is None:
+                raise UserError(f"{where}={path}: no such program; name the python of an environment that has vLLM")
+            return Path(program).absolute()  # not resolved: the link is what makes it an environment's
+    if OWN_ENVIRONMENT.exists():
+        return OWN_ENVIRONMENT.absolute()
+    if find_spec("vllm") is not None:
+        return Path(sys.executable)
+    raise NoVLLMError(INSTALL)

@@ -1,0 +1,149 @@
+"""`flatpeak doctor` as users start it: its lines, its JSON, its exit codes, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import flatpeak
+from flatpeak.cli.main import app
+from flatpeak.pipeline.doctor import checkup
+from flatpeak.pipeline.doctor.checkup import printable
+from flatpeak.pipeline.doctor.findings import Finding, note, ok, problem
+from support.installations import make_package
+
+TOKEN = "hf_" + "abcdefghij" * 3
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user with a home of their own, without a network, threads for one core."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "temporary").mkdir()
+    unset = {"CXX": "", "MPLBACKEND": "", "FLATPEAK_VLLM_PYTHON": "", "FLATPEAK_KERNELS": "", "XDG_CACHE_HOME": ""}
+    variables = {"HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*", "HF_HOME": f"{home}/hf"}
+    variables["TMPDIR"] = str(tmp_path / "temporary")
+    return {**os.environ, **unset, **variables, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+
+
+def run(cwd: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from flatpeak.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, "doctor", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+@pytest.mark.slow
+def test_a_healthy_machine_gets_a_page_of_lines_and_nothing_is_left(tmp_path: Path, machine: dict[str, str]) -> None:
+    (tmp_path / "work").mkdir()
+    done = run(tmp_path / "work", machine)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout
+    assert done.stderr == ""
+    assert 14 <= len(lines) <= 30
+    assert lines[-1].startswith("doctor: no problems, ")
+    checks = {line[9:24].strip() for line in lines[:-1] if line[:8].strip()}
+    assert {"python", "flatpeak", "packages", "imports", "torch", "gpu", "kernels", "threads", "memory"} <= checks
+    assert {"runs", "cache", "hub", "extras", "vllm"} <= checks
+    assert "cache          ~/hf/hub: " in done.stdout
+    assert "token by HF_TOKEN" in done.stdout
+    assert TOKEN not in done.stdout
+    assert str(tmp_path / "home") not in done.stdout
+    assert [path for folder in ("home", "work", "temporary") for path in (tmp_path / folder).rglob("*")] == []
+
+
+def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, machine: dict[str, str]) -> None:
+    site = tmp_path / "site"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "runs").write_text("a file")
+    make_package(site, "peft", "0.1", code="import os; os.abort()")
+    make_package(site, "jinja2", "3.1", code="raise OSError('half of a file')")
+    requires = ["markupsafe", "jinja2", "peft; extra == 'lora'"]
+    make_package(site, "flatpeak", flatpeak.__version__, requires=requires, extras=["lora"])
+    paths = [str(site), *(path for path in sys.path if path)]
+    broken = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "4096", "FLATPEAK_VLLM_PYTHON": "/no/python"}
+    done = run(tmp_path / "work", machine | broken, "--json")
+    findings = [Finding(**one) for one in json.loads(done.stdout)]
+    assert done.returncode == 1
+    problems = {one.check: one for one in findings if one.status == "problem" and "peft" not in one.text}
+    assert problems["imports"].text.startswith("jinja2, ")
+    assert problems["imports"].text.endswith(" cannot be imported: OSError: half of a file")
+    assert problems["imports"].fix is not None
+    assert problems["imports"].fix.endswith(" install --force-reinstall --no-deps jinja2")
+    assert problems["threads"].fix is not None
+    assert problems["threads"].fix.startswith("export OMP_NUM_THREADS=")
+    assert "is no directory" in problems["runs"].text
+    assert "/no/python" in problems["vllm"].text
+    crashed = [one for one in findings if "peft" in one.text and "was ended by SIGABRT" in one.text]
+    assert len(crashed) == 1
+    assert {one.check for one in findings if one.status == "ok"} >= {"python", "torch", "memory"}
+    assert all(one.fix for one in findings if one.status == "problem")
+
+
+@pytest.mark.parametrize(
+    ("findings", "code", "last"),
+    [
+        ([ok("a", "fine")], 0, "doctor: no problems, no notes"),
+        ([note("a", "slow"), note("b", "missing", "install it")], 0, "doctor: no problems, 2 notes"),
+        ([problem("a", "broken", "mend it"), note("b", "slow")], 1, "doctor: 1 problem, 1 note"),
+    ],
+)
+def test_only_problems_make_the_exit_code_1(
+    findings: list[Finding], code: int, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "examine", lambda: iter(findings))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert (result.exit_code, result.output.splitlines()[-1]) == (code, last)
+    as_json = CliRunner().invoke(app, ["doctor", "--json"])
+    assert (as_json.exit_code, [Finding(**one) for one in json.loads(as_json.output)]) == (code, findings)
+
+
+def test_a_bad_option_is_exit_code_2() -> None:
+    assert CliRunner().invoke(app, ["doctor", "--fix"]).exit_code == 2
+
+
+def test_a_terminal_without_the_characters_of_a_path_gets_their_codes() -> None:
+    assert printable("\u00fc \u2192 \udcff", "ascii") == "\\xfc \\u2192 \\udcff"
+    assert printable("\u00fc", None) == "\u00fc"
+
+
+@pytest.mark.parametrize("start", [["flatpeak", "doctor"], ["flatpeak.pipeline.doctor.checkup"]])
+def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
+    start: list[str], tmp_path: Path, machine: dict[str, str]
+) -> None:
+    name = "pydantic" if "doctor" in start else "typer"
+    make_package(tmp_path, name, "2.0", code="raise RuntimeError('damaged')")
+    make_package(tmp_path, "flatpeak", flatpeak.__version__, requires=[name])
+    paths = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
+    command = [sys.executable, "-P", "-m", *start, "--json"]
+    done = subprocess.run(
+        command, env=machine | {"PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True, timeout=250
+    )
+    findings = [Finding(**one) for one in json.loads(done.stdout)]
+    assert (done.returncode, done.stderr) == (1, "")
+    (broken,) = (one for one in findings if one.check == "imports" and one.status == "problem")
+    assert broken.text.startswith(f"{name}, ") or broken.text.startswith(f"{name} ")
+    assert broken.text.endswith("cannot be imported: RuntimeError: damaged")
+    assert broken.fix is not None
+    assert broken.fix.endswith(f" install --force-reinstall --no-deps {name}")
+
+
+def test_its_help_says_what_it_does_and_leaves_alone() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--help"])
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert "Check this machine and installation, and name the command that mends each problem." in text
+    assert "Nothing is changed or downloaded." in text
+    assert "--json" in text
