@@ -66,7 +66,10 @@ def test_versions_that_fit_are_one_line_and_one_of_imports(install: Install) -> 
     assert (imports.status, imports.text) == ("ok", "2 modules can be imported")
 
 
-def test_damaged_metadata_count_as_a_package_that_is_not_there(install: Install) -> None:
+@pytest.mark.parametrize("backport", [False, True])
+def test_damaged_metadata_count_as_a_package_that_is_not_there(install: Install, backport: bool) -> None:
+    if backport:
+        pytest.importorskip("importlib_metadata")  # importing it puts its classes in place of Python's
     install("torch", None)
     assert unmet("flatpeak", [Requirement("torch>=2")]) == [Unmet("torch>=2", "flatpeak", None, direct=True)]
 

@@ -38,9 +38,10 @@ class Unmet:
 def version(name: str) -> str | None:
     """The installed version of a package; None where there is none."""
     try:
-        # Metadata that were damaged give None here, or raise, by Python's version.
+        # Damaged metadata give None here, or raise: by Python's version, or where the package importlib_metadata, which
+        # puts its own classes in place of Python's, has been imported.
         return distribution(name).version or None
-    except (PackageNotFoundError, KeyError):
+    except (PackageNotFoundError, FileNotFoundError, KeyError):
         return None
 
 
