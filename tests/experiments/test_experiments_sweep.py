@@ -211,7 +211,7 @@ def test_runs_made_with_another_text_of_a_users_file_are_named_and_rerun_with_ov
     result, lines = sweep(path)
     (line,) = [line for line in lines if "another text" in line]
     assert re.fullmatch(
-        r"a/seed-1 and 1 more began with another text of the file of rewards\.letters\.function=\S*functions\.py:"
+        r"a/seed-1 and 1 more ran with another text of the file of rewards\.letters\.function=\S*functions\.py:"
         r"first_letters, and the table will hold both: put that text back, or rerun with --overwrite",
         line,
     )
@@ -223,6 +223,32 @@ def test_runs_made_with_another_text_of_a_users_file_are_named_and_rerun_with_ov
     assert read_table(result.table).column("reward/mean.auc") != before
     _, lines = sweep(path)
     assert not any("another text" in line for line in lines)
+
+
+def test_another_text_of_a_call_in_the_prefix_is_named_and_overwrite_makes_all_that_follows_it_anew(
+    tmp_path: Path, local: Any
+) -> None:
+    (tmp_path / "rows.py").write_text(FUNCTIONS)
+    prefix = {"data": {"call": "rows.py:write_rows", "arguments": {"count": 3}}}
+    path = write_sweep(tmp_path, prefix=prefix, seeds=[1])
+    sweep(path)
+    (tmp_path / "rows.py").write_text(FUNCTIONS.replace("[seed] * count", "[-seed] * count"))
+    result, lines = sweep(path)
+    (line,) = [line for line in lines if "another text" in line]
+    assert line.startswith("prefix/seed-1/data ran with another text of the file of call=")
+    assert finished_cells(lines) == []
+    _, lines = sweep(path, overwrite=True)
+    assert finished_cells(lines) == ["prefix/seed-1/data", "base/seed-1"]
+    assert json.loads((result.path / "prefix/seed-1/data/rows.json").read_text()) == [-1, -1, -1]
+    assert not any("another text" in line for line in sweep(path)[1])
+
+
+def test_a_damaged_manifest_of_a_finished_run_stops_no_sweep(tmp_path: Path, local: Any) -> None:
+    path = write_sweep(tmp_path, seeds=[1])
+    result, _ = sweep(path)
+    (result.path / "runs/base/seed-1/manifest.json").write_text('{"started": "2026-')
+    again, lines = sweep(path)
+    assert (again.done, finished_cells(lines)) == (1, [])
 
 
 def test_a_changed_prefix_reruns_every_arm_of_its_seed(tmp_path: Path, local: Any) -> None:

@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -126,14 +127,29 @@ def source_digest(function: object) -> str | None:
 def file_digest(reference: str) -> str | None:
     """The start of the SHA-256 of the file in which `module:name` or `file.py:name` lies; None where it has none.
 
-    A module has to be loaded. What the file imports is not part of it.
+    A module need not be loaded. What the file imports is not part of it.
     """
     source = reference.rpartition(":")[0]
-    file = source if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
+    file = source if source.endswith(".py") else _module_file(source)
     try:
         return _digest(Path(str(file)).expanduser().read_bytes()) if file else None
     except OSError:
         return None
+
+
+def _module_file(name: str) -> str | None:
+    """The file of a module, which is not imported for it, and neither are the packages around it; None without one."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None)
+    packages = name.split(".")
+    places: Sequence[str] | None = [*sys.path, str(Path.cwd())]
+    spec = None
+    for end, package in enumerate(packages, start=1):
+        if places is None or not package.isidentifier():
+            return None
+        spec = PathFinder.find_spec(".".join(packages[:end]), places)
+        places = spec.submodule_search_locations if spec is not None else None
+    return spec.origin if spec is not None and spec.has_location else None
 
 
 def _digest(text: bytes) -> str:
