@@ -82,6 +82,12 @@ def test_every_value_that_has_a_name_is_explained() -> None:
     assert {key for key, _ in unexplained} == {"sft.normalization"}
 
 
+def test_every_setting_that_may_be_null_says_what_null_means() -> None:
+    null = [setting for _, setting in ALL if re.search(r"\bnull$", setting.type)]
+    assert len(null) > 100
+    assert [setting.key for setting in null if "null" not in setting.description] == []
+
+
 def test_every_key_that_a_recipe_may_have_is_listed() -> None:
     keys = {setting.key for _, setting in ALL}
     for _ in range(3):  # the sections that are listed elsewhere, and those within them
@@ -229,6 +235,13 @@ def test_types_are_plain_words(annotation: Any, words: str) -> None:
 )
 def test_values_are_read_back_as_they_were(value: Any) -> None:
     assert apply_overrides({}, [f"key={as_value(value)}"]) == {"key": value}
+
+
+def test_values_that_begin_a_line_stay_as_recipes_write_them() -> None:
+    text = to_text(settings_reference("rewards"), width=500)
+    assert "    number, format, choice, length, countdown," in text
+    assert "    whole, answer_tag, gsm8k_strict," in text
+    assert "    Whole number of at least 1. Processes" in text
 
 
 def test_the_json_has_what_the_text_has() -> None:
