@@ -33,9 +33,10 @@ class GradientRegularizationConfig(StrictConfig):
     """squared_norm: strength / 2 * ||grad L||^2. norm: strength * ||grad L|| (Zhao et al. 2022, arXiv 2202.03599);
     with step_scale=radius and strength equal to step that is SAM (Foret et al. 2021, arXiv 2010.01412)."""
     ratio_mode: RatioMode = "importance"
-    """The second pass's policy loss. importance: ratios to the frozen old log-probabilities, with the first
-    pass's clip mask. reuse: every token's d loss / d log-probability frozen, which leaves out the score function's own
-    part of the curvature (0 on a softmax bandit). importance_clipped: the loss evaluated again, clipping included."""
+    """The second pass's policy loss. importance: ratios to the frozen old log-probabilities, with the first pass's clip
+    mask. reuse: every token's d loss / d log-probability frozen, which leaves the score function's own part out of the
+    curvature (on a softmax bandit with centred advantages nothing remains). importance_clipped: the loss evaluated
+    again, clipping included."""
     kl_in_penalty: bool = True
     """Whether L in the penalty includes the KL and entropy terms. False costs one more pass wherever there are any."""
     perturbed: PerturbedSet = "blocks"
@@ -43,8 +44,8 @@ class GradientRegularizationConfig(StrictConfig):
     adapters: adapters alone. last_layer: the output layer. last_block: the last block. A list: those whose names match
     one of its patterns (`*.mlp.*`). All others keep g1, unless `outside` is g2."""
     step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The size of the perturbation; null: relative, 3e-5 where everything on the way through the model is float32, 3e-4
-    where weights are rounded to half precision, 3e-3 for adapters of a model that is."""
+    """The size of the perturbation, in the unit of `step_scale`; null: relative, 3e-5 where everything on the way
+    through the model is float32; where anything is in half precision 3e-4, and 3e-3 if adapters are perturbed."""
     step_scale: Literal["relative", "radius", "absolute"] = "relative"
     """relative: step * ||theta|| is how far the perturbed parameters move. radius: step itself is (SAM). absolute: step
     multiplies the gradient (the paper's epsilon)."""
