@@ -225,6 +225,38 @@ def test_runs_made_with_another_text_of_a_users_file_are_named_and_rerun_with_ov
     assert not any("another text" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def first_letters(completions, **columns:\n", "SyntaxError"),
+        ("def last_letters(completions, **columns):\n    return [0.0]\n", "has no 'first_letters'"),
+    ],
+)
+def test_overwrite_deletes_no_run_that_its_functions_file_could_not_make_again(
+    tmp_path: Path, local: Any, text: str, problem: str
+) -> None:
+    path = write_sweep(tmp_path, arms={"a": {}}, seeds=[1])
+    result, _ = sweep(path)
+    before = read_table(result.table)
+    (tmp_path / "functions.py").write_text(text)
+    with pytest.raises(UserError, match=rf"a/seed-1: rewards\.letters\.function=.*{problem}.*; nothing was deleted"):
+        sweep(path, overwrite=True)
+    assert (result.path / "runs/a/seed-1/summary.json").exists()
+    assert read_table(result.table) == before
+
+
+def test_overwrite_takes_up_unfinished_runs_of_another_text_from_their_beginning(tmp_path: Path, local: Any) -> None:
+    path = write_sweep(tmp_path, arms={"a": {}, "b": {}}, seeds=[1])
+    result, _ = sweep(path)
+    unfinished = result.path / "runs/b/seed-1"
+    (unfinished / "summary.json").unlink()
+    with (tmp_path / "functions.py").open("a") as file:
+        file.write("\n\ndef first_letters(completions, **columns):\n    return [len(text) for text in completions]\n")
+    again, lines = sweep(path, overwrite=True)
+    assert (again.done, sorted(finished_cells(lines))) == (2, ["a/seed-1", "b/seed-1"])
+    assert "resumed" not in json.loads((unfinished / "manifest.json").read_text())
+
+
 def test_another_text_of_a_call_in_the_prefix_is_named_and_overwrite_makes_all_that_follows_it_anew(
     tmp_path: Path, local: Any
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from flatpeak.runs.files import write_atomic
 from flatpeak.runs.manifest import changes, code_in_steps, flatten, read_starts
 from flatpeak.runs.summary import RunSummary, read_summary
 from flatpeak.utils.redaction import redact
-from flatpeak.utils.user_code import file_digest
+from flatpeak.utils.user_code import REFERENCES, file_digest, one_line
 
 CellStatus = Literal["done", "failed", "stopped", "missing"]
 """`stopped`: begun, and to be continued from its checkpoint; `missing`: not begun."""
@@ -145,6 +146,25 @@ def _code_of_call(cell: PrefixStep | PlannedRun) -> dict[str, set[str]]:
     if record is None or record.status != "done" or record.code is None:  # an unfinished call is made anew
         return {}
     return {"call": {record.code}}
+
+
+def check_functions(cell: PrefixStep | PlannedRun) -> None:
+    """Raise UserError where a file that the recipe names a function of is missing, no Python, or has no such name.
+
+    Nothing is run of it: this is for runs that are to be deleted, which could not be made again.
+    """
+    recipe = {} if cell.recipe is None else flatten(cell.recipe.model_dump(mode="json"))
+    for key, reference in recipe.items():
+        source, _, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
+        if key.rpartition(".")[2] not in REFERENCES or not source.endswith(".py"):
+            continue
+        try:
+            text = Path(source).expanduser().read_text(encoding="utf-8")
+            ast.parse(text)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UserError(f"{cell.label}: {key}={reference}: {one_line(error)}; nothing was deleted") from None
+        if name not in text and "import *" not in text:
+            raise UserError(f"{cell.label}: {key}={reference}: {source} has no {name!r}; nothing was deleted")
 
 
 def _changed(old: Mapping[str, Any], recipe: RunConfig) -> dict[str, str]:

@@ -22,6 +22,7 @@ from flatpeak.experiments.records import (
     cell_state,
     changed_code,
     changed_keys,
+    check_functions,
     log_path,
     prune_checkpoints,
     read_record,
@@ -86,7 +87,10 @@ def run_sweep(
     notice = notice or _print_line
     with closing(_Lock(plan.directory)):
         if overwrite:
-            for cell in affected(plan):
+            doomed = affected(plan)
+            for cell in doomed:
+                check_functions(cell)
+            for cell in doomed:
                 remove_cell(cell)
         refuse_changed(config.name, plan.by_seed)
         for line in _changed_code_lines(plan):

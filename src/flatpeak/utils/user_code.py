@@ -24,6 +24,8 @@ USER_FILE: Final = "flatpeak_user_"
 """Prefix of the module names of the user's files: such a module cannot be imported by name, but run from its file."""
 _DIGEST: Final = "__flatpeak_digest__"
 """The attribute of a loaded file with the digest of its text."""
+REFERENCES: Final = ("loss", "function", "factory")
+"""The last components of the settings that may name a function of the user's."""
 FROM_PYTHON: Final = "python:"
 """Prefix of the reference to a function that a Python caller gave, as a run's recipe has it."""
 
@@ -142,13 +144,13 @@ def _module_file(name: str) -> str | None:
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None)
     packages = name.split(".")
-    places: Sequence[str] | None = [*sys.path, str(Path.cwd())]
+    locations: Sequence[str] | None = [*sys.path, str(Path.cwd())]
     spec = None
     for end, package in enumerate(packages, start=1):
-        if places is None or not package.isidentifier():
+        if locations is None or not package.isidentifier():
             return None
-        spec = PathFinder.find_spec(".".join(packages[:end]), places)
-        places = spec.submodule_search_locations if spec is not None else None
+        spec = PathFinder.find_spec(".".join(packages[:end]), locations)
+        locations = spec.submodule_search_locations if spec is not None else None
     return spec.origin if spec is not None and spec.has_location else None
 
 
