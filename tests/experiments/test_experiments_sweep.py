@@ -172,6 +172,21 @@ def test_a_failed_run_whose_cause_is_gone_is_finished(tmp_path: Path, local: Any
     assert read_table(result.table).column("reason") == [None]
 
 
+def test_a_mended_reward_of_a_run_that_has_no_step_yet_is_no_other_text(tmp_path: Path, local: Any) -> None:
+    path = write_sweep(tmp_path, settings={"rewards.letters": reward(tmp_path, "few")}, seeds=1)
+    body = "    if len(completions) > 6:\n        raise ValueError\n    return [0.5] * 6\n"
+    few = f"\n\ndef few(completions, **columns):\n{body}"
+    (tmp_path / "functions.py").write_text(FUNCTIONS + few)  # an evaluation has 6, a step 16
+    result, _ = sweep(path)
+    assert result.failed == 1
+    assert (result.path / "runs/base/seed-1/manifest.json").exists()
+    (tmp_path / "functions.py").write_text(f"{FUNCTIONS}\n\nfew = first_letters\n")
+    for _ in range(2):  # as it is mended, and once it is done
+        result, lines = sweep(path)
+        assert result.done == 1
+        assert not any("another text" in line for line in lines)
+
+
 def test_arms_and_seeds_can_be_added_and_only_those_are_run(tmp_path: Path, local: Any) -> None:
     sweep(write_sweep(tmp_path, arms={"a": {}}, seeds=[1]))
     path = write_sweep(tmp_path, arms={"a": {}, "b": {"settings": {"kl.coefficient": 0.5}}}, seeds=[1, 2])

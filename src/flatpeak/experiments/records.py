@@ -136,6 +136,13 @@ def changed_code(cell: PrefixStep | PlannedRun) -> tuple[str, ...]:
     return tuple(f"{key}={references[key]}" for key in changed)
 
 
+def has_steps(cell: PrefixStep | PlannedRun) -> bool:
+    """Whether a cell is done, or has a checkpoint after its beginning: what a next start keeps."""
+    paths = RunPaths(cell.path)
+    steps = (*checkpoint_steps(paths.checkpoints), *checkpoint_steps(paths.sft_checkpoints))
+    return any(steps) or cell_state(cell).status == "done"
+
+
 def call_of(cell: PrefixStep | PlannedRun) -> str | None:
     """The function that a prefix step calls; None for all other cells."""
     return cell.config.call if isinstance(cell, PrefixStep) else None

@@ -23,6 +23,7 @@ from flatpeak.experiments.records import (
     changed_code,
     changed_keys,
     check_functions,
+    has_steps,
     log_path,
     prune_checkpoints,
     read_record,
@@ -134,7 +135,7 @@ def _changed_code_lines(plan: SweepPlan) -> list[str]:
     """A line per function of the user's whose file is another now than when cells on disk were made with it."""
     made: dict[str, list[str]] = {}
     for cell in plan.by_seed:
-        for function in changed_code(cell):
+        for function in changed_code(cell) if has_steps(cell) else ():
             made.setdefault(function, []).append(cell.label)
     return [
         f"{labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''} ran with another text of the file "
