@@ -178,6 +178,22 @@ def test_a_key_is_looked_up_as_recipes_write_it(prefix: str, key: str) -> None:
     assert set(find(prefix)) == {key}
 
 
+@pytest.mark.parametrize(
+    ("prefix", "key"),
+    [
+        ("model.new.config.hidden_size", "model.new.config"),
+        ("model.new.config.rope_scaling.factor", "model.new.config"),
+        ("evaluation.sharpness.radii.1", "evaluation.sharpness.radii"),
+        ("optimizer.betas.0", "optimizer.betas"),
+        ("tracking.tags.owner", "tracking.tags"),
+        ("rewards.mine.arguments.scale", "rewards.<name>.arguments"),
+        ("curriculum.task.datasets.chain_sum.max_terms", "curriculum.task.datasets"),
+    ],
+)
+def test_a_key_within_a_list_or_free_mapping_is_explained_by_it(prefix: str, key: str) -> None:
+    assert list(find(prefix)) == [key]
+
+
 def test_a_section_that_occurs_twice_is_listed_once_or_where_it_is_asked_for() -> None:
     assert find("curriculum")["curriculum.task"].same_as == "task"
     assert "curriculum.task.max_value" not in find("curriculum")
@@ -198,6 +214,10 @@ def test_a_section_that_occurs_twice_is_listed_once_or_where_it_is_asked_for() -
             "unknown setting optimizer.learning_rate.x: did you mean optimizer.learning_rate",
         ),
         ("task.type=rwos", "task.type=rwos: did you mean rows? allowed values are arithmetic, gsm8k, "),
+        ("task.train.0.pth", "unknown setting task.train.0.pth: did you mean task.train.0.path"),
+        ("rewards.a.b.c", "unknown setting rewards.a.b.c"),
+        ("optimizer.betas.x", "unknown setting optimizer.betas.x: did you mean optimizer.betas"),
+        ("optimizer.betas.0.1", "unknown setting optimizer.betas.0.1"),
         ("zzzz", "unknown setting zzzz: the sections are run, model, task, "),
     ],
 )
