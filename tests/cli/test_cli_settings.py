@@ -28,8 +28,8 @@ def test_a_setting_is_printed_with_its_default_type_and_meaning() -> None:
         "\n"
         "  kl.ratio_weighted=false\n"
         "    true or false. Multiply the per-token KL in the loss by the importance ratio\n"
-        "    (TRL's default from 1.16 on), so that the expected gradient of k1 and k3 is\n"
-        "    that of the KL; that of k2 is so without it.\n"
+        "    (TRL's default), so that the expected gradient of k1 and k3 is that of the\n"
+        "    KL; that of k2 is so without it.\n"
     )
 
 

@@ -74,7 +74,7 @@ class GradientRegularizationConfig(StrictConfig):
     in rounding: watch gradreg/step_consistency."""
     min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.3
     """The least cosine of the perturbation, as rounding leaves it, with the intended one. Below it a run is refused at
-    its start, and later has one notice."""
+    its start; later there is a notice, once."""
     check_every: Annotated[int, Field(ge=0)] = 100
     """Updates between checks that the penalty at the step agrees with that at the opposite step, by their cosine; the
     first is made at the first update with advantages. There a cosine below 0.5 ends the run; otherwise one below 0.9

@@ -52,8 +52,8 @@ class ModelConfig(StrictConfig):
     """Train adapters in float32 and leave the model's own weights as they are; `{}` takes the defaults. null: train the
     weights."""
     quantization: Literal["nf4"] | None = None
-    """nf4: keep the linear layers in 4 bits, under adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314). null: in
-    `dtype`."""
+    """nf4: keep the linear layers in 4 bits, under adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314). null: all
+    weights are in `dtype`."""
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -99,7 +99,7 @@ class ReferenceConfig(StrictConfig):
     keep: bool = False
     """Keep a reference, and log the KL to it, even at kl.coefficient 0."""
     reset_every: Annotated[int, Field(ge=1)] | None = None
-    """Steps of RL after each of which the policy, as it is then, becomes the reference; null: never."""
+    """Every this many steps of RL the policy, as it is then, becomes the reference; null: never."""
     reset_at_kl: Annotated[float, Field(gt=0)] | None = None
     """After any step whose policy/kl_reference exceeds this, the policy, as it is then, becomes the reference; null:
     never. This and `reset_every` imply `keep`."""

@@ -99,7 +99,8 @@ class RolloutConfig(StrictConfig):
     compiled or were shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels
     or an error. torch: none."""
     max_rows: Annotated[int, Field(ge=1)] = 512
-    """The most completions that this process decodes side by side."""
+    """The most completions that the native engine or generate decodes side by side; servers have limits of their
+    own."""
     batch_invariant: bool = True
     """On a CPU, pad slots and keys so that no bit of a completion depends on what else is decoded. What it costs
     is within the spread of measurements (benchmarks/RESULTS.md), but for very small heads: with those of 8 dimensions

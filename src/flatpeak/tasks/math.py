@@ -64,7 +64,7 @@ class GSM8KConfig(StrictConfig):
     path: str | None = None
     """A directory with the two files in the published layout; null loads from the Hub."""
     train_size: int | None = None
-    """The number of training rows, from the first on that is no shot; null is all."""
+    """The number of training rows, the first ones after those of `shots`; null is all."""
     test_size: int | None = None
     """The number of test rows, from the first on; null is all."""
     shots: Annotated[int, Field(ge=0)] = 0

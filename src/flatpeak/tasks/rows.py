@@ -57,12 +57,12 @@ class RowsConfig(StrictConfig):
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The share of training rows held out where there is no `test`."""
     deduplicate: bool = False
-    """Of training rows whose questions are equal but for case, punctuation and spacing keep the first, and none that
-    `test` has too."""
+    """Keep the first of training rows whose questions are equal but for case, punctuation and spacing, and leave out
+    those that `test` asks too."""
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = None
     """Questions this similar (Jaccard of word sets, numbers masked) stay on one side of a split by fraction; with
-    `test`, its rows that resemble a training row are marked, for accuracy/not_near_train. null: a split keeps equal
-    questions alone together."""
+    `test`, its rows that resemble a training row are marked, and accuracy/not_near_train leaves them out. null: a split
+    keeps only equal questions on one side."""
     overlap: OverlapConfig | None = None
     """Drop training rows that ask what an evaluation set asks; null: do not."""
     integers_only: bool = False

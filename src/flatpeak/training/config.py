@@ -137,8 +137,8 @@ class KLConfig(StrictConfig):
     """loss: `coefficient` times the KL of each token is added to its loss. reward: `coefficient` times a completion's
     KL, summed over its tokens, is subtracted from its reward."""
     ratio_weighted: bool = False
-    """Multiply the per-token KL in the loss by the importance ratio (TRL's default from 1.16 on), so that the expected
-    gradient of k1 and k3 is that of the KL; that of k2 is so without it."""
+    """Multiply the per-token KL in the loss by the importance ratio (TRL's default), so that the expected gradient of
+    k1 and k3 is that of the KL; that of k2 is so without it."""
 
     @model_validator(mode="after")
     def _k1_has_no_gradient(self) -> KLConfig:
@@ -157,7 +157,7 @@ class OptimizerConfig(StrictConfig):
     """adamw; sgd, without momentum; or adamw_8bit, which keeps the moments in 2 bytes per parameter instead of 8 and
     needs bitsandbytes."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """The rate after the warm-up, and before linear or cosine lower it; 0: the weights stay as they are."""
+    """The rate at the end of the warm-up, from which linear and cosine fall; 0: the weights stay as they are."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of AdamW's first and second moment, per update."""
     eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
@@ -170,7 +170,7 @@ class OptimizerConfig(StrictConfig):
     """The rate after the warm-up. constant: learning_rate. linear, cosine: falling to final_fraction of it at the last
     step."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the rate rises linearly, from 1/warmup_steps of it in the first step; 0: none."""
+    """Steps over which the rate rises linearly: step n has n / warmup_steps of learning_rate. 0: none."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Learning rate of linear and cosine at the last step, as a fraction of learning_rate."""
     offload: bool = False
