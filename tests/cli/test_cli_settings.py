@@ -27,8 +27,9 @@ def test_a_setting_is_printed_with_its_default_type_and_meaning() -> None:
         "kl: The penalty for leaving the reference.\n"
         "\n"
         "  kl.ratio_weighted=false\n"
-        "    true or false. Multiply the per-token KL by the importance ratio (TRL's\n"
-        "    default), which makes its gradient unbiased.\n"
+        "    true or false. Multiply the per-token KL in the loss by the importance ratio\n"
+        "    (TRL's default), so that the expected gradient of k1 and k3 is that of the\n"
+        "    KL; that of k2 is so without it.\n"
     )
 
 

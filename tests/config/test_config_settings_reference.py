@@ -82,6 +82,12 @@ def test_every_value_that_has_a_name_is_explained() -> None:
     assert {key for key, _ in unexplained} == {"sft.normalization"}
 
 
+def test_every_setting_that_may_be_null_says_what_null_means() -> None:
+    null = [setting for _, setting in ALL if re.search(r"\bnull$", setting.type)]
+    assert len(null) > 100
+    assert [setting.key for setting in null if "null" not in setting.description] == []
+
+
 def test_every_key_that_a_recipe_may_have_is_listed() -> None:
     keys = {setting.key for _, setting in ALL}
     for _ in range(3):  # the sections that are listed elsewhere, and those within them
@@ -172,6 +178,22 @@ def test_a_key_is_looked_up_as_recipes_write_it(prefix: str, key: str) -> None:
     assert set(find(prefix)) == {key}
 
 
+@pytest.mark.parametrize(
+    ("prefix", "key"),
+    [
+        ("model.new.config.hidden_size", "model.new.config"),
+        ("model.new.config.rope_scaling.factor", "model.new.config"),
+        ("evaluation.sharpness.radii.1", "evaluation.sharpness.radii"),
+        ("optimizer.betas.0", "optimizer.betas"),
+        ("tracking.tags.owner", "tracking.tags"),
+        ("rewards.mine.arguments.scale", "rewards.<name>.arguments"),
+        ("curriculum.task.datasets.chain_sum.max_terms", "curriculum.task.datasets"),
+    ],
+)
+def test_a_key_within_a_list_or_free_mapping_is_explained_by_it(prefix: str, key: str) -> None:
+    assert list(find(prefix)) == [key]
+
+
 def test_a_section_that_occurs_twice_is_listed_once_or_where_it_is_asked_for() -> None:
     assert find("curriculum")["curriculum.task"].same_as == "task"
     assert "curriculum.task.max_value" not in find("curriculum")
@@ -192,6 +214,10 @@ def test_a_section_that_occurs_twice_is_listed_once_or_where_it_is_asked_for() -
             "unknown setting optimizer.learning_rate.x: did you mean optimizer.learning_rate",
         ),
         ("task.type=rwos", "task.type=rwos: did you mean rows? allowed values are arithmetic, gsm8k, "),
+        ("task.train.0.pth", "unknown setting task.train.0.pth: did you mean task.train.0.path"),
+        ("rewards.a.b.c", "unknown setting rewards.a.b.c"),
+        ("optimizer.betas.x", "unknown setting optimizer.betas.x: did you mean optimizer.betas"),
+        ("optimizer.betas.0.1", "unknown setting optimizer.betas.0.1"),
         ("zzzz", "unknown setting zzzz: the sections are run, model, task, "),
     ],
 )
@@ -229,6 +255,13 @@ def test_types_are_plain_words(annotation: Any, words: str) -> None:
 )
 def test_values_are_read_back_as_they_were(value: Any) -> None:
     assert apply_overrides({}, [f"key={as_value(value)}"]) == {"key": value}
+
+
+def test_values_that_begin_a_line_stay_as_recipes_write_them() -> None:
+    text = to_text(settings_reference("rewards"), width=500)
+    assert "    number, format, choice, length, countdown," in text
+    assert "    whole, answer_tag, gsm8k_strict," in text
+    assert "    Whole number of at least 1. Processes" in text
 
 
 def test_the_json_has_what_the_text_has() -> None:

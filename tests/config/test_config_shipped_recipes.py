@@ -107,3 +107,10 @@ def test_the_list_has_every_name_and_sentence_on_lines_that_fit(width: int) -> N
     assert [line for line in text.splitlines() if len(line) > width and len(line.split()) > 1] == []
     words = " ".join(text.split())
     assert [one.name for one in all_recipes() if f"{one.name} {one.summary}" not in words] == []
+
+
+def test_a_recipe_of_a_study_is_named_by_its_file() -> None:
+    with pytest.raises(UserError, match=r"belongs to a study, whose files extend each other: it is \S+addition\.yaml$"):
+        select("flatpeak:studies/reward_hacking/addition")
+    with pytest.raises(UserError, match="is not shipped with flatpeak"):
+        select("flatpeak:studies/reward_hacking/none")

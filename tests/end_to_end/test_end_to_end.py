@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import flatpeak
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.rollout_log import read_rollouts
+from flatpeak.training.sft import SFTTrainer
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 from support.reward_functions import varied
 
@@ -90,6 +91,32 @@ def test_sft_teaches_what_rationales_say(
     losses = seen.values("sft/loss", stage="sft")
     assert losses[0] > 2.0
     assert losses[-1] < 0.1
+
+
+def test_problems_of_an_sft_check_are_left_out_of_sft_alone(
+    recipe: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `sft.check_size` says of itself."""
+    demonstrated: list[int] = []
+    stream = SFTTrainer.__init__
+    monkeypatch.setattr(
+        SFTTrainer,
+        "__init__",
+        lambda self, policy, items, **options: (
+            demonstrated.append(len(items.items)),
+            stream(self, policy, items, **options),
+        )[1],
+    )
+    config = recipe(
+        task={"train_size": 6},
+        sft={"steps": 1, "batch_size": 2, "stop_at": 1.0, "check_every": 1, "check_size": 4},
+        rollout={"prompts_per_step": 6},
+        training={"steps": 1},
+    )
+    result = train(config)
+    rows = [row for path in sorted((result.path / "rollouts").iterdir()) for row in read_rollouts(path)]
+    assert demonstrated == [2]
+    assert len({row["group"] for row in rows}) == 6
 
 
 def test_sft_sees_every_demonstration_once_in_a_pass(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ import yaml
 
 from flatpeak.errors import RunError
 from flatpeak.experiments.config import read_sweep
-from flatpeak.experiments.plan import PlannedRun, build_plan
-from flatpeak.experiments.records import CellRecord, cell_state, changed_keys, remove_cell, write_record
+from flatpeak.experiments.plan import PlannedRun, PrefixStep, build_plan
+from flatpeak.experiments.records import (
+    CellRecord,
+    cell_state,
+    changed_code,
+    changed_keys,
+    remove_cell,
+    write_record,
+)
+from flatpeak.utils.user_code import file_digest
 from support.sweeps import PREFIX, write_sweep
 
 
@@ -89,3 +98,87 @@ def test_a_full_disk_is_told_in_one_line_with_what_to_do(tmp_path: Path, monkeyp
     monkeypatch.setattr("flatpeak.experiments.records.write_atomic", full)
     with pytest.raises(RunError, match="No space left on device; what is finished stays: make room and give the same"):
         write_record(run_of(tmp_path), CellRecord(status="done", prefix=None))
+
+
+LETTERS = "rewards.letters.function"
+
+
+def write_manifest(cell: PlannedRun | PrefixStep, content: str | dict[str, Any]) -> None:
+    cell.path.mkdir(parents=True, exist_ok=True)
+    text = content if isinstance(content, str) else json.dumps(content)
+    (cell.path / "manifest.json").write_text(text)
+
+
+def test_a_run_that_another_text_began_is_named_after_it_went_on_with_the_present_one(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    function = tmp_path / "functions.py"
+    before, now = {LETTERS: "0123456789abcdef"}, {LETTERS: file_digest(f"{function}:first_letters")}
+    named = (f"{LETTERS}={function}:first_letters",)
+    for starts, expected in (
+        ([now], ()),
+        ([before], named),
+        ([now, now], ()),
+        ([before, now], named),
+        ([now, before], named),
+        ([now, before, now], named),
+    ):
+        first, *others = [{"code": code} for code in starts]
+        write_manifest(run, {**first, "resumed": [{**other, "anew": False} for other in others]})
+        assert changed_code(run) == expected, starts
+
+
+def test_a_run_of_which_no_step_was_kept_when_it_began_again_is_that_of_its_present_text(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    now = {LETTERS: file_digest(f"{tmp_path / 'functions.py'}:first_letters")}
+    anew = {"code": now, "anew": True}
+    write_manifest(run, {"code": {LETTERS: "0123456789abcdef"}, "resumed": [anew, {"code": now, "anew": False}]})
+    assert changed_code(run) == ()
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"code": {', "[]", "null", "\0\0\0\0", "{}", '{"versions": {"flatpeak": "0.1"}}']
+)
+def test_nothing_is_said_of_a_manifest_that_is_damaged_or_older_than_digests(tmp_path: Path, content: str) -> None:
+    run = run_of(tmp_path)
+    write_manifest(run, content)
+    assert changed_code(run) == ()
+
+
+def test_nothing_is_said_of_a_file_that_is_gone(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    write_manifest(run, {"code": {LETTERS: "0123456789abcdef"}})
+    assert len(changed_code(run)) == 1
+    (tmp_path / "functions.py").unlink()
+    assert changed_code(run) == ()
+
+
+def test_a_changed_module_counts_as_a_changed_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / "letters_of_a_sweep.py"
+    module.write_text("def score(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    run = run_of(tmp_path, **{LETTERS: "letters_of_a_sweep:score"})
+    write_manifest(run, {"code": {LETTERS: file_digest(f"{module}:score")}})
+    assert changed_code(run) == ()
+    module.write_text("def score(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    assert changed_code(run) == (f"{LETTERS}=letters_of_a_sweep:score",)
+
+
+def test_a_function_of_a_curriculum_s_first_task_counts(tmp_path: Path) -> None:
+    task = {"type": "custom", "factory": f"{tmp_path / 'tasks.py'}:easy"}
+    (tmp_path / "tasks.py").write_text("def easy():\n    return 1\n")
+    run = run_of(tmp_path, **{"curriculum": {"task": task, "steps": 1}})
+    write_manifest(run, {"code": {"curriculum.task.factory": "0123456789abcdef"}})
+    assert changed_code(run) == (f"curriculum.task.factory={tmp_path / 'tasks.py'}:easy",)
+
+
+def test_a_call_of_the_prefix_is_named_once_it_is_done(tmp_path: Path) -> None:
+    step = build_plan(read_sweep(write_sweep(tmp_path, seeds=[1], prefix=PREFIX)), processes=2).steps[0]
+    function = f"{tmp_path / 'functions.py'}:write_rows"
+    write_record(step, CellRecord(status="done", code=file_digest(function)))
+    assert changed_code(step) == ()
+    write_record(step, CellRecord(status="done"))  # of a version that kept no digest
+    assert changed_code(step) == ()
+    write_record(step, CellRecord(status="stopped", code="0123456789abcdef"))
+    assert changed_code(step) == ()
+    write_record(step, CellRecord(status="done", code="0123456789abcdef"))
+    assert changed_code(step) == (f"call={function}",)

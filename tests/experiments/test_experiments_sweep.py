@@ -172,6 +172,21 @@ def test_a_failed_run_whose_cause_is_gone_is_finished(tmp_path: Path, local: Any
     assert read_table(result.table).column("reason") == [None]
 
 
+def test_a_mended_reward_of_a_run_that_has_no_step_yet_is_no_other_text(tmp_path: Path, local: Any) -> None:
+    path = write_sweep(tmp_path, settings={"rewards.letters": reward(tmp_path, "few")}, seeds=1)
+    body = "    if len(completions) > 6:\n        raise ValueError\n    return [0.5] * 6\n"
+    few = f"\n\ndef few(completions, **columns):\n{body}"
+    (tmp_path / "functions.py").write_text(FUNCTIONS + few)  # an evaluation has 6, a step 16
+    result, _ = sweep(path)
+    assert result.failed == 1
+    assert (result.path / "runs/base/seed-1/manifest.json").exists()
+    (tmp_path / "functions.py").write_text(f"{FUNCTIONS}\n\nfew = first_letters\n")
+    for _ in range(2):  # as it is mended, and once it is done
+        result, lines = sweep(path)
+        assert result.done == 1
+        assert not any("another text" in line for line in lines)
+
+
 def test_arms_and_seeds_can_be_added_and_only_those_are_run(tmp_path: Path, local: Any) -> None:
     sweep(write_sweep(tmp_path, arms={"a": {}}, seeds=[1]))
     path = write_sweep(tmp_path, arms={"a": {}, "b": {"settings": {"kl.coefficient": 0.5}}}, seeds=[1, 2])
@@ -211,7 +226,7 @@ def test_runs_made_with_another_text_of_a_users_file_are_named_and_rerun_with_ov
     result, lines = sweep(path)
     (line,) = [line for line in lines if "another text" in line]
     assert re.fullmatch(
-        r"a/seed-1 and 1 more began with another text of the file of rewards\.letters\.function=\S*functions\.py:"
+        r"a/seed-1 and 1 more ran with another text of the file of rewards\.letters\.function=\S*functions\.py:"
         r"first_letters, and the table will hold both: put that text back, or rerun with --overwrite",
         line,
     )
@@ -223,6 +238,64 @@ def test_runs_made_with_another_text_of_a_users_file_are_named_and_rerun_with_ov
     assert read_table(result.table).column("reward/mean.auc") != before
     _, lines = sweep(path)
     assert not any("another text" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def first_letters(completions, **columns:\n", "SyntaxError"),
+        ("def last_letters(completions, **columns):\n    return [0.0]\n", "has no 'first_letters'"),
+    ],
+)
+def test_overwrite_deletes_no_run_that_its_functions_file_could_not_make_again(
+    tmp_path: Path, local: Any, text: str, problem: str
+) -> None:
+    path = write_sweep(tmp_path, arms={"a": {}}, seeds=[1])
+    result, _ = sweep(path)
+    before = read_table(result.table)
+    (tmp_path / "functions.py").write_text(text)
+    with pytest.raises(UserError, match=rf"a/seed-1: rewards\.letters\.function=.*{problem}.*; nothing was deleted"):
+        sweep(path, overwrite=True)
+    assert (result.path / "runs/a/seed-1/summary.json").exists()
+    assert read_table(result.table) == before
+
+
+def test_overwrite_takes_up_unfinished_runs_of_another_text_from_their_beginning(tmp_path: Path, local: Any) -> None:
+    path = write_sweep(tmp_path, arms={"a": {}, "b": {}}, seeds=[1])
+    result, _ = sweep(path)
+    unfinished = result.path / "runs/b/seed-1"
+    (unfinished / "summary.json").unlink()
+    with (tmp_path / "functions.py").open("a") as file:
+        file.write("\n\ndef first_letters(completions, **columns):\n    return [len(text) for text in completions]\n")
+    again, lines = sweep(path, overwrite=True)
+    assert (again.done, sorted(finished_cells(lines))) == (2, ["a/seed-1", "b/seed-1"])
+    assert "resumed" not in json.loads((unfinished / "manifest.json").read_text())
+
+
+def test_another_text_of_a_call_in_the_prefix_is_named_and_overwrite_makes_all_that_follows_it_anew(
+    tmp_path: Path, local: Any
+) -> None:
+    (tmp_path / "rows.py").write_text(FUNCTIONS)
+    prefix = {"data": {"call": "rows.py:write_rows", "arguments": {"count": 3}}}
+    path = write_sweep(tmp_path, prefix=prefix, seeds=[1])
+    sweep(path)
+    (tmp_path / "rows.py").write_text(FUNCTIONS.replace("[seed] * count", "[-seed] * count"))
+    result, lines = sweep(path)
+    (line,) = [line for line in lines if "another text" in line]
+    assert line.startswith("prefix/seed-1/data ran with another text of the file of call=")
+    assert finished_cells(lines) == []
+    _, lines = sweep(path, overwrite=True)
+    assert finished_cells(lines) == ["prefix/seed-1/data", "base/seed-1"]
+    assert json.loads((result.path / "prefix/seed-1/data/rows.json").read_text()) == [-1, -1, -1]
+    assert not any("another text" in line for line in sweep(path)[1])
+
+
+def test_a_damaged_manifest_of_a_finished_run_stops_no_sweep(tmp_path: Path, local: Any) -> None:
+    path = write_sweep(tmp_path, seeds=[1])
+    result, _ = sweep(path)
+    (result.path / "runs/base/seed-1/manifest.json").write_text('{"started": "2026-')
+    again, lines = sweep(path)
+    assert (again.done, finished_cells(lines)) == (1, [])
 
 
 def test_a_changed_prefix_reruns_every_arm_of_its_seed(tmp_path: Path, local: Any) -> None:

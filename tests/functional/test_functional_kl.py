@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flatpeak.functional import kl_k1, kl_k2, kl_k3
+from flatpeak.functional import importance_ratio, kl_k1, kl_k2, kl_k3
 
 # log p - log ref is ln 2, then -ln 2, then 0.
 LOGPROBS = [-1.0, -1.0 - math.log(2), -3.0]
@@ -64,3 +64,16 @@ def test_the_expected_gradient_of_k1_is_zero_and_of_k2_that_of_the_kl():
 
     torch.testing.assert_close(expected_gradient(kl_k1), torch.zeros(3, dtype=torch.float64), atol=1e-15, rtol=0)
     torch.testing.assert_close(expected_gradient(kl_k2), exact)
+
+
+@pytest.mark.parametrize(("estimator", "is_exact"), [(kl_k1, True), (kl_k2, False), (kl_k3, True)])
+def test_the_ratio_makes_the_expected_gradient_of_k1_and_k3_that_of_the_kl_and_not_that_of_k2(estimator, is_exact):
+    """What `kl.ratio_weighted` says of itself."""
+    logits = torch.tensor([0.5, -1.0, 0.3], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.7, -0.4], dtype=torch.float64).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    ratio = importance_ratio(logprobs, logprobs.detach())
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    expected = (logprobs.detach().exp() * ratio * estimator(logprobs, reference)).sum()
+    gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (exact, expected)]
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12) is is_exact

@@ -113,6 +113,17 @@ def test_resuming_keeps_the_first_manifest_and_adds_to_it(tmp_path):
     assert manifest["resumed"][0]["changed"] == {"training.steps": "100 -> 200"}
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "anew"), [(None, True), ("step_000000", True), ("step_000007", False), ("sft/step_000002", False)]
+)
+def test_the_manifest_says_whether_a_resumed_run_has_steps_of_an_earlier_start(tmp_path, checkpoint, anew):
+    with create(tmp_path) as run:
+        if checkpoint is not None:
+            (run.checkpoints / checkpoint).mkdir(parents=True)
+    with create(tmp_path, resume=True) as run:
+        assert json.loads(run.manifest.read_text())["resumed"][0]["anew"] is anew
+
+
 def test_resuming_with_a_changed_recipe_shows_the_keys_and_changes_nothing(tmp_path):
     with create(tmp_path) as run:
         before = {path: path.read_bytes() for path in (run.config, run.manifest)}

@@ -171,3 +171,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(type(file), "read_bytes", lambda path: (_ for _ in ()).throw(PermissionError(13, "denied")))
     with pytest.raises(UserError, match=r"cannot run .*graders\.py: PermissionError: .*denied"):
         load_function("graders.py:short")
+
+
+def test_a_module_has_the_digest_of_its_file_without_being_imported(tmp_path, monkeypatch):
+    package = tmp_path / "rewards_of_mine"
+    (package / "inner").mkdir(parents=True)
+    for file in (package / "__init__.py", package / "inner" / "__init__.py"):
+        file.write_text("raise ValueError('imported')\n")
+    (package / "inner" / "short.py").write_text("def score(text):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    assert file_digest("rewards_of_mine.inner.short:score") == file_digest(f"{package}/inner/short.py:score")
+    assert file_digest("rewards_of_mine.inner:score") == file_digest(f"{package}/inner/__init__.py:score")
+    for missing in ("rewards_of_mine.inner.long:score", "rewards_of_mine.inner.short.x:score", "no_module:f", "a b:f"):
+        assert file_digest(missing) is None
+    assert not any(name.startswith("rewards_of_mine") for name in sys.modules)

@@ -73,6 +73,7 @@ class Section:
 def settings_reference(prefix: str = "") -> list[Section]:
     """All sections with settings; or what is at and below a key; or one variant of a section, `task.type=rows`.
 
+    Of a key within a list or a free mapping, such as `model.new.config.hidden_size`, it is the list or mapping.
     A section that occurs in several places is listed at the first, and at the one that is asked for. UserError for an
     unknown key, with the nearest known one.
     """
@@ -86,14 +87,15 @@ def settings_reference(prefix: str = "") -> list[Section]:
                 hint = "".join(f"did you mean {close}? " for close in nearest(value, types))
                 raise UserError(f"{wanted}={value}: {hint}allowed values are {', '.join(types)}")
             return [section for section, type_ in chosen if type_ == value]
-    sections = [
-        replace(section, settings=tuple(one for one in section.settings if not wanted or _is_within(one.key, wanted)))
-        for section in _all_sections(wanted)
-    ]
-    sections = [section for section in sections if section.settings]
-    if not sections:
-        raise UserError(_unknown(wanted))
-    return sections
+    listed = _all_sections(wanted)
+    for is_asked_for in (_is_within, _is_element):
+        sections = [
+            replace(section, settings=tuple(one for one in section.settings if not wanted or is_asked_for(one, wanted)))
+            for section in listed
+        ]
+        if any(section.settings for section in sections):
+            return [section for section in sections if section.settings]
+    raise UserError(_unknown(wanted))
 
 
 def _types(section: Section, key: str) -> Iterator[str]:
@@ -283,10 +285,18 @@ def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
     )
 
 
-def _is_within(key: str, wanted: str) -> bool:
+def _is_within(setting: Setting, wanted: str) -> bool:
     """Whether a setting's key is the wanted one, or lies below it."""
     path = wanted.split(".")
-    return _matches(path, key.split(".")[: len(path)])
+    return _matches(path, setting.key.split(".")[: len(path)])
+
+
+def _is_element(setting: Setting, wanted: str) -> bool:
+    """Whether the wanted key is that of a list's element or within a mapping, neither of which has keys of its own."""
+    if "sections" in setting.type or not _leads_to(setting.key, wanted):
+        return False
+    below = wanted.split(".")[setting.key.count(".") + 1 :]
+    return "mapping" in setting.type or ("list of" in setting.type and len(below) == 1 and below[0].isdecimal())
 
 
 def _leads_to(key: str, wanted: str) -> bool:

@@ -61,7 +61,7 @@ def _paragraphs(section: Section, width: int) -> Iterator[str]:
     yield _wrapped(f"{_title(section)}: {section.description}", width, below="")
     for setting in section.settings:
         head = f"{setting.assignment}{' (required)' if setting.required else ''}"
-        below = f"{_capitalized(setting.type)}. {_description(setting)}"
+        below = f"{_type(setting)}. {_description(setting)}"
         lines = [_wrapped(head, width, first="  ", below=_INDENT), _wrapped(below, width, first=_INDENT, below=_INDENT)]
         yield "\n".join(lines)
 
@@ -84,11 +84,11 @@ def _description(setting: Setting) -> str:
     return setting.description if setting.same_as is None else f"{setting.description} Keys as in {setting.same_as}."
 
 
-def _capitalized(text: str) -> str:
-    """A type at the beginning of a sentence; one that is a list of values stays as it is written in recipes."""
-    first = text.split()[0].rstrip(",")
+def _type(setting: Setting) -> str:
+    """The type at the beginning of a sentence; one that begins with a value stays as it is written in recipes."""
+    first = setting.type.split()[0].rstrip(",")
     words = ("whole", "number", "text", "list", "non-empty", "mapping", "section", "path")
-    return text[0].upper() + text[1:] if first in words else text
+    return setting.type[0].upper() + setting.type[1:] if first in words and not setting.values else setting.type
 
 
 def _default_cell(setting: Setting) -> str:

@@ -41,11 +41,13 @@ def all_recipes(folder: str = "") -> list[ShippedRecipe]:
 def read(name: str) -> ShippedRecipe:
     """A shipped recipe by its name, with or without `flatpeak:`. UserError for an unknown one, with the nearest."""
     full = current_name(SHIPPED + name.removeprefix(SHIPPED).removesuffix(".yaml"))
+    path = RECIPES / f"{full.removeprefix(SHIPPED)}.yaml"
+    if full.startswith(f"{SHIPPED}studies/") and path.is_file():
+        raise UserError(f"recipe {name} belongs to a study, whose files extend each other: it is {path}")
     if full not in shipped_recipes():
         near = near_recipes(full)
         hint = f"did you mean {' or '.join(near)}?" if near else "`flatpeak recipes` lists them"
         raise UserError(f"recipe {name} is not shipped with flatpeak: {hint}")
-    path = RECIPES / f"{full.removeprefix(SHIPPED)}.yaml"
     text = path.read_text(encoding="utf-8")
     extends = parse_file(path).get("extends", [])
     bases = (extends,) if isinstance(extends, str) else tuple(extends)

@@ -18,7 +18,8 @@ class DistributedConfig(StrictConfig):
     """ddp: every process holds the whole model. fsdp2: each holds a share of weights, gradients and optimizer states,
     and gathers a layer at a time. hsdp: shares lie within `shard_size` processes, whose groups hold the same."""
     shard_size: Annotated[int, Field(ge=2)] | None = None
-    """Processes that one model is sharded over, for hsdp: as a rule those of a node."""
+    """With hsdp: the processes that one model is sharded over, as a rule those of a node. null: with the other
+    strategies."""
 
     @model_validator(mode="after")
     def _consistent(self) -> DistributedConfig:

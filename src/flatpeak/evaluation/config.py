@@ -83,7 +83,7 @@ class EvaluationConfig(StrictConfig):
     """The reward part that says whether a completion is right (1) or not; null where none does, as in RLHF: then
     `metric` is reward or a reward part."""
     metric: str = "accuracy"
-    """The metric that chooses the best checkpoint: accuracy, reward, pass@k, or a reward part."""
+    """The metric that chooses the best checkpoint, the highest value: accuracy, reward, pass@k, or a reward part."""
     greedy: bool = True
     """Whether each question gets one greedy completion. false, with `samples`: only sampled ones, as some published
     protocols do; then `metric` is sampled/accuracy, sampled/reward, pass@k or the like."""
@@ -97,7 +97,7 @@ class EvaluationConfig(StrictConfig):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sampled completions: draw from the smallest set of tokens whose probabilities reach this; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sampled completions: draw from so many of the most probable tokens; 0: from all."""
+    """Sampled completions: draw from this many of the most probable tokens; 0: from all."""
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
     """The most tokens of a completion; null: rollout.max_new_tokens."""
     stop: tuple[str, ...] | None = None
@@ -105,9 +105,10 @@ class EvaluationConfig(StrictConfig):
     k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     """The k of pass@k and maj@k, each at most `samples`."""
     robustness: tuple[Perturbation, ...] = ()
-    """Ask again with perturbed questions (docs/evaluation.md), before and after training and in `flatpeak eval`."""
+    """Ask again with perturbed questions (docs/evaluation.md), before training, after SFT, at the end and in `flatpeak
+    eval`. paraphrase is the old name of framing."""
     robustness_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of questions to perturb, from the first on; null is all."""
+    """The number of questions to perturb, from the first of those that are evaluated; null is all."""
     sharpness: SharpnessConfig | None = None
     """At every evaluation, measure how the reward falls as weights are perturbed (docs/evaluation.md); null: do not."""
     seed: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from collections.abc import Mapping
@@ -17,10 +18,10 @@ from flatpeak.experiments.plan import PlannedRun, PrefixStep
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, checkpoint_steps
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.manifest import changes, flatten, last_code
+from flatpeak.runs.manifest import changes, code_in_steps, flatten, read_starts
 from flatpeak.runs.summary import RunSummary, read_summary
 from flatpeak.utils.redaction import redact
-from flatpeak.utils.user_code import file_digest
+from flatpeak.utils.user_code import REFERENCES, file_digest, one_line
 
 CellStatus = Literal["done", "failed", "stopped", "missing"]
 """`stopped`: begun, and to be continued from its checkpoint; `missing`: not begun."""
@@ -43,6 +44,8 @@ class CellRecord:
     """The fingerprint of the prefix that a run starts from; of a prefix step its own."""
     seconds: float = 0.0
     """Wall time of the last start."""
+    code: str | None = None
+    """Of a call: the digest of its function's file when it began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +125,53 @@ def changed_keys(cell: PrefixStep | PlannedRun) -> str | None:
 
 
 def changed_code(cell: PrefixStep | PlannedRun) -> tuple[str, ...]:
-    """The functions of the user's, as `key=file.py:name`, whose file is another than when the cell was last started."""
-    manifest = RunPaths(cell.path).manifest
-    if cell.recipe is None or not manifest.exists():
-        return ()
-    references = flatten(cell.recipe.model_dump(mode="json"))
-    then = last_code(json.loads(manifest.read_text(encoding="utf-8")))
+    """The functions of the user's, as `key=file.py:name`, whose file is another than when steps of the cell were made.
+
+    Nothing is known of a file that is gone, or of a manifest that cannot be read.
+    """
+    then = _code_of_call(cell) if cell.recipe is None else code_in_steps(read_starts(RunPaths(cell.path).manifest))
+    references = {"call": call_of(cell)} if cell.recipe is None else flatten(cell.recipe.model_dump(mode="json"))
     now = {key: file_digest(str(references.get(key, ""))) for key in then}
-    return tuple(f"{key}={references[key]}" for key, digest in then.items() if now[key] not in (None, digest))
+    changed = [key for key, digests in then.items() if now[key] is not None and digests != {now[key]}]
+    return tuple(f"{key}={references[key]}" for key in changed)
+
+
+def has_steps(cell: PrefixStep | PlannedRun) -> bool:
+    """Whether a cell is done, or has a checkpoint after its beginning: what a next start keeps."""
+    paths = RunPaths(cell.path)
+    steps = (*checkpoint_steps(paths.checkpoints), *checkpoint_steps(paths.sft_checkpoints))
+    return any(steps) or cell_state(cell).status == "done"
+
+
+def call_of(cell: PrefixStep | PlannedRun) -> str | None:
+    """The function that a prefix step calls; None for all other cells."""
+    return cell.config.call if isinstance(cell, PrefixStep) else None
+
+
+def _code_of_call(cell: PrefixStep | PlannedRun) -> dict[str, set[str]]:
+    record = read_record(cell)
+    if record is None or record.status != "done" or record.code is None:  # an unfinished call is made anew
+        return {}
+    return {"call": {record.code}}
+
+
+def check_functions(cell: PrefixStep | PlannedRun) -> None:
+    """Raise UserError where a file that the recipe names a function of is missing, no Python, or has no such name.
+
+    Nothing is run of it: this is for runs that are to be deleted, which could not be made again.
+    """
+    recipe = {} if cell.recipe is None else flatten(cell.recipe.model_dump(mode="json"))
+    for key, reference in recipe.items():
+        source, _, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
+        if key.rpartition(".")[2] not in REFERENCES or not source.endswith(".py"):
+            continue
+        try:
+            text = Path(source).expanduser().read_text(encoding="utf-8")
+            ast.parse(text)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UserError(f"{cell.label}: {key}={reference}: {one_line(error)}; nothing was deleted") from None
+        if name not in text and "import *" not in text:
+            raise UserError(f"{cell.label}: {key}={reference}: {source} has no {name!r}; nothing was deleted")
 
 
 def _changed(old: Mapping[str, Any], recipe: RunConfig) -> dict[str, str]:

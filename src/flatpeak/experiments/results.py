@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from flatpeak.experiments.plan import PlannedRun, SweepPlan
 from flatpeak.experiments.records import CellState, cell_state
 from flatpeak.experiments.table import SweepTable, write_table
 from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.manifest import describe_start
+from flatpeak.runs.manifest import describe_start, read_starts
 from flatpeak.utils.redaction import redact, redact_command
 
 SECONDS_BETWEEN_TABLES = 30.0
@@ -105,12 +104,7 @@ class TableWriter:
 
     def _header(self) -> dict[str, str]:
         """The facts of the runs' starts, each listed as often as it differs; of this process before the first run."""
-        starts: list[Mapping[str, Any]] = []
-        for run in self.plan.runs:
-            path = RunPaths(run.path).manifest
-            if path.exists():
-                manifest = json.loads(path.read_text(encoding="utf-8"))
-                starts += [manifest, *manifest.get("resumed", ())]
+        starts = [start for run in self.plan.runs for start in read_starts(RunPaths(run.path).manifest)]
         starts = starts or [describe_start(self.command)]
         config = self.plan.config
         facts = {

@@ -18,9 +18,12 @@ from flatpeak.experiments.config import SweepConfig, read_sweep
 from flatpeak.experiments.plan import PlannedRun, PrefixStep, SweepPlan, build_plan
 from flatpeak.experiments.records import (
     CellRecord,
+    call_of,
     cell_state,
     changed_code,
     changed_keys,
+    check_functions,
+    has_steps,
     log_path,
     prune_checkpoints,
     read_record,
@@ -35,6 +38,7 @@ from flatpeak.runs.directory import RunLock
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.signals import StopSignals
 from flatpeak.utils.redaction import redact
+from flatpeak.utils.user_code import file_digest
 
 Cell = PrefixStep | PlannedRun
 Phase = Literal["waiting", "busy", "done", "failed", "stopped", "unneeded"]
@@ -84,7 +88,10 @@ def run_sweep(
     notice = notice or _print_line
     with closing(_Lock(plan.directory)):
         if overwrite:
-            for cell in affected(plan):
+            doomed = affected(plan)
+            for cell in doomed:
+                check_functions(cell)
+            for cell in doomed:
                 remove_cell(cell)
         refuse_changed(config.name, plan.by_seed)
         for line in _changed_code_lines(plan):
@@ -128,10 +135,10 @@ def _changed_code_lines(plan: SweepPlan) -> list[str]:
     """A line per function of the user's whose file is another now than when cells on disk were made with it."""
     made: dict[str, list[str]] = {}
     for cell in plan.by_seed:
-        for function in changed_code(cell):
+        for function in changed_code(cell) if has_steps(cell) else ():
             made.setdefault(function, []).append(cell.label)
     return [
-        f"{labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''} began with another text of the file "
+        f"{labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''} ran with another text of the file "
         f"of {function}, and the table will hold both: put that text back, or rerun with --overwrite"
         for function, labels in made.items()
     ]
@@ -242,7 +249,9 @@ class _Sweep:
             worker = idle[0] if idle else self._start_worker()
             if isinstance(cell, PrefixStep) and cell.config.kind == "call":
                 remove_cell(cell)  # what an interrupted call has left
-            write_record(cell, CellRecord(status="started", prefix=_fingerprint(cell)))
+            call = call_of(cell)
+            code = None if call is None else file_digest(call)
+            write_record(cell, CellRecord(status="started", prefix=_fingerprint(cell), code=code))
             self.phases[cell.label] = "busy"
             self.busy[worker.index] = cell
             worker.send(self._job(cell))
@@ -323,7 +332,9 @@ class _Sweep:
         self, cell: Cell, status: Literal["done", "failed", "stopped"], reason: str | None, *, seconds: float = 0.0
     ) -> None:
         """Note the outcome of a cell, on disk and for the display."""
-        write_record(cell, CellRecord(status=status, reason=reason, prefix=_fingerprint(cell), seconds=seconds))
+        begun = read_record(cell) or CellRecord(status=status)
+        record = replace(begun, status=status, reason=reason, prefix=_fingerprint(cell), seconds=seconds)
+        write_record(cell, record)
         if isinstance(cell, PlannedRun) and status != "failed" and cell_state(cell).status == "done":
             status = "done"
         self.phases[cell.label] = status

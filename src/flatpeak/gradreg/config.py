@@ -33,17 +33,19 @@ class GradientRegularizationConfig(StrictConfig):
     """squared_norm: strength / 2 * ||grad L||^2. norm: strength * ||grad L|| (Zhao et al. 2022, arXiv 2202.03599);
     with step_scale=radius and strength equal to step that is SAM (Foret et al. 2021, arXiv 2010.01412)."""
     ratio_mode: RatioMode = "importance"
-    """The second pass's policy loss. importance: ratios to the frozen old log-probabilities, with the first
-    pass's clip mask. reuse: every token's d loss / d log-probability frozen, which leaves out the score function's own
-    part of the curvature (0 on a softmax bandit). importance_clipped: the loss evaluated again, clipping included."""
+    """The second pass's policy loss. importance: ratios to the frozen old log-probabilities, with the first pass's clip
+    mask. reuse: every token's d loss / d log-probability frozen, which leaves the score function's own part out of the
+    curvature (on a softmax bandit with centred advantages nothing remains). importance_clipped: the loss evaluated
+    again, clipping included."""
     kl_in_penalty: bool = True
-    """Whether L in the penalty includes the KL and entropy terms. False costs a third pass wherever there are any."""
+    """Whether L in the penalty includes the KL and entropy terms. False costs one more pass wherever there are any."""
     perturbed: PerturbedSet = "blocks"
-    """The parameters whose gradient is penalized: the repeated blocks, all trainable ones, adapters alone, the output
-    layer, the last block, or those whose names match one of these patterns (`*.mlp.*`). All others keep g1."""
+    """The parameters whose gradient is penalized. blocks: those of the repeated blocks. all: all trainable ones.
+    adapters: adapters alone. last_layer: the output layer. last_block: the last block. A list: those whose names match
+    one of its patterns (`*.mlp.*`). All others keep g1, unless `outside` is g2."""
     step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The size of the perturbation; null: relative, 3e-5 where everything on the way through the model is float32, 3e-4
-    where weights are rounded to half precision, 3e-3 for adapters of a model that is."""
+    """The size of the perturbation, in the unit of `step_scale`; null: relative, 3e-5 where everything on the way
+    through the model is float32; where anything is in half precision 3e-4, and 3e-3 if adapters are perturbed."""
     step_scale: Literal["relative", "radius", "absolute"] = "relative"
     """relative: step * ||theta|| is how far the perturbed parameters move. radius: step itself is (SAM). absolute: step
     multiplies the gradient (the paper's epsilon)."""
@@ -56,29 +58,31 @@ class GradientRegularizationConfig(StrictConfig):
     scaling: Literal["none", "asam"] = "none"
     """none: gradient and perturbation as they are. asam: measured per |weight| (Kwon et al. 2021, arXiv 2102.11600)."""
     every: Annotated[int, Field(ge=1)] = 1
-    """Run the second pass every so many updates; in between the penalty's component orthogonal to g1 is used again
-    (LookSAM, Liu et al. 2022, arXiv 2203.02714)."""
+    """Run the second pass in every n-th update; in between the penalty's component orthogonal to g1 is used again,
+    scaled to the norm of the present g1 (LookSAM, Liu et al. 2022, arXiv 2203.02714). 1: in all."""
     group_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The share of a minibatch's groups that the second pass repeats; its g1 is that of the same groups. A minibatch of
     completions is split by prompt too."""
     depth_scale: tuple[Factor, Factor] = (1.0, 1.0)
-    """The strength's factor at the first and the last block, linear in between."""
+    """The strength's factor at the first and the last block, linear in between; 1 outside the blocks."""
     delay_updates: Annotated[int, Field(ge=0)] = 0
-    """No regularization in the first so many updates."""
+    """The number of updates at the start of RL without regularization."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """Updates over which the strength rises linearly from 0, after those of `delay_updates`."""
+    """Updates over which the strength rises linearly from 0, after those of `delay_updates`; 0: none."""
     step_warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """Updates over which the step rises linearly, after those of `delay_updates`. A small step drowns in rounding:
-    watch gradreg/step_consistency."""
+    """Updates over which the step rises linearly from 0, after those of `delay_updates`; 0: none. A small step drowns
+    in rounding: watch gradreg/step_consistency."""
     min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.3
-    """Refuse to begin where the cosine of the realized with the intended perturbation is below this; warn later."""
+    """The least cosine of the perturbation, as rounding leaves it, with the intended one. Below it a run is refused at
+    its start; later there is a notice, once."""
     check_every: Annotated[int, Field(ge=0)] = 100
-    """Compare the penalty at the step with that at its opposite at the first update with advantages, and again after so
-    many updates, for one more pass each time: a cosine below 0.5 is refused at the first and a notice later, one below
-    0.9 a notice. 0: never, for a step that is meant to be long, as SAM's."""
+    """Updates between checks that the penalty at the step agrees with that at the opposite step, by their cosine; the
+    first is made at the first update with advantages. There a cosine below 0.5 ends the run; otherwise one below 0.9
+    gives a notice. A check costs one more pass with difference=forward, and none with central; exact needs no check. 0:
+    never, for a step that is meant to be long, as SAM's."""
     g1_clip: Annotated[float, Field(gt=0)] | None = None
     """Clip g1, the plain gradient, to this norm before the difference is taken, as published code does, which bends the
-    penalty. null: never."""
+    penalty. The update then has the clipped g1 too. null: never."""
     g2_clip: Annotated[float, Field(gt=0)] | None = None
     """Clip g2, the gradient at the perturbed weights, to this norm before the difference is taken, as published code
     does. null: never."""

@@ -16,12 +16,10 @@ from flatpeak.runs.manifest import flatten
 from flatpeak.training.advantage_function import Advantages, make_advantages
 from flatpeak.training.loss_function import make_objective
 from flatpeak.training.objective import Objective
-from flatpeak.utils.user_code import FROM_PYTHON, file_digest, source_digest
+from flatpeak.utils.user_code import FROM_PYTHON, REFERENCES, file_digest, source_digest
 
 _FUNCTIONS: Final = {"loss": "objective.loss", "advantage": "advantage.function"}
 """The settings in whose place a caller gives functions."""
-_REFERENCES: Final = ("loss", "function", "factory")
-"""The last parts of the settings that can name a function of the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,7 @@ def code_digests(config: RunConfig, objects: CallerObjects) -> dict[str, str]:
     digests = {
         key: file_digest(value)
         for key, value in recipe.items()
-        if key.rpartition(".")[2] in _REFERENCES and isinstance(value, str) and ":" in value
+        if key.rpartition(".")[2] in REFERENCES and isinstance(value, str) and ":" in value
     }
     for name, key in _FUNCTIONS.items():
         own = getattr(objects, name)

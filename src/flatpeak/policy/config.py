@@ -23,8 +23,8 @@ class NewModelConfig(StrictConfig):
     """A model with random weights: any causal architecture transformers knows."""
 
     architecture: str = "llama"
-    """The transformers model type: llama, gpt2, qwen2, ... AutoTokenizer reads a saved tokenizer of one's own wrongly
-    where the model is a qwen2; flatpeak reads it rightly."""
+    """The transformers model type: llama, gpt2, qwen2, ... The saved tokenizer of a new qwen2 is misread by
+    transformers' AutoTokenizer, and read as it was by flatpeak."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Fields of its transformers config (hidden_size, num_hidden_layers, ...); vocabulary and special ids are set."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -34,10 +34,11 @@ class ModelConfig(StrictConfig):
     """One of `path` (a directory or Hub name) and `new`; neither where the caller of flatpeak.train brings a model."""
 
     path: str | None = None
-    """A directory or Hub name of a model, a checkpoint or an adapter."""
+    """A directory or Hub name of a model, a checkpoint or an adapter; null: `new`, or the caller's model."""
     revision: str | None = None
     """Of a Hub name: a branch, tag or commit; null: main."""
     new: NewModelConfig | None = None
+    """A model with random weights: any causal architecture transformers knows. null: none."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -48,9 +49,11 @@ class ModelConfig(StrictConfig):
     trust_remote_code: bool = False
     """Whether code that comes with the model or its tokenizer may run here."""
     lora: LoraConfig | None = None
-    """Train adapters in float32 and leave the model's own weights as they are; `{}` takes the defaults."""
+    """Train adapters in float32 and leave the model's own weights as they are; `{}` takes the defaults. null: train the
+    weights."""
     quantization: Literal["nf4"] | None = None
-    """nf4: keep the linear layers in 4 bits, under adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314)."""
+    """nf4: keep the linear layers in 4 bits, under adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314). null: all
+    weights are in `dtype`."""
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -92,14 +95,14 @@ class ReferenceConfig(StrictConfig):
     """The model that KL is measured against."""
 
     model: str | None = None
-    """A directory or Hub name; null: the policy as it was when this training began."""
+    """A directory or Hub name; null: the policy as it was when RL began, after SFT."""
     keep: bool = False
     """Keep a reference, and log the KL to it, even at kl.coefficient 0."""
     reset_every: Annotated[int, Field(ge=1)] | None = None
-    """After every so many RL steps the policy, as it is then, becomes the reference."""
+    """Every this many steps of RL the policy, as it is then, becomes the reference; null: never."""
     reset_at_kl: Annotated[float, Field(gt=0)] | None = None
-    """After any step whose policy/kl_reference exceeds this, the policy, as it is then, becomes the reference. This and
-    `reset_every` imply `keep`."""
+    """After any step whose policy/kl_reference exceeds this, the policy, as it is then, becomes the reference; null:
+    never. This and `reset_every` imply `keep`."""
     reset_optimizer: bool = False
     """At a reset, clear the optimizer's moments and step counts too; the learning rate's schedule goes on."""
     offload: bool = False

@@ -40,8 +40,8 @@ class MathConfig(_VerifiedConfig):
 
     type: Literal["math"] = "math"
     extraction: MathExtraction = "auto"
-    """`auto`: the last box or answer block. `boxed`: the last box. `any`: where there is neither box nor block,
-    `#### x`, or a short text as a whole."""
+    """`auto`: the last box or answer block. `boxed`: the last box. `any`: as auto, and where there is neither box nor
+    block `#### x`, or a short text as a whole."""
 
     def build(self, name: str) -> Scorer:
         """The grader of extracted answers, with worker processes of its own."""
@@ -91,7 +91,7 @@ class SequenceClassifierConfig(StrictConfig):
     batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of one forward pass, padding included. null: 4096 on a CPU, else 32768."""
     label: Annotated[int, Field(ge=0)] | None = None
-    """The output that is the score, where the model has several."""
+    """The index, from 0, of the output that is the score, where the model has several; null: it has one."""
     normalization: Literal["none", "standardize"] = "none"
     """none: scores as the model gives them. standardize: (score - mean) / std, of the scores recorded with the model
     unless `mean` and `std` are given."""
@@ -241,8 +241,9 @@ class FunctionConfig(StrictConfig):
     """Extra keyword arguments, the same at every call."""
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] | Literal["auto"] | None = "auto"
     """Seconds that one call may take in a worker process; what it covers is missing if it takes longer. auto:
-    run.grading_timeout, for functions of one completion or one group; async ones and those of all completions are
-    called in the trainer's process. null: so is this one. A number: also one of all completions has a worker."""
+    run.grading_timeout for a function of one completion or one group; async functions and those of all completions are
+    called in the trainer's process, without a limit. null: this function is called there too. A number: a worker calls
+    it, whatever it covers."""
     on_timeout: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """The score of what a call covers that ran out of its time or memory, or of the step's run.grading_budget. null: it
     is missing, so that nothing is learned from it."""

@@ -69,19 +69,22 @@ class RolloutConfig(StrictConfig):
     prompts_per_step: Annotated[int, Field(ge=1)] = 32
     """Prompts that a step samples completions for, each of which makes a group."""
     group_size: Annotated[int, Field(ge=1)] = 8
-    """Completions of each prompt."""
+    """Completions of each prompt; at least 2 where advantages compare those of a group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """The divisor of the logits, as tokens are drawn and on both sides of the ratio."""
+    """The divisor of the logits, as tokens are drawn and wherever training computes log-probabilities: ratio, KL and
+    entropy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the smallest set of tokens whose probabilities reach this, after `top_k`; 1: from all."""
+    """Draw from the smallest set of tokens whose probabilities reach this, after `top_k`; 1: from all.
+    Log-probabilities stay those over all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from so many of the most probable tokens; 0: from all."""
+    """Draw from this many of the most probable tokens; 0: from all. Log-probabilities stay those over all tokens."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
     """The most tokens of a completion; a longer one is cut there, see `objective.truncated`."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    """The fewest tokens of a completion: before, no end-of-sequence token is drawn, and no stop string ends it."""
+    """The fewest tokens of a completion: before, no end-of-sequence token is drawn, and no stop string ends it. 0:
+    none."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion as they are completed; they stay part of it."""
+    """Strings, each of which ends a completion once it is complete; it stays part of the text."""
     engine: Annotated[
         Annotated[Literal["auto", "native", "generate"], Tag("name")] | Annotated[VLLMConfig, Tag("vllm")],
         Discriminator(_engine_kind),
@@ -89,14 +92,15 @@ class RolloutConfig(StrictConfig):
     """auto: native where the architecture is proven, else transformers' generate, with a notice. A section of type vllm
     names servers."""
     staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: the next step's completions are drawn while the policy is updated, by the policy before that update: by
-    servers or in a second process. 0: each step draws with the policy that it updates."""
+    """0: each step draws with the policy that it updates. 1: the next step's completions are drawn while the policy is
+    updated, by the policy before that update: by servers or in a second process."""
     kernels: Literal["auto", "torch", "native"] = "auto"
     """The decoder on a CPU, and what computes training passes. auto: kernels in C++ where they serve the model, can be
     compiled or were shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels
     or an error. torch: none."""
     max_rows: Annotated[int, Field(ge=1)] = 512
-    """Most completions decoded side by side."""
+    """The most completions that the native engine or generate decodes side by side; servers have limits of their
+    own."""
     batch_invariant: bool = True
     """On a CPU, pad slots and keys so that no bit of a completion depends on what else is decoded. What it costs
     is within the spread of measurements (benchmarks/RESULTS.md), but for very small heads: with those of 8 dimensions

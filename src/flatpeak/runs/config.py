@@ -17,7 +17,7 @@ class RunSectionConfig(StrictConfig):
     directory: str = "runs"
     """The directory that holds the directories of runs."""
     seed: int = 0
-    """The seed of weights, order of the data, sampling and dropout."""
+    """The seed of weights, order of the data, sampling and dropout; tasks and evaluation have their own."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 50
     """Steps between checkpoints; 0: only at the start and the end. The best and the last step are always saved."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
@@ -28,7 +28,7 @@ class RunSectionConfig(StrictConfig):
     """torch threads; null leaves torch's choice. 1 is best below about a million parameters (docs/engine.md)."""
     grading_workers: Annotated[int, Field(ge=0)] | None = None
     """Processes that call reward functions while other groups are sampled, and that can be killed. null: two, which
-    start when a function needs them. A number: so many, and they grade the built-in rewards too. 0: the trainer's
+    start when a function needs them. A number: that many, which grade the built-in rewards too. 0: the trainer's
     process grades everything, after sampling, and a function that hangs stops the run. The scores are the same."""
     grading_timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 2.0
     """Seconds that a worker may take for one call: a completion, or a group where the function or the built-in reward

@@ -224,7 +224,9 @@ class RunDirectory(RunPaths):
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
             before, now = last_code(manifest), start.get("code", {})
             self.changed_code = tuple(key for key in now if before.get(key, now[key]) != now[key])
-            manifest.setdefault("resumed", []).append(start | {"changed": changed})
+            steps = (*checkpoint_steps(self.checkpoints), *checkpoint_steps(self.sft_checkpoints))
+            start |= {"changed": changed, "anew": not any(steps)}
+            manifest.setdefault("resumed", []).append(start)
             remove_leftovers(self.checkpoints)
             remove_leftovers(self.sft_checkpoints)
         else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -85,6 +86,26 @@ def last_code(manifest: Mapping[str, Any]) -> dict[str, str]:
     """The digests of the user's functions at the last start of a run; empty where its version kept none."""
     code: dict[str, str] = ([manifest, *manifest.get("resumed", [])][-1]).get("code", {})
     return code
+
+
+def read_starts(path: Path) -> list[Mapping[str, Any]]:
+    """The starts of a run, the first one first; none where its manifest is missing or damaged."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [manifest, *manifest.get("resumed", [])] if isinstance(manifest, dict) else []
+
+
+def code_in_steps(starts: Iterable[Mapping[str, Any]]) -> dict[str, set[str]]:
+    """The digests of each function of the user's over those starts of a run whose steps it has kept."""
+    kept: dict[str, set[str]] = {}
+    for start in starts:
+        if start.get("anew"):
+            kept.clear()
+        for key, digest in start.get("code", {}).items():
+            kept.setdefault(key, set()).add(digest)
+    return kept
 
 
 def hardware() -> dict[str, Any]:

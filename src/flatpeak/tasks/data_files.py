@@ -62,7 +62,8 @@ class SourceConfig(StrictConfig):
     answer: str = "answer"
     """The column (or format string) of the gold answer."""
     answer_pattern: str | None = None
-    """A regular expression whose first group (else whole match) is the gold answer in that column."""
+    """A regular expression whose first group (else whole match) is the gold answer in that column; null: all of the
+    column."""
     rationale: str | None = None
     """A column or format string for the SFT target (fields: columns, and `gold`); null: no rationale."""
     id: str | None = None

@@ -64,12 +64,12 @@ class GSM8KConfig(StrictConfig):
     path: str | None = None
     """A directory with the two files in the published layout; null loads from the Hub."""
     train_size: int | None = None
-    """The number of training rows, from the first on; null is all."""
+    """The number of training rows, the first ones after those of `shots`; null is all."""
     test_size: int | None = None
     """The number of test rows, from the first on; null is all."""
     shots: Annotated[int, Field(ge=0)] = 0
     """The number of worked examples before each question, the first training rows, worded `Question: ...` and `Answer:
-    ...`. Those rows are not trained on."""
+    ...`. Those rows are not trained on. 0: none, and the question as it is."""
 
     def load(self) -> ExampleTask:
         """Read the published splits, each cut to its size. The rationale is the whole published answer.

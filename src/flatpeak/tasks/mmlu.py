@@ -96,7 +96,8 @@ class MMLUConfig(StrictConfig):
     shots: Annotated[int, Field(ge=0, le=5)] = 5
     """With wording=official: the number of worked examples, from the dev split of the same subject."""
     subjects: tuple[str, ...] = ()
-    """Only these of the 57 (high_school_physics or "high school physics"); empty is all."""
+    """Only these of the 57 (high_school_physics or "high school physics"); empty is all. The rows of auxiliary_train,
+    which have no subject, all stay."""
     train: Literal["validation", "auxiliary_train"] = "validation"
     """The split to train on: validation, or auxiliary_train, whose rows have no subject and no shots."""
     train_size: Annotated[int, Field(ge=1)] | None = None

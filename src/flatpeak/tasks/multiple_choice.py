@@ -70,7 +70,7 @@ class ChoiceSourceConfig(StrictConfig):
     question: str = "question"
     """The column of the question."""
     options: str | tuple[str, ...] | None = None
-    """A column with a list of texts, or one column per option; not with `incorrect`."""
+    """A column with a list of texts, or one column per option; null: `incorrect` and `correct` are the options."""
     correct: str = "answer"
     """A column with the right option: its letter, its index from 0, or its text. With `incorrect`: its text."""
     incorrect: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class PreferencesConfig(StrictConfig):
     path: str | None = None
     """A JSONL, JSON or CSV file; null loads from the Hub."""
     test_path: str | None = None
-    """A file with held-out pairs; null: see `test_fraction`."""
+    """Beside `path`: a file with held-out pairs; null: see `test_fraction`."""
     hub: str = "tatsu-lab/alpaca_farm"
     """The name of a Hub data set, read where there is no `path`."""
     hub_file: str | None = "alpaca_human_preference.json"
@@ -51,9 +51,9 @@ class PreferencesConfig(StrictConfig):
     hub_config: str | None = None
     """The configuration of the Hub data set; null: its default."""
     split: str = "train"
-    """The Hub split to train on."""
+    """With hub_file=null: the Hub split to train on."""
     test_split: str | None = None
-    """The Hub split of held-out pairs; null: see `test_fraction`."""
+    """With hub_file=null: the Hub split of held-out pairs; null: see `test_fraction`."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """The share of prompts held out, by a seeded hash, where there is neither a test file nor a test split."""
     seed: int = 0

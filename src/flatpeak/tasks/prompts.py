@@ -39,10 +39,12 @@ class PromptConfig(StrictConfig):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for the tokenizer's chat template (enable_thinking: false, say)."""
     max_tokens: int | None = None
-    """Tokens of the longest prompt; null: what the model's context leaves beside rollout.max_new_tokens."""
+    """Tokens of the longest prompt, at most what the model's context leaves beside rollout.max_new_tokens; null:
+    that."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    """The treatment of longer prompts. error: none is accepted. drop: they are left out and counted. truncate_left: the
-    question is shortened from its beginning, the template around it stays whole."""
+    """The treatment of prompts that are longer even without their worked examples, which are left out first. error:
+    none is accepted. drop: they are left out and counted. truncate_left: the question is shortened from its beginning,
+    the template around it stays whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

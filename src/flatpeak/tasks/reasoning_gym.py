@@ -32,11 +32,11 @@ class ReasoningGymConfig(StrictConfig):
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str | None = None
-    """One data set by name, with `arguments`; or several in `datasets`."""
+    """One data set by name, with `arguments`; null: those of `datasets`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Settings of `dataset`, by its own names."""
     datasets: dict[str, dict[str, Any]] | None = None
-    """Several data sets, each name with its arguments; sizes are shared out evenly."""
+    """Several data sets, each name with its arguments; sizes are shared out evenly. null: `dataset` alone."""
     size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 2000
     """The number of training rows, of all data sets together."""
     test_size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 200

@@ -57,18 +57,21 @@ class RowsConfig(StrictConfig):
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The share of training rows held out where there is no `test`."""
     deduplicate: bool = False
-    """Drop rows whose normalized question (case, punctuation, numbers kept) already occurred."""
+    """Keep the first of training rows whose questions are equal but for case, punctuation and spacing, and leave out
+    those that `test` asks too."""
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = None
-    """With a split by fraction: questions this similar (Jaccard of word sets, numbers masked) stay on one side."""
+    """Questions this similar (Jaccard of word sets, numbers masked) stay on one side of a split by fraction; with
+    `test`, its rows that resemble a training row are marked, and accuracy/not_near_train leaves them out. null: a split
+    keeps only equal questions on one side."""
     overlap: OverlapConfig | None = None
-    """Drop training rows that ask what an evaluation set asks."""
+    """Drop training rows that ask what an evaluation set asks; null: do not."""
     integers_only: bool = False
     """Keep only rows whose gold answer is an integer."""
     equations: bool = False
     """Give training rows the first equation over the question's numbers that fits the answer as their rationale."""
     variants: Annotated[int, Field(ge=0)] = 0
-    """The number of copies of each training row that has an equation over its numbers, with other numbers and the
-    answer recomputed."""
+    """The most copies of each training row that has an equation over its numbers, with other numbers and the answer
+    recomputed; 0: none."""
     seed: int = 0
     """The seed of the held-out rows and of the numbers of `variants`."""
 

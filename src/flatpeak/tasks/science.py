@@ -47,7 +47,7 @@ class CamelAIConfig(StrictConfig):
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
     """Of questions this similar (Jaccard of word sets, numbers masked) the first is kept; null: of equal ones only."""
     overlap: OverlapConfig | None = None
-    """Drop training rows that ask what an evaluation set asks."""
+    """Drop training rows that ask what an evaluation set asks; null: do not."""
     seed: int = 0
     """The seed of the hash that holds cells out."""
 
@@ -88,7 +88,7 @@ class DrSCIConfig(StrictConfig):
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
     """Of questions this similar (Jaccard of word sets, numbers masked) the first is kept; null: of equal ones only."""
     overlap: OverlapConfig | None = None
-    """Drop training rows that ask what an evaluation set asks."""
+    """Drop training rows that ask what an evaluation set asks; null: do not."""
     seed: int = 0
     """The seed of the hash that holds questions out."""
 

@@ -87,11 +87,11 @@ class TrackingConfig(StrictConfig):
     mlflow: MlflowConfig | None = None
     """Record the run with MLflow; `{}` takes the defaults, null: do not."""
     group: str | None = None
-    """The group that runs are shown in; a sweep sets its own name."""
+    """The group that runs are shown in; null: none. A sweep sets its own name where none is given."""
     tags: dict[str, str | int | float | bool] = Field(default={})
     """Names and values to find runs by; a sweep adds `sweep`, `arm` and `seed`."""
     completions_every: Annotated[int, Field(ge=0)] = 10
-    """A table of completions every so many steps of RL; 0: none."""
+    """Steps of RL between tables of completions; 0: none."""
     completions: Annotated[int, Field(ge=1, le=1000)] = 16
     """Rows of a table of completions, and of the answers of an evaluation."""
 

@@ -53,13 +53,13 @@ class AdvantageConfig(StrictConfig):
     """Subtracted from each reward. mean: the group's mean (GRPO). leave_one_out: the mean of the group's others (RLOO).
     none: nothing (REINFORCE), which needs scale=none."""
     scale: Literal["std", "batch_std", "none"] = "std"
-    """The divisor of what is left. std: the group's standard deviation. batch_std: that of all rewards of the step.
-    none: 1 (Dr. GRPO)."""
+    """The divisor of what is left. std: the group's standard deviation. batch_std: that of all rewards of the step,
+    before the baseline is subtracted. none: 1 (Dr. GRPO)."""
     eps: Annotated[float, Field(ge=0)] = 1e-6
-    """Added to the standard deviation, against division by almost 0."""
+    """Added to the standard deviation, against division by almost 0; of no effect with scale=none."""
     function: Annotated[str, AfterValidator(_function)] | None = None
     """A function of yours, file.py:name or module:name, in place of baseline, scale and eps: called with the rewards
-    [P, G] and whether each is there (bool [P, G]), it returns the advantages [P, G]."""
+    [P, G] and whether each is there (bool [P, G]), it returns the advantages [P, G]. null: baseline, scale and eps."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of `function`."""
 
@@ -74,11 +74,12 @@ class SamplerCorrectionConfig(StrictConfig):
     """Importance weights for a sampler whose probabilities are not the trainer's; see functional.sampler_correction."""
 
     type: Literal["none", "truncate", "mask"] = "none"
-    """none: no weights. truncate: weights are bounded by the cap. mask: weights above it are 0."""
+    """none: no weights. truncate: weights above the cap become the cap. mask: weights above it become 0, so that those
+    tokens, or with level=sequence whole completions, have no policy loss."""
     level: Literal["token", "sequence"] = "token"
     """token: a weight for each token. sequence: one per completion, the product over its tokens."""
     cap: Annotated[float, Field(ge=1)] = 2.0
-    """The largest weight; equal policies have weight 1."""
+    """The largest weight, which is 1 where sampler and trainer agree."""
 
     @property
     def enabled(self) -> bool:
@@ -90,32 +91,36 @@ class ObjectiveConfig(StrictConfig):
     """The per-token loss and how tokens are weighted."""
 
     loss: Annotated[str, AfterValidator(_known_loss)] = "clipped_surrogate"
-    """clipped_surrogate, unclipped_surrogate, policy_gradient, truncated_policy_gradient; or a function of yours,
-    file.py:name or module:name, called with log-probabilities, ratios and advantages of T tokens and this section."""
+    """clipped_surrogate (PPO, GRPO); unclipped_surrogate, the same without a clip; policy_gradient, -A log p without a
+    ratio (REINFORCE); truncated_policy_gradient (CISPO); or a function of yours, file.py:name or module:name, called
+    with log-probabilities, ratios and advantages of T tokens and this section."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of a `loss` of yours."""
     ratio: Literal["token", "sequence"] = "token"
     """token: an importance ratio for each token. sequence: one per completion, the exponential of its mean log-ratio
     (GSPO)."""
     normalization: Normalization = "sequence_mean"
-    """A completion's weight, for N completions of lengths len: sequence_mean 1 / (N * len), GRPO; constant 1 / (N *
-    max_new_tokens), Dr. GRPO; token_mean 1 / sum(len), DAPO; longest 1 / (N * max(len)); sequence_sum 1 / N, LUSPO."""
+    """A completion's weight, for the N completions of a minibatch and their lengths len: sequence_mean 1 / (N * len),
+    GRPO; constant 1 / (N * max_new_tokens), Dr. GRPO; token_mean 1 / sum(len), DAPO; longest 1 / (N * max(len));
+    sequence_sum 1 / N, LUSPO."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """The ratio is clipped at 1 - clip_low from below."""
+    """With clipped_surrogate: the ratio is clipped at 1 - clip_low from below."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """The ratio is clipped at 1 + clip_high from above."""
+    """With clipped_surrogate: the ratio is clipped at 1 + clip_high from above."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss under a negative advantage A: at most -dual_clip * A (Ye et al. 2020; 3 is usual). null:
-    none."""
+    """With clipped_surrogate: bound of the loss under a negative advantage A, at most -dual_clip * A (Ye et al. 2020; 3
+    is usual). null: none."""
     cap: Annotated[float, Field(gt=0)] = 5.0
-    """CISPO: the ratio's upper bound, absolute."""
+    """With truncated_policy_gradient (CISPO): the upper bound of the ratio itself, not a distance from 1."""
     entropy_coefficient: float = 0.0
     """Adds -coefficient * entropy per token to the loss."""
     truncated: Literal["keep", "mask", "zero_reward", "soft_penalty"] = "keep"
-    """Completions cut at max_new_tokens: keep; mask (out of the loss and its denominators, still in the group's
-    baseline); zero_reward; soft_penalty (DAPO's soft overlong punishment over the last `overlong_buffer` tokens)."""
+    """Completions cut at max_new_tokens. keep: they count like all others. mask: they are out of the loss and its
+    denominators, and still in the group's baseline. zero_reward: their reward is 0. soft_penalty: DAPO's soft overlong
+    punishment is subtracted from the reward of every completion that reaches into the last `overlong_buffer` tokens,
+    cut or not."""
     overlong_buffer: Annotated[int, Field(ge=1)] = 32
-    """With soft_penalty: the last so many tokens before max_new_tokens, over which the penalty rises from 0 to 1."""
+    """With soft_penalty: the number of tokens before max_new_tokens over which the penalty rises from 0 to 1."""
     sampler_correction: SamplerCorrectionConfig = SamplerCorrectionConfig()
     """Weights of the policy loss where another policy samples than is trained: another engine, dtype or version."""
 
@@ -126,13 +131,14 @@ class KLConfig(StrictConfig):
     coefficient: Annotated[float, Field(ge=0)] = 0.0
     """The weight of the KL; 0: no penalty, and no reference is kept unless `reference` asks for one."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of each token, with d = log reference - log policy. k1: -d. k2: d^2 / 2. k3: exp(d) - d - 1, unbiased and never
-    negative."""
+    """The KL of each token, with d = log reference - log policy. k1: -d, unbiased, of either sign. k2: d^2 / 2, biased,
+    but as a loss its expected gradient is that of the KL. k3: exp(d) - d - 1, unbiased and never negative."""
     placement: Literal["loss", "reward"] = "loss"
-    """loss: the KL of each token is added to its loss. reward: a completion's KL, summed over its tokens, is subtracted
-    from its reward."""
+    """loss: `coefficient` times the KL of each token is added to its loss. reward: `coefficient` times a completion's
+    KL, summed over its tokens, is subtracted from its reward."""
     ratio_weighted: bool = False
-    """Multiply the per-token KL by the importance ratio (TRL's default), which makes its gradient unbiased."""
+    """Multiply the per-token KL in the loss by the importance ratio (TRL's default), so that the expected gradient of
+    k1 and k3 is that of the KL; that of k2 is so without it."""
 
     @model_validator(mode="after")
     def _k1_has_no_gradient(self) -> KLConfig:
@@ -151,22 +157,22 @@ class OptimizerConfig(StrictConfig):
     """adamw; sgd, without momentum; or adamw_8bit, which keeps the moments in 2 bytes per parameter instead of 8 and
     needs bitsandbytes."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """The rate after the warm-up."""
+    """The rate at the end of the warm-up, from which linear and cosine fall; 0: the weights stay as they are."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay of AdamW's first and second moment."""
+    """Decay of AdamW's first and second moment, per update."""
     eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     """Added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay under AdamW, an L2 penalty under SGD."""
+    """Decoupled weight decay under AdamW, an L2 penalty under SGD; 0: none."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are clipped to this norm; null: not clipped."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The rate after the warm-up. constant: learning_rate. linear, cosine: falling to final_fraction of it at the last
     step."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the rate rises linearly from 0."""
+    """Steps over which the rate rises linearly: step n has n / warmup_steps of learning_rate. 0: none."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Final learning rate of linear and cosine, as a fraction of learning_rate."""
+    """Learning rate of linear and cosine at the last step, as a fraction of learning_rate."""
     offload: bool = False
     """Keep the optimizer's states, and float32 masters, in host memory between updates: the same weights, bit for bit,
     for a copy to a CUDA device and back in every update. No effect on a CPU, which has them there anyway."""
@@ -182,7 +188,7 @@ class DynamicSamplingConfig(StrictConfig):
     """DAPO: groups whose rewards are all equal are replaced by fresh prompts, up to a budget."""
 
     max_resamples: Annotated[int, Field(ge=0)] = 0
-    """Number of further rounds of rollouts that a step may draw; 0 is off."""
+    """The most further rounds of rollouts that a step may draw; 0 is off. Groups that are not replaced by then stay."""
 
 
 class StopWhenConfig(StrictConfig):
@@ -191,11 +197,11 @@ class StopWhenConfig(StrictConfig):
     metric: str
     """Name of a metric of training steps, such as reward/exploit."""
     above: FiniteFloat | None = None
-    """Met where the metric's mean over the window is greater than this."""
+    """Met where the metric's mean over the window is greater than this; null: `below` decides."""
     below: FiniteFloat | None = None
-    """Met where that mean is less than this; give exactly one of `above` and `below`."""
+    """Met where that mean is less than this; give exactly one of `above` and `below`. null: `above` decides."""
     window: Annotated[int, Field(ge=1)] = 1
-    """The last so many steps, each of which has to have the metric, as a finite number."""
+    """The number of last steps in the mean, each of which has to have the metric, as a finite number."""
 
     @model_validator(mode="after")
     def _decidable(self) -> StopWhenConfig:
@@ -224,7 +230,7 @@ class TrainingConfig(StrictConfig):
     """The length of training and how a rollout batch is used."""
 
     steps: Annotated[int, Field(ge=0)] = 100
-    """Steps of RL: a rollout each, and the updates made of it."""
+    """Steps of RL: a rollout each, and the updates made of it. 0: none."""
     epochs_per_rollout: Annotated[int, Field(ge=1)] = 1
     """Passes over the completions of a step, each in minibatches of its own."""
     minibatches: Annotated[int, Field(ge=1)] = 1
@@ -243,13 +249,14 @@ class TrainingConfig(StrictConfig):
     """Run the layers of passes with gradients through torch.compile. Needs a C++ compiler, and the first pass takes
     some tens of seconds more."""
     max_skipped_updates: Annotated[int, Field(ge=1)] = 10
-    """An update whose gradient is NaN or infinite is skipped; after so many in a row a run (SFT and reward models
+    """An update whose gradient is NaN or infinite is skipped; after this many in a row a run (SFT and reward models
     included) ends as failed."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Stop once the evaluation metric reaches this."""
+    """Stop once `evaluation.metric` reaches this in an evaluation; null: do not."""
     stop_when: StopWhenConfig | None = None
-    """Stop after the step at which the mean of a training metric over the last steps passes a threshold."""
+    """Stop after the step at which the mean of a training metric over the last steps passes a threshold; null: do
+    not."""
 
 
 class CurriculumConfig(StrictConfig):
@@ -258,9 +265,10 @@ class CurriculumConfig(StrictConfig):
     task: TaskConfig
     """The first task."""
     steps: Annotated[int, Field(ge=1)]
-    """At most so many steps of the first task."""
+    """The most steps of the first task."""
     until_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Move on as soon as a step's mean of the accuracy reward, over all groups drawn, reaches this."""
+    """Move on as soon as a step's mean of the accuracy reward, over all groups drawn, reaches this; null: after
+    `steps`."""
     rewards: dict[str, RewardConfig] | None = None
     """Rewards of the first task; null: the same as the main task's."""
     in_sft: bool = True
@@ -276,13 +284,16 @@ class SFTConfig(StrictConfig):
     """Demonstrations per step."""
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     normalization: Normalization = "token_mean"
-    """Normalization as in `objective.normalization`; constant divides by the tokens of the longest demonstration."""
+    """Normalization as in `objective.normalization`, over the demonstrations of a step; constant takes the tokens of
+    the longest of all demonstrations for max_new_tokens."""
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Stop once greedy accuracy on training problems set aside for it reaches this; checked every `check_every`."""
+    """Stop once accuracy (greedy, unless `evaluation.greedy` is false) on `check_size` training problems reaches this;
+    checked every `check_every` steps. null: do not, and set no problems aside."""
     check_every: Annotated[int, Field(ge=1)] = 50
     """Steps between checks of `stop_at`."""
     check_size: Annotated[int, Field(ge=1)] = 200
-    """Training problems that are set aside for these checks, and not trained on."""
+    """With `stop_at`: the number of training problems that SFT leaves out and is checked on, the first ones. RL trains
+    on them all the same."""
 
 
 class RewardModelOptimizerConfig(OptimizerConfig):
@@ -306,12 +317,13 @@ class RewardModelConfig(StrictConfig):
     chat; plain: question and answer with an empty line between; or a text file with {prompt} and {completion}."""
     optimizer: RewardModelOptimizerConfig = RewardModelOptimizerConfig()
     margin: Annotated[float, Field(ge=0)] = 0.0
-    """Margin by which the chosen answer has to win: -log sigmoid(chosen - rejected - margin)."""
+    """Margin by which the chosen answer has to win: -log sigmoid(chosen - rejected - margin). 0: none."""
     center: Annotated[float, Field(ge=0)] = 0.0
-    """Adds center * (chosen + rejected)^2, which keeps the scores around 0 (Eisenstein et al. 2023; 0.01 is usual)."""
+    """Adds center * (chosen + rejected)^2 to a pair's loss, which keeps the scores around 0 (Eisenstein et al. 2023;
+    0.01 is usual). 0: nothing."""
     evaluate_every: Annotated[int, Field(ge=0)] = 50
-    """Held-out accuracy at step 0, every so many steps and at the end; 0: only at step 0 and at the end."""
+    """Steps between measurements of held-out accuracy, which also happen at step 0 and at the end; 0: only then."""
     evaluation_size: Annotated[int, Field(ge=1)] | None = None
-    """The first so many held-out pairs; null is all."""
+    """The number of held-out pairs, from the first on; null is all."""
     seed: int = 0
-    """Beside run.seed: another order of the pairs and other weights of a new head, for an ensemble, say."""
+    """Changes the order of the pairs and the weights of a new head, beside run.seed: for an ensemble, say."""

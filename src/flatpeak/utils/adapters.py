@@ -29,9 +29,9 @@ class LoraConfig(StrictConfig):
     rank: Annotated[int, Field(ge=1)] = 16
     """The rank r of the products B A."""
     alpha: Annotated[float, Field(gt=0)] = 32
-    """s = alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+    """The scale s is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input in training passes, whatever `model.dropout` is."""
+    """Dropout on the adapters' input in training passes, whatever `model.dropout` is; 0: none."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: all but the output layer."""
     modules_to_save: tuple[str, ...] = ()
@@ -41,7 +41,8 @@ class LoraConfig(StrictConfig):
     dora: bool = False
     """Weight decomposition into magnitude and direction (Liu et al. 2024, arXiv 2402.09353)."""
     adapter: str | None = None
-    """A directory or Hub name of an adapter to start from, whose own settings replace those above."""
+    """A directory or Hub name of an adapter to start from. It brings its own settings: of those above only `dropout`
+    may be given beside it. null: new adapters."""
 
     @model_validator(mode="after")
     def _settings_of_the_adapter(self) -> LoraConfig:

@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -23,6 +24,8 @@ USER_FILE: Final = "flatpeak_user_"
 """Prefix of the module names of the user's files: such a module cannot be imported by name, but run from its file."""
 _DIGEST: Final = "__flatpeak_digest__"
 """The attribute of a loaded file with the digest of its text."""
+REFERENCES: Final = ("loss", "function", "factory")
+"""The last components of the settings that may name a function of the user's."""
 FROM_PYTHON: Final = "python:"
 """Prefix of the reference to a function that a Python caller gave, as a run's recipe has it."""
 
@@ -126,14 +129,29 @@ def source_digest(function: object) -> str | None:
 def file_digest(reference: str) -> str | None:
     """The start of the SHA-256 of the file in which `module:name` or `file.py:name` lies; None where it has none.
 
-    A module has to be loaded. What the file imports is not part of it.
+    A module need not be loaded. What the file imports is not part of it.
     """
     source = reference.rpartition(":")[0]
-    file = source if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
+    file = source if source.endswith(".py") else _module_file(source)
     try:
         return _digest(Path(str(file)).expanduser().read_bytes()) if file else None
     except OSError:
         return None
+
+
+def _module_file(name: str) -> str | None:
+    """The file of a module, which is not imported for it, and neither are the packages around it; None without one."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None)
+    packages = name.split(".")
+    locations: Sequence[str] | None = [*sys.path, str(Path.cwd())]
+    spec = None
+    for end, package in enumerate(packages, start=1):
+        if locations is None or not package.isidentifier():
+            return None
+        spec = PathFinder.find_spec(".".join(packages[:end]), locations)
+        locations = spec.submodule_search_locations if spec is not None else None
+    return spec.origin if spec is not None and spec.has_location else None
 
 
 def _digest(text: bytes) -> str:

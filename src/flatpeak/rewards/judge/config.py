@@ -122,7 +122,7 @@ class CanaryConfig(StrictConfig):
     enabled: bool = True
     """Whether canaries are graded. The check that a right answer scores more than a wrong one is made all the same."""
     examples: Annotated[int, Field(ge=1)] = 4
-    """Questions for which every canary is graded; 17 calls each."""
+    """Questions for which every canary is graded; 17 calls each, and twice as many with mode=pairwise."""
     threshold: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """A canary that scores more is a false positive."""
     max_false_positive_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
@@ -152,7 +152,7 @@ class JudgeConfig(StrictConfig):
     """The form of the verdict: json_schema, which the endpoint enforces; json, asked for in words; tag, one <verdict>
     tag."""
     temperature: Annotated[float, Field(ge=0)] | None = 0.0
-    """The judge's temperature; null sends none, since some models refuse any."""
+    """The judge's temperature, 0 for the most probable reply; null sends none, since some models refuse any."""
     max_tokens: Annotated[int, Field(ge=16)] = 1024
     """Limit on the tokens of a reply: rationale and verdict (and thinking, where the judge thinks)."""
     max_characters: Annotated[int, Field(ge=100)] = 16_000
@@ -173,7 +173,7 @@ class JudgeConfig(StrictConfig):
     """Seconds that all requests of one step may take; scores without a reply by then are missing. null: no limit."""
     retries: Annotated[int, Field(ge=0)] = 5
     """Further attempts of a request after 408, 409, 429, 500, 502, 503, 504, 529, broken connections and timeouts;
-    nothing else is tried again."""
+    nothing else is tried again. 0: none."""
     retry_delay: Seconds = 1.0
     """The longest wait before the first retry, in seconds; it doubles, up to a minute."""
     breaker: OutageConfig = OutageConfig()
@@ -184,7 +184,7 @@ class JudgeConfig(StrictConfig):
     min_valid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops below this share of verdicts among the last 200 questions (and at least 20)."""
     shadow: str | None = None
-    """Name of a verifier among `rewards`, with weight 0: the gap to its scores is logged."""
+    """Name of a verifier among `rewards`, with weight 0: the gap to its scores is logged. null: none."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> JudgeConfig:
