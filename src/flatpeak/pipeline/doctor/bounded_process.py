@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ _MOST_BYTES: Final = 1 << 20
 """Of each stream; what a program writes beyond that is dropped."""
 _AFTER_KILL: Final = 1.0
 """Seconds for a killed process to go: one that waits in a driver never does, and is left behind."""
-_SECONDS_BETWEEN_LOOKS: Final = 0.02
+_ending = threading.Event()
 
 
 class _Readable(Protocol):
@@ -57,6 +58,11 @@ class Outcome:
         return f"ended with exit code {self.code}" if self.code else None
 
     @property
+    def late(self) -> bool:
+        """Whether it took too long, which may be the disk's fault, or that of other programs."""
+        return self.code is None and self.unstarted is None
+
+    @property
     def last_words(self) -> str:
         """The last line that it wrote to standard error."""
         written = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -78,14 +84,16 @@ def run_bounded(command: Sequence[str], *, seconds: float, environment: Mapping[
         )
     except (OSError, ValueError) as error:
         return Outcome(code=None, output="", errors="", seconds=0.0, unstarted=str(error))
-    kill = partial(_kill_group, process.pid)
-    atexit.register(kill)  # for Ctrl-C, which ends the thread of this call
+    end = partial(_end, process.pid)
+    atexit.register(end)  # for Ctrl-C, which ends the thread of this call
+    if _ending.is_set():
+        _kill_group(process.pid)
     streams = [_Stream(process.stdout), _Stream(process.stderr)]
-    while process.poll() is None and time.monotonic() - start < seconds:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
     code, took = process.returncode, time.monotonic() - start
-    kill()  # also what it left behind
-    atexit.unregister(kill)
+    _kill_group(process.pid)  # also what it left behind
+    atexit.unregister(end)
     if code is None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_AFTER_KILL)
@@ -105,6 +113,12 @@ def _directory() -> str | None:
 def _kill_group(number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(number, signal.SIGKILL)
+
+
+def _end(number: int) -> None:
+    """Kill a group as the doctor ends, and from now on every other one: a check must not go on to its next attempt."""
+    _ending.set()
+    _kill_group(number)
 
 
 class _Stream:
@@ -132,8 +146,23 @@ def run_probe(
 ) -> tuple[list[dict[str, Any]], Outcome]:
     """Run a function of `probes` in a Python of its own: the messages that it sent before it ended, and its end."""
     command = [sys.executable, "-P", "-c", _BOOT, str(int(seconds) + 2), name, json.dumps(argument), *sys.path]
-    outcome = run_bounded(command, seconds=seconds, environment=environment)
+    with _scratch() as variables:
+        outcome = run_bounded(command, seconds=seconds, environment={**variables, **(environment or {})})
+    if outcome.unstarted is not None:  # no fault of what would be tried
+        raise OSError(f"Python {outcome.ended}")
     return list(_messages(outcome.output)), outcome
+
+
+@contextmanager
+def _scratch() -> Iterator[dict[str, str]]:
+    """Variables for libraries that write things as they are imported, so that nothing stays."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="flatpeak-doctor-", ignore_cleanup_errors=True)
+    except OSError:  # no room for temporary files, which a check of its own reports
+        yield {}
+        return
+    with folder as path:
+        yield {"MPLCONFIGDIR": path, "TRACKIO_DIR": path, "TMPDIR": path}
 
 
 def _messages(output: str) -> Iterator[dict[str, Any]]:

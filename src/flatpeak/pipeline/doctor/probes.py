@@ -65,7 +65,6 @@ def describe_torch(_: object, send: Send) -> None:
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
             "capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
         }
     )
     if torch.version.cuda is None and torch.version.hip is None:
@@ -77,7 +76,7 @@ def describe_torch(_: object, send: Send) -> None:
     except BaseException as failure:
         send({"cuda_error": brief(failure)})
         return
-    send({"devices": count, "architectures": architectures})
+    send({"architectures": architectures})
     for index in range(count):
         send({"begin": f"cuda:{index}"})
         send({"device": index, **_describe_device(index)})
