@@ -105,7 +105,7 @@ def test_a_probe_whose_doctor_is_killed_ends_by_itself(tmp_path, monkeypatch):
         "from flatpeak.pipeline.doctor.bounded_process import run_probe\n"
         "run_probe('import', ['hangs'], seconds=4)"
     )
-    doctor = subprocess.Popen([sys.executable, "-c", code])
+    doctor = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline

@@ -45,6 +45,15 @@ def test_a_check_that_fails_is_a_problem_of_its_own_and_the_others_go_on() -> No
     ]
 
 
+def test_packaging_by_which_requirements_are_read_is_to_be_installed_where_it_is_gone() -> None:
+    def reads() -> Iterator[Finding]:
+        raise ModuleNotFoundError("No module named 'packaging'", name="packaging")
+        yield
+
+    (finding,) = examine({"packages": reads})
+    assert (finding.status, finding.fix is not None and finding.fix.endswith(" install packaging")) == ("problem", True)
+
+
 def test_a_check_that_hangs_is_a_problem_and_what_it_had_to_say_is_kept() -> None:
     report = list(examine({"hangs": hangs, "good": good}, seconds=1))
     assert [(one.check, one.status) for one in report] == [("hangs", "ok"), ("hangs", "problem"), ("good", "ok")]

@@ -52,6 +52,10 @@ def test_packages_are_installed_anew_in_the_versions_that_are_there(put: Put) ->
     assert reinstall(["tokenizers>=0.22"]) == 'pip install --force-reinstall --no-deps "tokenizers>=0.22"'
 
 
+def test_what_is_not_there_is_installed_with_what_it_needs(put: Put) -> None:
+    assert reinstall(["no-such-package>=1"]) == 'pip install "no-such-package>=1"'
+
+
 @pytest.mark.parametrize(
     ("installed", "command"),
     [

@@ -259,8 +259,9 @@ def test_a_checkout_that_is_not_installed_is_a_note_and_nothing_else_is_guessed(
 
     monkeypatch.setattr(requirements, "distribution", nothing)
     monkeypatch.setattr(installation, "distribution", nothing)
+    monkeypatch.setattr(installation, "pip_command", lambda: "/env/bin/python -m pip install")
     (finding,) = check_flatpeak()
-    assert (finding.status, finding.fix) == ("note", "pip install -e .")
+    assert (finding.status, finding.fix) == ("note", "in the checkout: /env/bin/python -m pip install -e .")
     assert [*check_packages(), *check_imports()] == []
 
 

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, Final
 
-from flatpeak.pipeline.doctor.bounded_process import Outcome, run_bounded, run_probe
+from flatpeak.pipeline.doctor.bounded_process import Outcome, merged, run_bounded, run_probe
 from flatpeak.pipeline.doctor.findings import Finding, gib, note, ok, problem
 from flatpeak.pipeline.doctor.install_commands import import_fix, replace_torch
 from flatpeak.pipeline.doctor.requirements import requirements, version
@@ -67,9 +67,7 @@ def check_torch() -> Iterator[Finding]:
 def read_torch() -> Torch:
     """torch as a process of its own sees it."""
     messages, outcome = run_probe("torch", seconds=TORCH_SECONDS)
-    facts: dict[str, Any] = {}
-    for message in messages:
-        facts |= message
+    facts = merged(messages)
     build = next((one for one in messages if "version" in one), {})
     failure = outcome.ended and f"its process {outcome.ended} {outcome.last_words}".strip()
     if not build:
@@ -170,7 +168,7 @@ def _unused_finding(torch: Torch, driver: Driver) -> Finding:
             f"{seen}; torch {torch.build['version']} is a build for {_kind(torch.build)}, so that runs leave it unused"
         )
         return problem("gpu", text, _other_build(driver))
-    if built_for and driver.cuda and _numbers(driver.cuda)[0] < _numbers(built_for)[0]:
+    if built_for and driver.cuda and _generation(driver.cuda) < _generation(built_for):
         text = f"driver {driver.version} serves CUDA up to {driver.cuda}, and torch is built for {built_for}"
         return problem("gpu", f"{text} ({torch.cuda_error})", f"update the driver; or {_other_build(driver)}")
     fix = "nvidia-smi shows what uses the GPU; sudo dmesg | grep -i -e nvrm -e xid shows errors of the driver"
@@ -181,11 +179,11 @@ def _unused_finding(torch: Torch, driver: Driver) -> Finding:
 
 def _visible_findings(torch: Torch, driver: Driver) -> Iterator[Finding]:
     """The GPUs that torch sees, each with what is wrong with it."""
-    found = [finding for device in torch.devices for finding in _device_findings(device, torch)]
-    yield from found
+    findings = [finding for device in torch.devices for finding in _device_findings(device, torch)]
+    yield from findings
     if torch.cuda_error is not None:  # it ended at one of them
         yield _unused_finding(torch, driver)
-    elif all(finding.status != "problem" for finding in found):
+    elif all(finding.status != "problem" for finding in findings):
         names = [f"{one['name']} ({gib(one['free'])} of {gib(one['total'])} free)" for one in torch.devices]
         by = f"; driver {driver.version}, CUDA {driver.cuda}" if driver.version else ""
         yield ok("gpu", f"{', '.join(names)}{by}")
@@ -211,7 +209,7 @@ def _device_findings(device: Mapping[str, Any], torch: Torch) -> Iterator[Findin
 
 def _other_build(driver: Driver) -> str:
     """The command for a build of torch that the driver serves: all of its CUDA's generation, also later ones."""
-    newest = f" that is at most {_numbers(driver.cuda)[0]}9" if driver.cuda else ""
+    newest = f" that is at most {_generation(driver.cuda)}9" if driver.cuda else ""
     return replace_torch(_torch_requirement(), f"the highest NNN of https://pytorch.org{newest}")
 
 
@@ -229,5 +227,5 @@ def _driver_text(driver: Driver) -> str:
     return f"{', '.join(driver.names)} (driver {driver.version}, CUDA {driver.cuda or 'unknown'})"
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text))
+def _generation(cuda: str) -> int:
+    return int(cuda.split(".")[0])

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -151,6 +151,11 @@ def run_probe(
     if outcome.unstarted is not None:  # no fault of what would be tried
         raise OSError(f"Python {outcome.ended}")
     return list(_messages(outcome.output)), outcome
+
+
+def merged(messages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """All that the messages of a probe say, the last of two of one name."""
+    return {name: value for message in messages for name, value in message.items()}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Final
 from flatpeak.errors import brief
 from flatpeak.pipeline.doctor.accelerators import check_torch
 from flatpeak.pipeline.doctor.findings import Finding, lines, presentable, problem
+from flatpeak.pipeline.doctor.install_commands import install
 from flatpeak.pipeline.doctor.installation import check_flatpeak, check_imports, check_packages, check_python
 from flatpeak.pipeline.doctor.processors import check_kernels, check_memory, check_threads
 from flatpeak.pipeline.doctor.storage import (
@@ -76,7 +77,8 @@ def _start(name: str, check: Check) -> SimpleQueue[Finding | None]:
                 findings.put(finding)
         except BaseException as error:  # whatever it is, it is a finding
             text = f"this check failed itself: {type(error).__name__}: {brief(error)}"
-            findings.put(problem(name, text, REPORT_IT))
+            lacks_packaging = isinstance(error, ModuleNotFoundError) and error.name == "packaging"
+            findings.put(problem(name, text, install(["packaging"]) if lacks_packaging else REPORT_IT))
         findings.put(None)
 
     try:

@@ -41,6 +41,8 @@ def install(needed: Sequence[str], *options: str) -> str:
 
 def reinstall(needed: Sequence[str]) -> str:
     """The commands that install packages anew in the versions that are there, if these fit."""
+    if any(version(_name(one)) is None for one in needed):
+        return install(needed)
     # A torch for GPUs comes with libraries in packages of their own; a reinstalled peft must not bring another torch.
     alone = [_name(one) for one in needed] != ["torch"] or (version("torch") or "").endswith("+cpu")
     return install([_pinned(one) for one in needed], "--force-reinstall", *(["--no-deps"] if alone else []))
@@ -85,8 +87,8 @@ def _fix_around(error: str, missing: str | None) -> str | None:
 def _install_module(module: str, needed: Sequence[str]) -> str:
     """The command for a module that these packages ask for and do not find; its package may have another name."""
     asked = (one.requirement for name in map(_name, needed) for one in unmet(name, requirements(name)))
-    found = next((one for one in asked if module_name(_name(one)) == module), None)
-    return install([found]) if found else f"install the package that has the module {module}"
+    line = next((one for one in asked if module_name(_name(one)) == module), None)
+    return install([line]) if line else f"install the package that has the module {module}"
 
 
 def is_memory(error: str) -> bool:
@@ -110,9 +112,9 @@ def pip_command(command: str = "install") -> str:
     python = shell_path(sys.executable)
     if find_spec("pip") is None:  # as uv makes environments
         return f"uv pip {command} --python {python}"
-    found = shutil.which("pip")
+    program = shutil.which("pip")
     # The pip on the path may be another environment's, which would install to no effect.
-    own = found is not None and Path(found).absolute().parent == Path(sys.executable).absolute().parent
+    own = program is not None and Path(program).absolute().parent == Path(sys.executable).absolute().parent
     return f"{'pip' if own else f'{python} -m pip'} {command}{' -y' if command == 'uninstall' else ''}"
 
 

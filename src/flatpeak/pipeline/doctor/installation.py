@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import flatpeak
 from flatpeak.pipeline.doctor.bounded_process import run_probe
 from flatpeak.pipeline.doctor.findings import Finding, note, ok, problem
-from flatpeak.pipeline.doctor.install_commands import import_fix, install, is_memory
+from flatpeak.pipeline.doctor.install_commands import import_fix, install, is_memory, pip_command
 from flatpeak.pipeline.doctor.requirements import Unmet, module_name, requirements, unmet, version
 from flatpeak.runs.manifest import git_commit
 
@@ -50,11 +50,11 @@ def check_flatpeak() -> Iterator[Finding]:
     folder = Path(flatpeak.__file__).parent
     commit = git_commit(Path(flatpeak.__file__))
     text = f"{flatpeak.__version__} in {folder}" + (f", commit {_short(commit)}" if commit else "")
-    installed = version(PACKAGE)
+    installed, fix = version(PACKAGE), f"in the checkout: {pip_command()} -e ."
     if installed is None:
-        yield note("flatpeak", f"{text}; it is not installed, so that what it needs is not known", "pip install -e .")
+        yield note("flatpeak", f"{text}; it is not installed, so that what it needs is not known", fix)
     elif installed != flatpeak.__version__:
-        yield note("flatpeak", f"{text}; version {installed} is installed", "pip install -e . in the checkout")
+        yield note("flatpeak", f"{text}; version {installed} is installed", fix)
     else:
         yield ok("flatpeak", text)
 

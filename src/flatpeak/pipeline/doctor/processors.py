@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from flatpeak.pipeline.doctor.bounded_process import run_probe
+from flatpeak.pipeline.doctor.bounded_process import merged, run_probe
 from flatpeak.pipeline.doctor.findings import GIB, Finding, gib, note, ok, problem
 
 KERNEL_SECONDS: Final = 60.0
@@ -32,7 +32,7 @@ def check_kernels() -> Iterator[Finding]:
         yield problem("kernels", text, f"unset {KERNELS_VARIABLE}")
         return
     messages, outcome = run_probe("kernels", seconds=KERNEL_SECONDS)
-    facts = {name: value for message in messages for name, value in message.items()}
+    facts = merged(messages)
     if described := facts.get("kernels"):
         level = described.split(",")[0]
         if setting == "torch":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flatpeak.pipeline.doctor.bounded_process import run_probe
+from flatpeak.pipeline.doctor.bounded_process import merged, run_probe
 from flatpeak.pipeline.doctor.findings import GIB, Finding, gib, note, ok, problem, shell_path
 from flatpeak.pipeline.doctor.install_commands import import_fix
 
@@ -25,7 +25,7 @@ LITTLE_SHARED_MEMORY: Final = GIB
 """Containers have 64 MiB by default; NCCL and rollouts ahead take more."""
 FEW_FILES: Final = 1024
 """Connections to servers, worker processes and files of a sweep together stay below."""
-HUB_SECONDS: Final = 30.0
+HUB_SECONDS: Final = 60.0
 OFFLINE_VARIABLES: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
@@ -106,7 +106,7 @@ def _open_files() -> tuple[int | None, int | None]:
 def check_hub() -> Iterator[Finding]:
     """The Hugging Face cache, token and settings, and whether the Hub answers."""
     messages, outcome = run_probe("hub", seconds=HUB_SECONDS)
-    facts = {name: value for message in messages for name, value in message.items()}
+    facts = merged(messages)
     if "cache" not in facts:
         text = f"huggingface_hub {outcome.ended or 'said nothing'}: {outcome.last_words}"
         yield problem("hub", text, import_fix(text, ["huggingface_hub"]))
