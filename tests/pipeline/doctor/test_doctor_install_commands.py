@@ -79,6 +79,7 @@ def test_what_conda_installed_is_left_to_conda(put: Put, tmp_path: Path) -> None
     assert install(["peft", "torch>=2.11", "math-verify[antlr4]"]) == (
         'conda install "pytorch>=2.11" math-verify && pip install peft'
     )
+    assert install(["math-verify>=0.8"], "--upgrade") == "conda update math-verify"
     assert replace_torch("torch<2.14", "the highest NNN") == "conda install \"pytorch[version='<2.14',build='cuda*']\""
 
 
@@ -110,6 +111,8 @@ def test_an_environment_without_pip_is_one_of_uv(monkeypatch: pytest.MonkeyPatch
         ),
         ("ModuleNotFoundError: No module named '_lzma'", ["upper"], "install another Python: this one lacks _lzma"),
         ("ImportError: cannot import name 'Cache' from 'transformers'", ["upper<3"], 'pip install --upgrade "upper<3"'),
+        ("AttributeError: module 'numpy' has no attribute 'bool'", ["upper"], "pip install --upgrade upper"),
+        ("ImportError: cannot import name 'x' from 'upper.part'", ["upper"], "pip install --force-reinstall --no-deps"),
         ("the process was ended by SIGKILL", ["upper"], "end other programs, or allow more memory"),
         (
             "ImportError: x.so: failed to map segment from shared object: Operation not permitted",

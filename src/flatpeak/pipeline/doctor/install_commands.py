@@ -31,7 +31,9 @@ def install(needed: Sequence[str], *options: str) -> str:
     elif torch:
         index, builds = torch_build(torch[0], version("torch"))
         commands.append(f"{pip_command()} {_words(torch, options)}{index}")
-    if conda:
+    if conda and "--upgrade" in options:
+        commands.append(f"conda update {' '.join(map(_name, conda))}")
+    elif conda:
         plain = [re.sub(r"\[.*?\]", "", one) for one in conda]
         commands.append(f"conda install {_words(plain, options)}")
     if rest:
@@ -63,9 +65,11 @@ def import_fix(error: str, needed: Sequence[str]) -> str:
         return outer
     if not needed:
         return "report it with this output; until then, install an older version of the package that the error names"
-    if missing and missing[1] not in (module_name(_name(one)) for one in needed):
+    own = {module_name(_name(one)) for one in needed}
+    if missing and missing[1] not in own:
         return _install_module(missing[1], needed)
-    if ("cannot import name" in error or "has no attribute" in error) and _name(needed[0]) != "torch":
+    lacking = re.search(r"cannot import name .* from '(\w+)|module '(\w+)\S*' has no attribute", error)
+    if lacking and own.isdisjoint({*lacking.groups(), "torch"}):
         return install(needed, "--upgrade")  # it is older than what it imports
     if "did not answer" in error:
         return f"try again, as a slow disk may be all; if the same module hangs, {reinstall(needed)}"
