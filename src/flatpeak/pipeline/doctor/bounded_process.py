@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import IO, Any, Final
 
 _BOOT: Final = (
     "import signal, sys; seconds, name, argument, *sys.path = sys.argv[1:]; "
@@ -28,10 +28,7 @@ _MOST_BYTES: Final = 1 << 20
 _AFTER_KILL: Final = 1.0
 """Seconds for a killed process to go: one that waits in a driver never does, and is left behind."""
 _ending = threading.Event()
-
-
-class _Readable(Protocol):
-    def fileno(self) -> int: ...
+"""Set as the doctor ends: what is started after that is killed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +113,7 @@ def _kill_group(number: int) -> None:
 
 
 def _end(number: int) -> None:
-    """Kill a group as the doctor ends, and from now on every other one: a check must not go on to its next attempt."""
+    """Kill a group as the doctor ends; a check must not go on to its next attempt."""
     _ending.set()
     _kill_group(number)
 
@@ -124,7 +121,7 @@ def _end(number: int) -> None:
 class _Stream:
     """The output of a program, read by a thread that need not be waited for."""
 
-    def __init__(self, pipe: _Readable | None) -> None:
+    def __init__(self, pipe: IO[bytes] | None) -> None:
         self._pipe = pipe  # kept: it closes with its object
         self._content = bytearray()
         self._thread = threading.Thread(target=self._read, daemon=True)
