@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from flatpeak.cli.main import app
 from flatpeak.pipeline.doctor import checkup
 from flatpeak.pipeline.doctor.checkup import printable
 from flatpeak.pipeline.doctor.findings import Finding, note, ok, problem
-from support.installations import make_package
+from support.installations import ends, make_package
 
 TOKEN = "hf_" + "abcdefghij" * 3
 
@@ -28,6 +30,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     home.mkdir()
     (tmp_path / "temporary").mkdir()
     unset = {"CXX": "", "MPLBACKEND": "", "FLATPEAK_VLLM_PYTHON": "", "FLATPEAK_KERNELS": "", "XDG_CACHE_HOME": ""}
+    unset["CUDA_VISIBLE_DEVICES"] = ""  # a driver of this machine's, beside a torch for CPUs, would be a problem
     variables = {"HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*", "HF_HOME": f"{home}/hf"}
     variables["TMPDIR"] = str(tmp_path / "temporary")
     return {**os.environ, **unset, **variables, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
@@ -81,9 +84,9 @@ def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, 
     assert problems["imports"].text.startswith("jinja2, ")
     assert problems["imports"].text.endswith(" cannot be imported: OSError: half of a file")
     assert problems["imports"].fix is not None
-    assert problems["imports"].fix.endswith(" install --force-reinstall --no-deps jinja2")
-    assert problems["threads"].fix is not None
-    assert problems["threads"].fix.startswith("export OMP_NUM_THREADS=")
+    assert problems["imports"].fix.endswith(' install --force-reinstall --no-deps "jinja2==3.1"')
+    (threads,) = (one for one in findings if one.check == "threads")
+    assert (threads.status, (threads.fix or "").startswith("export OMP_NUM_THREADS=")) == ("note", True)
     assert "is no directory" in problems["runs"].text
     assert "/no/python" in problems["vllm"].text
     crashed = [one for one in findings if "peft" in one.text and "was ended by SIGABRT" in one.text]
@@ -137,7 +140,49 @@ def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
     assert broken.text.startswith(f"{name}, ") or broken.text.startswith(f"{name} ")
     assert broken.text.endswith("cannot be imported: RuntimeError: damaged")
     assert broken.fix is not None
-    assert broken.fix.endswith(f" install --force-reinstall --no-deps {name}")
+    assert broken.fix.endswith(f' install --force-reinstall --no-deps "{name}==2.0"')
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_doctor_that_is_ended_leaves_no_process_and_no_file(
+    ending: signal.Signals, tmp_path: Path, machine: dict[str, str]
+) -> None:
+    code = "import os, pathlib, time; pathlib.Path(os.environ['PID']).write_text(str(os.getpid())); time.sleep(300)"
+    make_package(tmp_path / "site", "hangs", "1.0", code=code)
+    make_package(tmp_path / "site", "flatpeak", flatpeak.__version__, requires=["hangs"])
+    paths = os.pathsep.join([str(tmp_path / "site"), *(path for path in sys.path if path)])
+    pid = tmp_path / "pid"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "flatpeak", "doctor"],
+        env=machine | {"PYTHONPATH": paths, "PID": str(pid)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(ending)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 128 + ending
+    assert ends(int(pid.read_text()))
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_reader_that_goes_ends_the_doctor_silently(tmp_path: Path, machine: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "flatpeak", "doctor"],
+        env=machine,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 1
 
 
 def test_its_help_says_what_it_does_and_leaves_alone() -> None:

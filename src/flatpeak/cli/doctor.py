@@ -22,8 +22,8 @@ def doctor(
 
 def run_directly(arguments: Sequence[str]) -> int | None:
     """Run the doctor without typer's reading of arguments, for which pydantic must work; None for another command."""
-    if list(arguments[:1]) != ["doctor"]:
+    if list(arguments) not in (["doctor"], ["doctor", "--json"]):
         return None
-    from flatpeak.pipeline.doctor.checkup import exit_code
+    from flatpeak.pipeline.doctor.checkup import report
 
-    return exit_code(arguments)
+    return report(as_json="--json" in arguments)

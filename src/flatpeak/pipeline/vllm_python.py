@@ -15,10 +15,13 @@ PYTHON_VARIABLE: Final = "FLATPEAK_VLLM_PYTHON"
 OWN_ENVIRONMENT: Final = Path(".venv-vllm") / "bin" / "python"
 OLDEST: Final = "0.32"
 """The first version with the endpoints and settings that flatpeak asks of a server."""
-INSTALL_COMMAND: Final = "python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm"
+INSTALL_COMMAND: Final = (
+    "python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm; "
+    "for CPUs, in a checkout of flatpeak: make .venv-vllm/installed"
+)
+"""On a machine without a GPU the first one fetches gigabytes, and what it installs does not start."""
 INSTALL: Final = (
-    f"vLLM is not installed. It pins its own torch, so give it an environment of its own: {INSTALL_COMMAND} "
-    "(in a checkout of flatpeak, `make .venv-vllm/installed` installs vLLM for CPUs), "
+    f"vLLM is not installed. It pins its own torch, so give it an environment of its own: {INSTALL_COMMAND}; "
     f"or set {PYTHON_VARIABLE} to a Python that has it"
 )
 

@@ -5,26 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from flatpeak.pipeline.doctor import bounded_process
 from flatpeak.pipeline.doctor.bounded_process import run_bounded, run_probe
-
-
-def is_alive(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
-def ends(number: int, *, seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while is_alive(number) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not is_alive(number)
+from support.installations import ends
 
 
 def test_a_program_that_ends_well_gives_its_output():
@@ -69,7 +55,7 @@ def test_a_program_that_cannot_be_killed_is_left_behind(monkeypatch):
     monkeypatch.setattr(bounded_process.subprocess, "Popen", Unkillable)
     monkeypatch.setattr(bounded_process, "_kill_group", lambda number: None)
     monkeypatch.setattr(bounded_process, "_AFTER_KILL", 0.1)
-    outcome = run_bounded([sys.executable, "-c", "import time; print('a', flush=True); time.sleep(60)"], seconds=1)
+    outcome = run_bounded(["sh", "-c", "echo a; exec sleep 60"], seconds=2)
     monkeypatch.undo()
     assert (outcome.code, outcome.output) == (None, "a\n")
     os.killpg(started[0].pid, signal.SIGKILL)
@@ -78,7 +64,7 @@ def test_a_program_that_cannot_be_killed_is_left_behind(monkeypatch):
 
 def test_output_without_end_is_cut_and_does_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr(bounded_process, "_MOST_BYTES", 1000)
-    outcome = run_bounded(["yes"], seconds=0.3)
+    outcome = run_bounded(["sh", "-c", "yes | head -n 100000"], seconds=60)
     assert outcome.output == "y\n" * 500
 
 
@@ -95,6 +81,22 @@ def test_messages_that_were_sent_before_the_end_count(tmp_path, monkeypatch):
     assert outcome.ended == "was ended by SIGABRT"
 
 
+def test_a_probe_that_cannot_be_started_is_no_fault_of_what_it_would_try(monkeypatch):
+    monkeypatch.setattr(bounded_process.sys, "executable", "/no/python")
+    with pytest.raises(OSError, match=r"Python cannot be started \(.*/no/python"):
+        run_probe("torch", seconds=5)
+
+
+def test_a_probe_that_is_ended_leaves_no_temporary_files(tmp_path, monkeypatch):
+    code = "import os, pathlib, tempfile; pathlib.Path(tempfile.gettempdir(), 'x').touch(); os.abort()"
+    (tmp_path / "leaves.py").write_text(code)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(bounded_process.tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert run_probe("import", ["leaves"], seconds=60)[1].ended == "was ended by SIGABRT"
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def test_a_probe_whose_doctor_is_killed_ends_by_itself(tmp_path, monkeypatch):
     note = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
     (tmp_path / "hangs.py").write_text(f"import os, pathlib, time\n{note}\ntime.sleep(300)")
@@ -103,7 +105,7 @@ def test_a_probe_whose_doctor_is_killed_ends_by_itself(tmp_path, monkeypatch):
         "from flatpeak.pipeline.doctor.bounded_process import run_probe\n"
         "run_probe('import', ['hangs'], seconds=4)"
     )
-    doctor = subprocess.Popen([sys.executable, "-c", code])
+    doctor = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline

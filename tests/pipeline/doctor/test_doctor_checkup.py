@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from flatpeak.pipeline.doctor import findings
 from flatpeak.pipeline.doctor.checkup import CHECKS, examine
-from flatpeak.pipeline.doctor.findings import Finding, gib, lines, note, ok, pip_install, presentable, shell_path
+from flatpeak.pipeline.doctor.findings import Finding, gib, lines, note, ok, presentable, shell_path
 
 TOKEN = "hf_" + "abcdefghij" * 3
 
@@ -44,16 +45,38 @@ def test_a_check_that_fails_is_a_problem_of_its_own_and_the_others_go_on() -> No
     ]
 
 
+def test_packaging_by_which_requirements_are_read_is_to_be_installed_where_it_is_gone() -> None:
+    def reads() -> Iterator[Finding]:
+        raise ModuleNotFoundError("No module named 'packaging'", name="packaging")
+        yield
+
+    (finding,) = examine({"packages": reads})
+    assert (finding.status, finding.fix is not None and finding.fix.endswith(" install packaging")) == ("problem", True)
+
+
 def test_a_check_that_hangs_is_a_problem_and_what_it_had_to_say_is_kept() -> None:
     report = list(examine({"hangs": hangs, "good": good}, seconds=1))
     assert [(one.check, one.status) for one in report] == [("hangs", "ok"), ("hangs", "problem"), ("good", "ok")]
     assert report[1].text == "this check does not come to an end"
 
 
+def test_each_finding_is_given_as_soon_as_it_is_there() -> None:
+    """The second finding comes after the first was received, which could not be were they handed on together."""
+    received = threading.Event()
+
+    def waits() -> Iterator[Finding]:
+        yield ok("waits", "first")
+        assert received.wait(60)
+        yield ok("waits", "second")
+
+    findings = examine({"waits": waits})
+    assert next(findings).text == "first"
+    received.set()
+    assert [one.text for one in findings] == ["second"]
+
+
 def test_checks_are_side_by_side() -> None:
     """A second check lets the first one end, which could not be were they one after another."""
-    import threading
-
     met = threading.Event()
 
     def waits() -> Iterator[Finding]:
@@ -78,6 +101,12 @@ def test_secrets_and_homes_are_not_in_a_report(monkeypatch: pytest.MonkeyPatch, 
     assert finding.fix == "rm ~/y"
 
 
+@pytest.mark.parametrize("text", ["see {}.", "file://{}/x", "'{}/y'", "PATH={}:/bin"])
+def test_a_home_is_hidden_whatever_stands_around_it(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    assert presentable(ok("runs", text.format(tmp_path / "me"))).text == text.format("~")
+
+
 @pytest.mark.parametrize("home", ["/", ""])
 def test_a_home_that_is_the_root_hides_nothing(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", home)
@@ -90,14 +119,6 @@ def test_paths_are_words_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert shell_path("/home/me/.venv/bin/python") == "~/.venv/bin/python"
     assert shell_path("/home/melon") == "/home/melon"
     assert shell_path("/x y") == "'/x y'"
-
-
-def test_pip_is_the_one_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings.sys, "executable", "/env/bin/python")
-    monkeypatch.setattr(findings.shutil, "which", lambda name: "/other/bin/pip")
-    assert pip_install(["flatpeak[lora]"]) == '/env/bin/python -m pip install "flatpeak[lora]"'
-    monkeypatch.setattr(findings.shutil, "which", lambda name: "/env/bin/pip")
-    assert pip_install(["numpy", "torch<2"], "--no-deps") == 'pip install --no-deps numpy "torch<2"'
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0.00"), (2**26, "0.06"), (3.5 * 2**30, "3.5"), (240 * 2**30, "240")])
@@ -114,5 +135,5 @@ def test_a_finding_is_a_line_and_its_fix_another() -> None:
 
 
 def test_every_check_has_a_name_and_a_sentence() -> None:
-    assert len(CHECKS) == 13
+    assert len(CHECKS) == 14
     assert all(check.__doc__ and check.__name__.startswith("check_") for check in CHECKS.values())

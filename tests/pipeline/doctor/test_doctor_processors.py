@@ -49,12 +49,13 @@ def test_as_many_threads_as_cores_are_fine(monkeypatch: pytest.MonkeyPatch) -> N
         (4, None, "0", "export OMP_NUM_THREADS=4"),
     ],
 )
-def test_more_threads_than_cores_or_than_a_container_allows_are_a_problem(
+def test_more_threads_than_cores_or_than_a_container_allows_are_a_note(
     cores: int, quota: float | None, asked: str | None, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variables = {} if asked is None else {"OMP_NUM_THREADS": asked}
     finding = threads(monkeypatch, cores=cores, quota=quota, **variables)
-    assert (finding.status, finding.fix) == ("problem", fix)
+    # A container's limit is no fault: runs work, and slower. A number that is none was meant to be one.
+    assert (finding.status, finding.fix) == ("problem" if asked in ("many", "0") else "note", fix)
 
 
 def test_threads_that_spin_while_they_wait_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,7 @@ def test_memory_of_a_group_of_version_1_is_read_from_its_controller(tmp_path: Pa
     [
         ((16 * GIB, 12 * GIB), "ok", "12.0 GiB of 16.0 GiB free"),
         ((16 * GIB, GIB), "note", "1.0 GiB of 16.0 GiB free: little more than loading torch takes"),
-        ((None, None), "note", "this system does not say how much is free"),
+        ((None, None), "ok", "this system does not say how much is free"),
     ],
 )
 def test_little_memory_is_a_note(

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,17 +147,35 @@ def test_settings_of_plots_that_cannot_be_written_are_a_note(
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
+    ("limits", "expected", "fix"),
     [
-        (256, ["note open files", "ok limits"]),
-        (20000, ["ok limits"]),
-        (None, ["ok limits"]),
+        ((256, None), ["note open files", "ok limits"], "ulimit -n 4096"),
+        ((256, 512), ["note open files", "ok limits"], "ulimit -n 512"),
+        ((256, 256), ["note open files", "ok limits"], "ask the administrator for a higher limit"),
+        ((20000, 20000), ["ok limits"], None),
+        ((None, None), ["ok limits"], None),
     ],
 )
-def test_few_open_files_are_a_note(limit: int | None, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_open_files_are_a_note_with_what_may_be_set(
+    limits: tuple[int | None, int | None], expected: list[str], fix: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage.locale, "getpreferredencoding", lambda switch: "UTF-8")
-    monkeypatch.setattr(storage, "_open_files", lambda: limit)
-    assert [f"{one.status} {one.check}" for one in check_limits()] == expected
+    monkeypatch.setattr(storage, "_open_files", lambda: limits)
+    findings = list(check_limits())
+    assert [f"{one.status} {one.check}" for one in findings] == expected
+    assert findings[0].fix == fix
+
+
+def test_a_user_without_a_home_has_no_settings_of_plots(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is run under a number of its own."""
+
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    for name in ("MPLCONFIGDIR", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert only(check_temporary_files()).status == "ok"
 
 
 def test_another_encoding_than_utf_8_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +259,8 @@ def test_a_client_that_cannot_be_imported_is_a_problem(
         "problem",
         "huggingface_hub ended with exit code 1: RuntimeError: half installed",
     )
+    installed = metadata.version("huggingface_hub")  # another one may not be what transformers takes
+    assert (finding.fix or "").endswith(f' install --force-reinstall --no-deps "huggingface_hub=={installed}"')
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +274,16 @@ def test_a_cache_that_cannot_be_written_is_a_problem(hub: Path, monkeypatch: pyt
         "problem",
         "export HF_HOME=DIRECTORY, one that you can write to",
     )
+
+
+def test_a_cache_that_is_read_only_is_enough_offline(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.mkdir()
+    facts: dict[str, Any] = {"cache": str(hub), "offline": True, "token": False, "endpoint": "https://huggingface.co"}
+    outcome = Outcome(code=0, output="", errors="", seconds=1.0)
+    monkeypatch.setattr(storage, "run_probe", lambda name, seconds: ([facts], outcome))
+    monkeypatch.setattr(storage, "_is_writable", lambda path: False)
+    cache, _ = check_hub()
+    assert (cache.status, cache.text) == ("ok", f"{hub}: read only, which is enough offline")
 
 
 def test_a_working_directory_that_is_gone_is_the_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

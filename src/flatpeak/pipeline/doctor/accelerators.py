@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, Final
 
-from flatpeak.pipeline.doctor.bounded_process import Outcome, run_bounded, run_probe
-from flatpeak.pipeline.doctor.findings import Finding, gib, note, ok, pip_install, problem
+from flatpeak.pipeline.doctor.bounded_process import Outcome, merged, run_bounded, run_probe
+from flatpeak.pipeline.doctor.findings import Finding, gib, note, ok, problem
+from flatpeak.pipeline.doctor.install_commands import import_fix, replace_torch
 from flatpeak.pipeline.doctor.requirements import requirements, version
 
 TORCH_SECONDS: Final = 60.0
@@ -20,6 +21,8 @@ TORCH_SECONDS: Final = 60.0
 SMI_SECONDS: Final = 15.0
 NVIDIA: Final = "0x10de"
 """The number of NVIDIA among the makers of PCI devices."""
+WSL: Final = "/usr/lib/wsl/lib"
+"""The folder of the driver's programs under Windows, which is not always on the path."""
 _MIB: Final = 2**20
 
 
@@ -34,7 +37,6 @@ class Driver:
     """The newest CUDA that the driver serves, as `12.8`."""
     failure: str | None = None
     """The reason why nvidia-smi says nothing, where it is installed."""
-    installed: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class Torch:
     """The build of torch and the GPUs that it sees, as far as its process came."""
 
     build: Mapping[str, Any]
-    """version, cuda, hip, capability and threads; empty where torch could not be imported."""
+    """version, cuda, hip and capability; empty where torch could not be imported."""
     devices: Sequence[Mapping[str, Any]] = ()
     architectures: Sequence[str] = ()
     error: str | None = None
@@ -65,9 +67,7 @@ def check_torch() -> Iterator[Finding]:
 def read_torch() -> Torch:
     """torch as a process of its own sees it."""
     messages, outcome = run_probe("torch", seconds=TORCH_SECONDS)
-    facts: dict[str, Any] = {}
-    for message in messages:
-        facts |= message
+    facts = merged(messages)
     build = next((one for one in messages if "version" in one), {})
     failure = outcome.ended and f"its process {outcome.ended} {outcome.last_words}".strip()
     if not build:
@@ -84,9 +84,9 @@ def read_torch() -> Torch:
 
 def read_driver() -> Driver:
     """The GPUs and the driver, by nvidia-smi."""
-    program = shutil.which("nvidia-smi")
+    program = shutil.which("nvidia-smi", path=os.pathsep.join([os.environ.get("PATH", os.defpath), WSL]))
     if program is None:
-        return Driver(installed=False)
+        return Driver()
     # Its banner has the version of CUDA, its list the names; a driver in trouble lets both hang.
     banner = run_bounded([program], seconds=SMI_SECONDS)
     if banner.ended:
@@ -120,29 +120,36 @@ def _has_card(root: Path = Path("/")) -> bool:
 def torch_finding(torch: Torch) -> Finding:
     """The build of torch, or the error of its import."""
     if torch.error is not None:
-        fix = pip_install([_torch_requirement()], "--force-reinstall")
-        if torch.raised_by not in ("torch", ""):
-            fix = f"mend {torch.raised_by}, which torch imports"
-        elif os.environ.get("LD_LIBRARY_PATH"):
-            fix = f"unset LD_LIBRARY_PATH; if that is not it, {fix}"
-        return problem("torch", f"{version('torch') or 'it'} cannot be imported: {torch.error}", fix)
+        by = torch.raised_by or "torch"
+        known = by == "torch" or version(by) is not None
+        fix = import_fix(torch.error, [by if by != "torch" else _torch_requirement()])
+        text = f"{version('torch') or 'it'} cannot be imported: {torch.error}"
+        return problem("torch", text, fix if known else f"mend {by}, which torch imports")
     build = torch.build
-    kind = f"for CUDA {build['cuda']}" if build["cuda"] else f"for ROCm {build['hip']}" if build["hip"] else "for CPUs"
-    return ok("torch", f"{build['version']}, built {kind}; this CPU: {build['capability']}")
+    return ok("torch", f"{build['version']}, built for {_kind(build)}; this CPU: {build['capability']}")
+
+
+def _kind(build: Mapping[str, Any]) -> str:
+    return f"CUDA {build['cuda']}" if build["cuda"] else f"ROCm {build['hip']}" if build["hip"] else "CPUs"
 
 
 def gpu_findings(torch: Torch, driver: Driver, *, has_card: bool) -> Iterator[Finding]:
     """The GPUs, and what keeps torch from using them. `has_card`: whether one is on the bus."""
-    if torch.devices or torch.crashed or (torch.cuda_error and driver.names):
+    if torch.devices:
         yield from _visible_findings(torch, driver)
-    elif driver.names:
+    elif driver.names or (torch.build and torch.crashed):
         yield _unused_finding(torch, driver)
     elif driver.failure is not None and has_card:
-        fix = "sudo modprobe nvidia, or reboot: after an update of the driver the old one stays loaded until then"
+        fix = (
+            "sudo modprobe nvidia, or reboot: after an update of the driver the old one stays loaded until then; "
+            "in a container, start it anew with --gpus all"
+        )
         yield problem("gpu", f"an NVIDIA GPU is there, but its driver does not answer: {driver.failure}", fix)
     elif has_card:
-        fix = "install NVIDIA's driver; in a container, start it with --gpus all"
-        yield note("gpu", "an NVIDIA GPU is there, but no driver for it; runs go on the CPU", fix)
+        fix = "nvidia-smi tells whether its driver works; in a container, start it with --gpus all"
+        if torch.build and not torch.build["cuda"]:
+            fix = f"{fix}; then, where runs are to use it, {_other_build(driver)}"
+        yield note("gpu", "an NVIDIA GPU is there that torch does not see; runs go on the CPU", fix)
     else:
         yield ok("gpu", "none: runs go on the CPU")
 
@@ -155,48 +162,44 @@ def _unused_finding(torch: Torch, driver: Driver) -> Finding:
         return note("gpu", f"{seen}; hidden by CUDA_VISIBLE_DEVICES={hidden!r}", "unset CUDA_VISIBLE_DEVICES")
     if not torch.build:
         return note("gpu", f"{seen}; not tried, since torch cannot be imported")
-    if torch.build["cuda"]:
-        return problem("gpu", f"{seen}; torch sees none of it", "unset CUDA_VISIBLE_DEVICES; nvidia-smi")
-    return problem(
-        "gpu",
-        f"{seen}; torch {torch.build['version']} is a build for CPUs, so that runs leave it unused",
-        f"{pip_install([_torch_requirement()], '--force-reinstall')}; with an older driver{_index(driver)}",
-    )
+    built_for = torch.build["cuda"]
+    if not built_for and not torch.crashed:
+        text = (
+            f"{seen}; torch {torch.build['version']} is a build for {_kind(torch.build)}, so that runs leave it unused"
+        )
+        return problem("gpu", text, _other_build(driver))
+    if built_for and driver.cuda and _generation(driver.cuda) < _generation(built_for):
+        text = f"driver {driver.version} serves CUDA up to {driver.cuda}, and torch is built for {built_for}"
+        return problem("gpu", f"{text} ({torch.cuda_error})", f"update the driver; or {_other_build(driver)}")
+    fix = "nvidia-smi shows what uses the GPU; sudo dmesg | grep -i -e nvrm -e xid shows errors of the driver"
+    if hidden is not None and not torch.crashed:
+        fix = f"unset CUDA_VISIBLE_DEVICES, which is {hidden!r}; if that is not it, {fix}"
+    return problem("gpu", f"torch cannot use {seen or 'the GPU'}: {torch.cuda_error or 'it sees none'}", fix)
 
 
 def _visible_findings(torch: Torch, driver: Driver) -> Iterator[Finding]:
-    """The GPUs that torch sees, each with what is wrong with it; or why it has none where the driver lists some."""
-    built_for = torch.build["cuda"]
-    broken = False
-    for device in torch.devices:
-        for finding in _device_findings(device, torch, driver):
-            broken = broken or finding.status == "problem"
-            yield finding
-    if torch.cuda_error is not None:
-        hidden = _unused_finding(torch, driver) if driver.names and not torch.devices else None
-        if hidden is not None and hidden.status == "note":
-            yield hidden
-        elif built_for and driver.cuda and _numbers(driver.cuda)[0] < _numbers(built_for)[0]:
-            text = f"driver {driver.version} serves CUDA up to {driver.cuda}, and torch is built for {built_for}"
-            yield problem("gpu", f"{text} ({torch.cuda_error})", f"update the driver; or {_reinstall(driver)}")
-        else:
-            fix = "nvidia-smi shows what uses the GPU; sudo dmesg | grep -i -e nvrm -e xid shows errors of the driver"
-            yield problem("gpu", f"torch cannot use {_driver_text(driver) or 'the GPU'}: {torch.cuda_error}", fix)
-        return
-    if not broken:
+    """The GPUs that torch sees, each with what is wrong with it."""
+    findings = [finding for device in torch.devices for finding in _device_findings(device, torch)]
+    yield from findings
+    if torch.cuda_error is not None:  # it ended at one of them
+        yield _unused_finding(torch, driver)
+    elif all(finding.status != "problem" for finding in findings):
         names = [f"{one['name']} ({gib(one['free'])} of {gib(one['total'])} free)" for one in torch.devices]
         by = f"; driver {driver.version}, CUDA {driver.cuda}" if driver.version else ""
         yield ok("gpu", f"{', '.join(names)}{by}")
 
 
-def _device_findings(device: Mapping[str, Any], torch: Torch, driver: Driver) -> Iterator[Finding]:
+def _device_findings(device: Mapping[str, Any], torch: Torch) -> Iterator[Finding]:
     """The problems and notes of one GPU."""
     name = f"cuda:{device['device']} {device.get('name', '')}".strip()
-    capability = device.get("capability")
-    if capability and torch.architectures and not is_served(capability, torch.architectures):
+    if "no kernel image" in device.get("error", ""):
+        major, minor = device["capability"]
         known = ", ".join(torch.architectures)
-        text = f"{name} has compute capability {capability[0]}.{capability[1]}, and torch is built for {known}"
-        yield problem("gpu", text, _reinstall(driver))
+        first = min((int(one) for one in re.findall(r"_(\d+)", known)), default=0)
+        # CUDA leaves out old GPUs as it goes: those have builds for older CUDAs, new ones for newer.
+        which = "lowest" if 10 * major + minor < first else "highest"
+        text = f"{name} has compute capability {major}.{minor}, and torch is built for {known}"
+        yield problem("gpu", text, replace_torch(_torch_requirement(), f"the {which} NNN of https://pytorch.org"))
     elif "error" in device:
         fix = "nvidia-smi shows what uses it; CUDA_VISIBLE_DEVICES=N chooses another GPU"
         yield problem("gpu", f"{name} cannot add two numbers: {device['error']}", fix)
@@ -204,31 +207,10 @@ def _device_findings(device: Mapping[str, Any], torch: Torch, driver: Driver) ->
         yield note("gpu", f"{name} has no bfloat16", "leave model.dtype at float32")
 
 
-def is_served(capability: Sequence[int], architectures: Sequence[str]) -> bool:
-    """Whether torch has kernels for a GPU: compiled ones (sm_) of its generation, or text (compute_) of any before."""
-    major, minor = capability
-    for architecture in architectures:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-        if match is None:
-            return True  # of AMD's, whose names say nothing of an order
-        built = int(match[2]), int(match[3])
-        exact = built == (major, minor)
-        if match[1] == "sm" and (exact if match[4] == "a" else built[0] == major and built[1] <= minor):
-            return True
-        if match[1] == "compute" and (exact if match[4] else built <= (major, minor)):
-            return True
-    return False
-
-
-def _reinstall(driver: Driver) -> str:
-    """The command for another build of torch, one that fits the driver."""
-    return pip_install([_torch_requirement()], "--force-reinstall") + _index(driver)
-
-
-def _index(driver: Driver) -> str:
-    """The option that chooses a build, as pytorch.org lists them."""
-    newest = f" that is at most {driver.cuda.replace('.', '')}" if driver.cuda else ""
-    return f" --index-url https://download.pytorch.org/whl/cuNNN, with the highest NNN of https://pytorch.org{newest}"
+def _other_build(driver: Driver) -> str:
+    """The command for a build of torch that the driver serves: all of its CUDA's generation, also later ones."""
+    newest = f" that is at most {_generation(driver.cuda)}9" if driver.cuda else ""
+    return replace_torch(_torch_requirement(), f"the highest NNN of https://pytorch.org{newest}")
 
 
 def _torch_requirement() -> str:
@@ -245,5 +227,5 @@ def _driver_text(driver: Driver) -> str:
     return f"{', '.join(driver.names)} (driver {driver.version}, CUDA {driver.cuda or 'unknown'})"
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text))
+def _generation(cuda: str) -> int:
+    return int(cuda.split(".")[0])

@@ -8,14 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import IO, Any, Final
 
 _BOOT: Final = (
     "import signal, sys; seconds, name, argument, *sys.path = sys.argv[1:]; "
@@ -26,11 +27,8 @@ _MOST_BYTES: Final = 1 << 20
 """Of each stream; what a program writes beyond that is dropped."""
 _AFTER_KILL: Final = 1.0
 """Seconds for a killed process to go: one that waits in a driver never does, and is left behind."""
-_SECONDS_BETWEEN_LOOKS: Final = 0.02
-
-
-class _Readable(Protocol):
-    def fileno(self) -> int: ...
+_ending = threading.Event()
+"""Set as the doctor ends: what is started after that is killed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,11 @@ class Outcome:
         return f"ended with exit code {self.code}" if self.code else None
 
     @property
+    def late(self) -> bool:
+        """Whether it took too long, which may be the disk's fault, or that of other programs."""
+        return self.code is None and self.unstarted is None
+
+    @property
     def last_words(self) -> str:
         """The last line that it wrote to standard error."""
         written = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -78,14 +81,16 @@ def run_bounded(command: Sequence[str], *, seconds: float, environment: Mapping[
         )
     except (OSError, ValueError) as error:
         return Outcome(code=None, output="", errors="", seconds=0.0, unstarted=str(error))
-    kill = partial(_kill_group, process.pid)
-    atexit.register(kill)  # for Ctrl-C, which ends the thread of this call
+    end = partial(_end, process.pid)
+    atexit.register(end)  # for Ctrl-C, which ends the thread of this call
+    if _ending.is_set():
+        _kill_group(process.pid)
     streams = [_Stream(process.stdout), _Stream(process.stderr)]
-    while process.poll() is None and time.monotonic() - start < seconds:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
     code, took = process.returncode, time.monotonic() - start
-    kill()  # also what it left behind
-    atexit.unregister(kill)
+    _kill_group(process.pid)  # also what it left behind
+    atexit.unregister(end)
     if code is None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_AFTER_KILL)
@@ -107,10 +112,16 @@ def _kill_group(number: int) -> None:
         os.killpg(number, signal.SIGKILL)
 
 
+def _end(number: int) -> None:
+    """Kill a group as the doctor ends; a check must not go on to its next attempt."""
+    _ending.set()
+    _kill_group(number)
+
+
 class _Stream:
     """The output of a program, read by a thread that need not be waited for."""
 
-    def __init__(self, pipe: _Readable | None) -> None:
+    def __init__(self, pipe: IO[bytes] | None) -> None:
         self._pipe = pipe  # kept: it closes with its object
         self._content = bytearray()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -132,8 +143,28 @@ def run_probe(
 ) -> tuple[list[dict[str, Any]], Outcome]:
     """Run a function of `probes` in a Python of its own: the messages that it sent before it ended, and its end."""
     command = [sys.executable, "-P", "-c", _BOOT, str(int(seconds) + 2), name, json.dumps(argument), *sys.path]
-    outcome = run_bounded(command, seconds=seconds, environment=environment)
+    with _scratch() as variables:
+        outcome = run_bounded(command, seconds=seconds, environment={**variables, **(environment or {})})
+    if outcome.unstarted is not None:  # no fault of what would be tried
+        raise OSError(f"Python {outcome.ended}")
     return list(_messages(outcome.output)), outcome
+
+
+def merged(messages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """All that the messages of a probe say, the last of two of one name."""
+    return {name: value for message in messages for name, value in message.items()}
+
+
+@contextmanager
+def _scratch() -> Iterator[dict[str, str]]:
+    """Variables for libraries that write things as they are imported, so that nothing stays."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="flatpeak-doctor-", ignore_cleanup_errors=True)
+    except OSError:  # no room for temporary files, which a check of its own reports
+        yield {}
+        return
+    with folder as path:
+        yield {"MPLCONFIGDIR": path, "TRACKIO_DIR": path, "TMPDIR": path}
 
 
 def _messages(output: str) -> Iterator[dict[str, Any]]:

@@ -6,17 +6,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from flatpeak.errors import brief
 from flatpeak.pipeline.doctor.accelerators import check_torch
 from flatpeak.pipeline.doctor.findings import Finding, lines, presentable, problem
-from flatpeak.pipeline.doctor.installation import check_flatpeak, check_packages, check_python
+from flatpeak.pipeline.doctor.install_commands import install
+from flatpeak.pipeline.doctor.installation import check_flatpeak, check_imports, check_packages, check_python
 from flatpeak.pipeline.doctor.processors import check_kernels, check_memory, check_threads
 from flatpeak.pipeline.doctor.storage import (
     check_hub,
@@ -33,18 +38,19 @@ CHECKS: Final[dict[str, Check]] = {
     "python": check_python,
     "flatpeak": check_flatpeak,
     "packages": check_packages,
-    "torch": check_torch,
-    "kernels": check_kernels,
     "threads": check_threads,
     "memory": check_memory,
     "shared memory": check_shared_memory,
     "runs": check_runs,
     "temporary": check_temporary_files,
     "limits": check_limits,
+    "torch": check_torch,
+    "kernels": check_kernels,
     "hub": check_hub,
     "vllm": check_vllm,
+    "imports": check_imports,
 }
-"""The checks in the order of the report, by the name that a failure of one has."""
+"""The checks by the name that a failure of one has, in the order of the report: those that take long come last."""
 LONGEST: Final = 100.0
 """Seconds for all checks together; the processes that they start have limits of their own, which are shorter."""
 REPORT_IT: Final = "report it, with this output"
@@ -52,48 +58,69 @@ REPORT_IT: Final = "report it, with this output"
 
 def examine(checks: dict[str, Check] = CHECKS, *, seconds: float = LONGEST) -> Iterator[Finding]:
     """The findings of all checks, in order, each as soon as those before it are there; nothing is changed."""
-    attempts = [_Attempt(name, check) for name, check in checks.items()]
     deadline = time.monotonic() + seconds
-    for attempt in attempts:
-        yield from map(presentable, attempt.findings(deadline - time.monotonic()))
+    started = {name: _start(name, check) for name, check in checks.items()}
+    for name, findings in started.items():
+        yield from map(presentable, _received(name, findings, deadline))
 
 
-class _Attempt:
-    """A check in a thread that need not be waited for: a file system that hangs holds no one else up."""
+def _start(name: str, check: Check) -> SimpleQueue[Finding | None]:
+    """The findings of a check as they come, None at last.
 
-    def __init__(self, name: str, check: Check) -> None:
-        self._name, self._check = name, check
-        self._findings: list[Finding] = []
-        self._thread = threading.Thread(target=self._run, name=f"doctor-{name}", daemon=True)
+    It runs in a thread that need not be waited for: a file system that hangs holds no one else up.
+    """
+    findings: SimpleQueue[Finding | None] = SimpleQueue()
+
+    def run() -> None:
         try:
-            self._thread.start()
-        except RuntimeError:  # no more threads: a limit of the system's
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            for finding in self._check():
-                self._findings.append(finding)
+            for finding in check():
+                findings.put(finding)
         except BaseException as error:  # whatever it is, it is a finding
             text = f"this check failed itself: {type(error).__name__}: {brief(error)}"
-            self._findings.append(problem(self._name, text, REPORT_IT))
+            lacks_packaging = isinstance(error, ModuleNotFoundError) and error.name == "packaging"
+            findings.put(problem(name, text, install(["packaging"]) if lacks_packaging else REPORT_IT))
+        findings.put(None)
 
-    def findings(self, seconds: float) -> list[Finding]:
-        if self._thread.ident is not None:
-            self._thread.join(max(0.0, seconds))
-        unfinished = []
-        if self._thread.is_alive():
-            unfinished = [problem(self._name, "this check does not come to an end", REPORT_IT)]
-        return [*self._findings, *unfinished]
+    try:
+        threading.Thread(target=run, name=f"doctor-{name}", daemon=True).start()
+    except RuntimeError:  # no more threads: a limit of the system's
+        run()
+    return findings
+
+
+def _received(name: str, findings: SimpleQueue[Finding | None], deadline: float) -> Iterator[Finding]:
+    while True:
+        try:
+            finding = findings.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            yield problem(name, "this check does not come to an end", REPORT_IT)
+            return
+        if finding is None:
+            return
+        yield finding
+
+
+@contextmanager
+def _exit_at_signals() -> Iterator[None]:
+    """A context in which SIGTERM and SIGHUP are exits like others, at which processes and temporary files go."""
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def report(*, as_json: bool = False) -> int:
     """Print the findings as lines, each as soon as it is there, or as a JSON list; the exit code."""
     findings = []
-    for finding in examine():
-        findings.append(finding)
-        if not as_json:
-            _write("\n".join(lines(finding)))
+    with _exit_at_signals():
+        for finding in examine():
+            findings.append(finding)
+            if not as_json:
+                _write("\n".join(lines(finding)))
     problems, notes = (sum(one.status == status for one in findings) for status in ("problem", "note"))
     if as_json:
         _write(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -102,20 +129,17 @@ def report(*, as_json: bool = False) -> int:
     return 1 if problems else 0
 
 
-def exit_code(arguments: Sequence[str]) -> int | None:
-    """The exit code of the doctor where the arguments of a command line ask for it plainly, after it has run."""
-    if list(arguments) in (["doctor"], ["doctor", "--json"]):
-        return report(as_json="--json" in arguments)
-    return None
-
-
 def _count(count: int, what: str) -> str:
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(printable(text, sys.stdout.encoding) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(printable(text, sys.stdout.encoding) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `flatpeak doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
+        sys.exit(1)
 
 
 def printable(text: str, encoding: str | None) -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -64,7 +61,7 @@ def presentable(finding: Finding) -> Finding:
 def _presentable(text: str) -> str:
     text = str(redact(" ".join(text.split())))
     for home in _homes():
-        text = re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?![\w.-])", "~", text)
+        text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w-]|\.\w)", "~", text)
     return text
 
 
@@ -84,15 +81,6 @@ def shell_path(path: Path | str) -> str:
         if str(path).startswith(f"{home}/"):
             return f"~/{shlex.quote(str(path)[len(home) + 1 :])}"
     return shlex.quote(str(path))
-
-
-def pip_install(requirements: Sequence[str], *options: str) -> str:
-    """The command that installs into this Python's environment."""
-    quoted = [f'"{one}"' if set(one) & set("<>=!~;[]* ") else one for one in requirements]
-    pip = shutil.which("pip")
-    # The pip on the path may be another environment's, which would install to no effect.
-    own = pip is not None and Path(pip).absolute().parent == Path(sys.executable).absolute().parent
-    return " ".join(["pip" if own else f"{shell_path(sys.executable)} -m pip", "install", *options, *quoted])
 
 
 def gib(count: float) -> str:

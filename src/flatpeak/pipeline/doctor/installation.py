@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import flatpeak
 from flatpeak.pipeline.doctor.bounded_process import run_probe
-from flatpeak.pipeline.doctor.findings import Finding, note, ok, pip_install, problem
+from flatpeak.pipeline.doctor.findings import Finding, note, ok, problem
+from flatpeak.pipeline.doctor.install_commands import import_fix, install, is_memory, pip_command
 from flatpeak.pipeline.doctor.requirements import Unmet, module_name, requirements, unmet, version
 from flatpeak.runs.manifest import git_commit
 
@@ -30,8 +28,8 @@ WHOLE_RUN: Final = "flatpeak.pipeline.train"
 """The module that imports what a run uses: a package may be of an allowed version, and yet have lost a name."""
 EXTRA_MODULES: Final = {"trl": "flatpeak.integrations.trl"}
 """Modules to import for an extra in place of its packages, which load what they need later."""
-NO_MEMORY: Final = "too little memory"
-_MEMORY_WORDS: Final = ("MemoryError", "annot allocate memory", "failed to map segment")
+OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}
+"""bitsandbytes looks for kernels on the Hub as it is imported."""
 IMPORT_SECONDS: Final = 90.0
 """The longest that all imports may take together: from a cold disk, or on a busy machine, it is tens of seconds."""
 
@@ -43,9 +41,8 @@ def check_python() -> Iterator[Finding]:
     if needed is None or _fits(platform.python_version(), needed):
         yield ok("python", text)
     else:
-        yield problem(
-            "python", f"{text}; flatpeak needs {needed}", "python3.12 -m venv .venv && .venv/bin/pip install flatpeak"
-        )
+        fix = "in the checkout: python3.12 -m venv .venv312 && .venv312/bin/pip install -e ."
+        yield problem("python", f"{text}; flatpeak needs {needed}", fix)
 
 
 def check_flatpeak() -> Iterator[Finding]:
@@ -53,11 +50,11 @@ def check_flatpeak() -> Iterator[Finding]:
     folder = Path(flatpeak.__file__).parent
     commit = git_commit(Path(flatpeak.__file__))
     text = f"{flatpeak.__version__} in {folder}" + (f", commit {_short(commit)}" if commit else "")
-    installed = version(PACKAGE)
+    installed, fix = version(PACKAGE), f"in the checkout: {pip_command()} -e ."
     if installed is None:
-        yield note("flatpeak", f"{text}; it is not installed, so that what it needs is not known", "pip install -e .")
+        yield note("flatpeak", f"{text}; it is not installed, so that what it needs is not known", fix)
     elif installed != flatpeak.__version__:
-        yield note("flatpeak", f"{text}; version {installed} is installed", "pip install -e . in the checkout")
+        yield note("flatpeak", f"{text}; version {installed} is installed", fix)
     else:
         yield ok("flatpeak", text)
 
@@ -69,15 +66,26 @@ def _short(commit: str) -> str:
 
 
 def check_packages() -> Iterator[Finding]:
-    """The packages of flatpeak and of its extras: their versions, and whether they can be imported."""
+    """The versions of flatpeak's packages and of those of its extras."""
     if version(PACKAGE) is None:
         return
-    needed, extras = requirements(PACKAGE), _extras()
-    yield from _version_findings(needed)
-    complete = [extra for extra in extras if not extra.absent]
-    unfit = {extra.name: failures for extra in complete if (failures := _direct(extra.name, extra.needed))}
-    for name, failures in unfit.items():
-        yield problem(f"extra {name}", _describe(failures), pip_install([f"{PACKAGE}[{name}]"]))
+    yield from _version_findings(requirements(PACKAGE))
+    extras = _extras()
+    for extra in extras:
+        if failures := extra.unfit:
+            fix = install([one.requirement for one in failures])
+            yield problem(f"extra {extra.name}", "; ".join(map(str, failures)), fix)
+    if absent := [extra.name for extra in extras if extra.absent]:
+        several = ", or those of them that you want" if len(absent) > 1 else ""
+        fix = install([f"{PACKAGE}[{','.join(absent)}]"]) + several
+        yield note("extras", f"not installed: {', '.join(absent)}", fix)
+
+
+def check_imports() -> Iterator[Finding]:
+    """Whether the packages of flatpeak and of its extras can be imported, and all that a run uses."""
+    if version(PACKAGE) is None:
+        return
+    needed, complete = requirements(PACKAGE), [extra for extra in _extras() if not extra.absent]
     # torch first: when it fails, so does what imports it.
     there = sorted((one for one in needed if version(one.name) is not None), key=lambda one: one.name != "torch")
     modules = {module_name(one.name): f"{one.name}{one.specifier}" for one in there} | {WHOLE_RUN: ""}
@@ -86,12 +94,9 @@ def check_packages() -> Iterator[Finding]:
     broken, untried = import_errors(list(modules), seconds=IMPORT_SECONDS)
     yield from _import_findings(modules, broken, untried)
     unusable = {failure.module for failure in broken} | set(untried)
-    usable = [one.name for one in complete if one.name not in unfit and unusable.isdisjoint(one.modules)]
+    usable = [one.name for one in complete if not one.unfit and unusable.isdisjoint(one.modules)]
     if usable:
         yield ok("extras", f"installed, and can be imported: {', '.join(usable)}")
-    if absent := [extra.name for extra in extras if extra.absent]:
-        fix = pip_install([f"{PACKAGE}[{absent[0]}]"]) + (" and so on" if len(absent) > 1 else "")
-        yield note("extras", f"not installed: {', '.join(absent)}", fix)
 
 
 def _version_findings(needed: Sequence[Requirement]) -> Iterator[Finding]:
@@ -99,13 +104,9 @@ def _version_findings(needed: Sequence[Requirement]) -> Iterator[Finding]:
     failures = unmet(PACKAGE, needed)
     for say, direct in ((problem, True), (note, False)):
         if those := [one for one in failures if one.direct is direct]:
-            yield say("packages", _describe(those), pip_install([one.requirement for one in those]))
+            yield say("packages", "; ".join(map(str, those)), install([one.requirement for one in those]))
     if not failures:
         yield ok("packages", f"{len(needed)} needed, all installed in versions that fit")
-
-
-def _direct(extra: str, needed: Sequence[Requirement]) -> list[Unmet]:
-    return [one for one in unmet(f"{PACKAGE}[{extra}]", needed) if one.direct]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,11 @@ class Extra:
     def absent(self) -> list[str]:
         """Its packages that are not installed."""
         return [one.name for one in self.needed if version(one.name) is None]
+
+    @property
+    def unfit(self) -> list[Unmet]:
+        """The requirements that are not met, where all of its packages are installed."""
+        return [] if self.absent else [one for one in unmet(f"{PACKAGE}[{self.name}]", self.needed) if one.direct]
 
     @property
     def modules(self) -> dict[str, str]:
@@ -147,7 +153,7 @@ def _import_findings(
         names = [failure.module for failure in those]
         # Of packages that import each other the one at fault; all of them where it is another.
         guilty = [name for name in names if name in {failure.raised_by for failure in those}] or names
-        fix = _import_fix(error, [modules[name] for name in guilty])
+        fix = import_fix(error, [modules[name] for name in guilty if modules[name]])
         yield problem("imports", f"{', '.join(names)} cannot be imported: {error}", fix)
     if untried:
         yield note("imports", f"not tried after that: {', '.join(untried)}")
@@ -172,34 +178,20 @@ def import_errors(modules: Sequence[str], *, seconds: float) -> tuple[list[Impor
     """
     failures: list[ImportFailure] = []
     left, deadline = list(modules), time.monotonic() + seconds
-    with _scratch() as environment:
-        while left and (remaining := deadline - time.monotonic()) > 1:
-            messages, outcome = run_probe("import", left, seconds=remaining, environment=environment)
-            done = [one for one in messages if "module" in one]
-            failures += [ImportFailure(**one) for one in done if one["error"] is not None]
-            left = [name for name in left if name not in {one["module"] for one in done}]
-            if not left:
-                break
-            culprit = _begun(messages)
-            if culprit not in left:  # the process did not even begin
-                raise RuntimeError(f"the process of the imports {outcome.ended or 'ended'}: {outcome.last_words}")
-            error = f"the process {outcome.ended or 'ended itself'}"
-            failures.append(ImportFailure(module=culprit, error=error))
-            left.remove(culprit)
+    while left and (remaining := deadline - time.monotonic()) > 1:
+        messages, outcome = run_probe("import", left, seconds=remaining, environment=OFFLINE)
+        done = [one for one in messages if "module" in one]
+        failures += [ImportFailure(**one) for one in done if one["error"] is not None]
+        left = [name for name in left if name not in {one["module"] for one in done}]
+        if not left:
+            break
+        culprit = _begun(messages)
+        if culprit not in left:  # the process did not even begin
+            raise RuntimeError(f"the process of the imports {outcome.ended or 'ended'}: {outcome.last_words}")
+        error = f"the process {outcome.ended or 'ended itself'}"
+        failures.append(ImportFailure(module=culprit, error=error))
+        left.remove(culprit)
     return failures, left
-
-
-@contextmanager
-def _scratch() -> Iterator[dict[str, str]]:
-    """Variables for libraries that write or fetch things as they are imported, so that nothing stays."""
-    offline = {"HF_HUB_OFFLINE": "1"}  # bitsandbytes looks for kernels there
-    try:
-        folder = TemporaryDirectory(prefix="flatpeak-doctor-", ignore_cleanup_errors=True)
-    except OSError:  # no room for temporary files, which `check_directories` reports
-        yield offline
-        return
-    with folder as path:
-        yield {**offline, "MPLCONFIGDIR": path, "TRACKIO_DIR": path, "TMPDIR": path}
 
 
 def _begun(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -208,30 +200,7 @@ def _begun(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _cause(error: str) -> str:
     """The error, but one cause for all the words that a lack of memory has."""
-    return NO_MEMORY if any(words in error for words in _MEMORY_WORDS) else error
-
-
-def _import_fix(error: str, packages: Sequence[str]) -> str:
-    if _cause(error) == NO_MEMORY:
-        return "end other programs, or allow more memory: ulimit -v unlimited, or a larger container"
-    if "valid value for backend" in error:  # a notebook hands its own backend on to what it starts
-        return "unset MPLBACKEND"
-    if os.environ.get("LD_LIBRARY_PATH") and (".so" in error or "undefined symbol" in error):
-        return "unset LD_LIBRARY_PATH, which puts other libraries before those that came with the package"
-    named = [package for package in packages if package]
-    if not named:
-        return "report it with this output; until then, install an older version of the package that the error names"
-    # torch comes with libraries in packages of their own; a reinstalled peft must not bring another torch.
-    options = ["--force-reinstall"] if named[0].startswith("torch") else ["--force-reinstall", "--no-deps"]
-    return pip_install(named, *options)
-
-
-def _describe(failures: Sequence[Unmet]) -> str:
-    return "; ".join(
-        f"{one.needed_by} needs {one.requirement}, "
-        + ("which is not installed" if one.installed is None else f"and {one.installed} is installed")
-        for one in failures
-    )
+    return "too little memory" if is_memory(error) else error
 
 
 def _python_needed() -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from flatpeak.pipeline.doctor.bounded_process import run_probe
+from flatpeak.pipeline.doctor.bounded_process import merged, run_probe
 from flatpeak.pipeline.doctor.findings import GIB, Finding, gib, note, ok, problem
 
 KERNEL_SECONDS: Final = 60.0
@@ -32,7 +32,7 @@ def check_kernels() -> Iterator[Finding]:
         yield problem("kernels", text, f"unset {KERNELS_VARIABLE}")
         return
     messages, outcome = run_probe("kernels", seconds=KERNEL_SECONDS)
-    facts = {name: value for message in messages for name, value in message.items()}
+    facts = merged(messages)
     if described := facts.get("kernels"):
         level = described.split(",")[0]
         if setting == "torch":
@@ -74,7 +74,7 @@ def check_threads() -> Iterator[Finding]:
         yield problem("threads", f"OMP_NUM_THREADS={asked} is no number of threads", fix)
     elif threads > usable:
         source = f"OMP_NUM_THREADS={asked}" if asked else "torch's choice of a thread for each core"
-        yield problem("threads", f"{limit}; {source} makes threads wait for each other", fix)
+        yield note("threads", f"{limit}; {source} makes threads wait for each other", fix)
     elif policy.upper() == "ACTIVE":
         text = f"{limit}; OMP_WAIT_POLICY={policy} lets threads that wait spin: slow on a busy machine"
         yield note("threads", text, "unset OMP_WAIT_POLICY")
@@ -96,7 +96,7 @@ def check_memory() -> Iterator[Finding]:
     """The memory that is free, of all there is or that a container may use."""
     total, free = memory()
     if total is None or free is None:
-        yield note("memory", "this system does not say how much is free")
+        yield ok("memory", "this system does not say how much is free")
     elif free < LITTLE_MEMORY:
         text = f"{gib(free)} of {gib(total)} free: little more than loading torch takes"
         yield note(

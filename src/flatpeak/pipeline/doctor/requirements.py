@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Unmet:
     """The version that is there instead; None: no such package, or one whose metadata are damaged."""
     direct: bool
     """Whether the package asks for it itself, by name or through an extra; what others ask for they may do without."""
+
+    def __str__(self) -> str:
+        state = "which is not installed" if self.installed is None else f"and {self.installed} is installed"
+        return f"{self.needed_by} needs {self.requirement}, {state}"
 
 
 def version(name: str) -> str | None:
@@ -93,11 +98,12 @@ def module_name(package: str) -> str:
 
 
 def main(names: Iterable[str]) -> None:
-    """Print the version of the first of these packages that is there, and what it asks for in vain, as JSON."""
+    """Print the first of these packages that is there, its version, and what it asks for in vain, as JSON."""
     name = next((one for one in names if version(one) is not None), "")
     installed = version(name) if name else None
     missing = unmet(f"{name} {installed}", requirements(name)) if name else []
-    sys.stdout.write(json.dumps({"version": installed, "unmet": [asdict(one) for one in missing]}) + "\n")
+    facts = {"name": name, "version": installed, "pip": find_spec("pip") is not None}
+    sys.stdout.write(json.dumps({**facts, "unmet": [asdict(one) for one in missing]}) + "\n")
 
 
 if __name__ == "__main__":

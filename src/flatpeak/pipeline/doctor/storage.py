@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flatpeak.pipeline.doctor.bounded_process import run_probe
+from flatpeak.pipeline.doctor.bounded_process import merged, run_probe
 from flatpeak.pipeline.doctor.findings import GIB, Finding, gib, note, ok, problem, shell_path
+from flatpeak.pipeline.doctor.install_commands import import_fix
 
 RUNS: Final = Path("runs")
 """`run.directory` of a recipe that does not set it."""
@@ -24,7 +25,7 @@ LITTLE_SHARED_MEMORY: Final = GIB
 """Containers have 64 MiB by default; NCCL and rollouts ahead take more."""
 FEW_FILES: Final = 1024
 """Connections to servers, worker processes and files of a sweep together stay below."""
-HUB_SECONDS: Final = 30.0
+HUB_SECONDS: Final = 60.0
 OFFLINE_VARIABLES: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
@@ -61,19 +62,30 @@ def check_temporary_files() -> Iterator[Finding]:
     except FileNotFoundError as error:
         yield problem("temporary", f"{error}", "export TMPDIR=DIRECTORY, one that you can write to")
         return
-    own = os.environ.get("MPLCONFIGDIR")
-    settings = Path(own) if own else Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "matplotlib"
-    if not _is_writable(settings):
+    settings = _plot_settings()
+    if settings is not None and not _is_writable(settings):
         text = f"matplotlib's settings cannot be written to {settings}: each report takes longer"
         yield note("temporary", text, f"export MPLCONFIGDIR={shell_path(folder / 'matplotlib')}")
     yield from _directory_findings("temporary", folder, "export TMPDIR=DIRECTORY, one with more room", room=GIB)
 
 
+def _plot_settings() -> Path | None:
+    """The directory of matplotlib's settings; None for a user without a home, for whom it takes a temporary one."""
+    if own := os.environ.get("MPLCONFIGDIR"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "matplotlib"
+    except RuntimeError:
+        return None
+
+
 def check_limits() -> Iterator[Finding]:
     """The limit of open files, and the encoding of texts."""
-    files = _open_files()
+    files, most = _open_files()
     if files is not None and files < FEW_FILES:
-        yield note("open files", f"at most {files}, few for workers and servers", f"ulimit -n {FEW_FILES * 4}")
+        more = FEW_FILES * 4 if most is None else min(FEW_FILES * 4, most)
+        fix = f"ulimit -n {more}" if more > files else "ask the administrator for a higher limit"
+        yield note("open files", f"at most {files}, few for workers and servers", fix)
     encodings = {locale.getpreferredencoding(False), getattr(sys.stdout, "encoding", None) or "utf-8"}
     strange = sorted(name for name in encodings if name.lower().replace("_", "-") not in ("utf-8", "utf8"))
     if strange:
@@ -83,25 +95,27 @@ def check_limits() -> Iterator[Finding]:
         yield ok("limits", f"UTF-8; {'any number of' if files is None else f'at most {files}'} open files")
 
 
-def _open_files() -> int | None:
-    """The most files that may be open; None: no limit, or a system without one."""
-    try:
-        import resource  # not on Windows
-    except ImportError:
-        return None
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
+def _open_files() -> tuple[int | None, int | None]:
+    """The most files that may be open, and the most that this may be set to; None for no limit."""
+    import resource
+
+    soft, hard = (None if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_NOFILE))
+    return soft, hard
 
 
 def check_hub() -> Iterator[Finding]:
     """The Hugging Face cache, token and settings, and whether the Hub answers."""
     messages, outcome = run_probe("hub", seconds=HUB_SECONDS)
-    facts = {name: value for message in messages for name, value in message.items()}
+    facts = merged(messages)
     if "cache" not in facts:
         text = f"huggingface_hub {outcome.ended or 'said nothing'}: {outcome.last_words}"
-        yield problem("hub", text, "pip install --force-reinstall --no-deps huggingface_hub")
+        yield problem("hub", text, import_fix(text, ["huggingface_hub"]))
         return
-    yield from _directory_findings("cache", Path(facts["cache"]), "export HF_HOME=DIRECTORY, one that you can write to")
+    cache = Path(facts["cache"])
+    if facts["offline"] and cache.is_dir() and not _is_writable(cache):  # as clusters share one
+        yield ok("cache", f"{cache}: read only, which is enough offline")
+    else:
+        yield from _directory_findings("cache", cache, "export HF_HOME=DIRECTORY, one that you can write to")
     yield _hub_finding(facts)
 
 
@@ -136,9 +150,8 @@ def _directory_findings(check: str, path: Path, fix: str, *, room: int = LITTLE_
     free = status.f_bavail * status.f_frsize
     text = f"{path}: {gib(free)} free"
     if free < TOO_FULL or (status.f_files and not status.f_favail):
-        yield problem(
-            check, f"{text}{'' if status.f_favail else ', no files either'}: the disk is full", f"{fix}; df -h"
-        )
+        files = ", no files either" if status.f_files and not status.f_favail else ""
+        yield problem(check, f"{text}{files}: the disk is full", f"{fix}; df -h")
     elif free < room:
         yield note(check, f"{text}: little for checkpoints and models", f"{fix}; df -h")
     else:

