@@ -15,8 +15,11 @@ from support.runs import Watcher, speed_up_runs, tiny_recipe
 
 # Read when torch loads. Threads that spin while they wait make two of them far slower than one on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# A suite under nohup ignores SIGHUP, and what tests start would inherit that.
+# A suite under nohup ignores SIGHUP, and one that a script starts in the background SIGINT; what tests start would
+# inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
