@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,9 +94,19 @@ def test_pip_is_the_one_of_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pip_command("uninstall") == "pip uninstall -y"
 
 
+def test_looking_for_pip_leaves_setuptools_as_it_was() -> None:
+    """Its finder takes a search for pip as a sign that pip runs, and then setuptools cannot be imported any more."""
+    code = (
+        "import sys; from flatpeak.pipeline.doctor.install_commands import install; install(['numpy']); "
+        "import setuptools; print('imported')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("imported\n", "")
+
+
 def test_an_environment_without_pip_is_one_of_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install_commands.sys, "executable", "/env/bin/python")
-    monkeypatch.setattr(install_commands, "find_spec", lambda name: None)
+    monkeypatch.setattr(install_commands, "has_pip", lambda: False)
     assert install(["numpy"]) == "uv pip install --python /env/bin/python numpy"
     assert pip_command("uninstall") == "uv pip uninstall --python /env/bin/python"
 

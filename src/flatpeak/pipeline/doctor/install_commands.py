@@ -8,12 +8,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from flatpeak.pipeline.doctor.findings import shell_path
-from flatpeak.pipeline.doctor.requirements import module_name, requirements, unmet, version
+from flatpeak.pipeline.doctor.requirements import has_pip, module_name, requirements, unmet, version
 
 TORCH_BUILDS: Final = "https://download.pytorch.org/whl/"
 _MEMORY_WORDS: Final = ("MemoryError", "annot allocate memory", "failed to map segment", "SIGKILL")
@@ -114,7 +113,7 @@ def torch_build(requirement: str, installed: str | None) -> tuple[str, str]:
 def pip_command(command: str = "install") -> str:
     """The beginning of the command that changes this Python's environment."""
     python = shell_path(sys.executable)
-    if find_spec("pip") is None:  # as uv makes environments
+    if not has_pip():  # as uv makes environments
         return f"uv pip {command} --python {python}"
     program = shutil.which("pip")
     # The pip on the path may be another environment's, which would install to no effect.

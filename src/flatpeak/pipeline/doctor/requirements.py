@@ -10,8 +10,8 @@ import re
 import sys
 from collections import deque
 from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -97,12 +97,17 @@ def module_name(package: str) -> str:
     return MODULES.get(normal, normal.replace("-", "_"))
 
 
+def has_pip() -> bool:
+    """Whether this Python has pip. Not by find_spec: setuptools takes a search for pip as a sign that pip runs."""
+    return PathFinder.find_spec("pip") is not None
+
+
 def main(names: Iterable[str]) -> None:
     """Print the first of these packages that is there, its version, and what it asks for in vain, as JSON."""
     name = next((one for one in names if version(one) is not None), "")
     installed = version(name) if name else None
     missing = unmet(f"{name} {installed}", requirements(name)) if name else []
-    facts = {"name": name, "version": installed, "pip": find_spec("pip") is not None}
+    facts = {"name": name, "version": installed, "pip": has_pip()}
     sys.stdout.write(json.dumps({**facts, "unmet": [asdict(one) for one in missing]}) + "\n")
 
 
