@@ -117,8 +117,8 @@ def test_a_gpu_beside_a_cpu_build_of_torch_is_a_problem_with_the_build_to_instal
     assert finding.status == "problem"
     assert "torch 2.13.0+cpu is a build for CPUs" in finding.text
     assert finding.fix == (
-        'pip uninstall torch && pip install "torch<2.14" --index-url https://download.pytorch.org/whl/cuNNN, '
-        "with the highest NNN of https://pytorch.org that is at most 139"
+        'pip uninstall torch, then install "torch<2.14" built for the highest CUDA of generation 13 or below, '
+        "as https://pytorch.org/get-started/locally says"
     )
 
 
@@ -139,9 +139,9 @@ def test_a_driver_too_old_for_torchs_cuda_is_a_problem() -> None:
     assert finding.status == "problem"
     assert finding.text.startswith("driver 535.5 serves CUDA up to 12.2, and torch is built for 13.0 (The NVIDIA")
     assert finding.fix is not None
-    assert finding.fix.startswith('update the driver; or pip uninstall torch && pip install "torch<2.14" --index-url')
+    assert finding.fix.startswith('update the driver; or pip uninstall torch, then install "torch<2.14" built for')
     # A driver serves all later CUDAs of its generation, and there is no build for 12.2 itself.
-    assert finding.fix.endswith("at most 129")
+    assert "the highest CUDA of generation 12 or below" in finding.fix
 
 
 def test_a_number_of_a_gpu_that_is_not_there_is_taken_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,9 @@ def test_a_build_for_other_gpus_is_replaced() -> None:
     finding = only(Torch(build=rocm, cuda_error="No HIP GPUs are available"), H200)
     assert "torch 2.13.0+rocm6.4 is a build for ROCm 6.4" in finding.text
     assert finding.fix is not None
-    assert finding.fix.startswith("pip uninstall torch && ")
+    assert finding.fix.startswith(
+        'pip uninstall torch, then install "torch<2.14" built for the highest CUDA of generation 13'
+    )
     crashed = only(Torch(build=rocm, cuda_error="at cuda:0, its process was ended by SIGABRT", crashed=True), NONE)
     assert crashed.text == "torch cannot use the GPU: at cuda:0, its process was ended by SIGABRT"
 
@@ -184,7 +186,7 @@ def test_a_gpu_that_torch_has_no_kernels_for_needs_a_build_for_an_older_or_a_new
         f"cuda:0 {name} has compute capability {version}, and torch is built for sm_80, sm_90, compute_90"
     )
     assert finding.fix is not None
-    assert finding.fix.endswith(f"with the {which} NNN of https://pytorch.org")
+    assert finding.fix.endswith(f"built for the {which} CUDA, as https://pytorch.org/get-started/locally says")
 
 
 def test_a_gpu_that_adds_two_numbers_is_served_whatever_torch_was_built_for() -> None:
@@ -220,7 +222,7 @@ def test_a_card_without_a_driver_is_a_note_and_no_card_is_fine(tmp_path: Path) -
     without_smi = only(Torch(build=CPU), NONE, has_card=True)
     assert without_smi.status == "note"
     assert without_smi.fix is not None
-    assert "where runs are to use it, pip uninstall torch && " in without_smi.fix
+    assert 'where runs are to use it, pip uninstall torch, then install "torch<2.14" built for' in without_smi.fix
     for name, maker, kind in (
         ("gpu", "0x10de", "0x030200"),
         ("audio", "0x10de", "0x040300"),
@@ -247,7 +249,8 @@ def test_a_torch_that_raises_or_crashes_is_a_problem_with_its_words(
     assert finding.status == "problem"
     assert finding.text.endswith("cannot be imported: ImportError: libcublas.so.12: undefined symbol: x")
     assert finding.fix == (
-        'pip install --force-reinstall --no-deps "torch==2.13.0+cpu" --index-url https://download.pytorch.org/whl/cpu'
+        'install "torch==2.13.0+cpu" built for cpu, as https://pytorch.org/get-started/locally says, '
+        "with --force-reinstall --no-deps"
     )
     monkeypatch.setenv("LD_LIBRARY_PATH", "/cuda")
     assert torch_finding(read_torch()).fix == f"unset LD_LIBRARY_PATH; if that is not it, {finding.fix}"

@@ -13,7 +13,7 @@ from flatpeak.pipeline.doctor import install_commands
 from flatpeak.pipeline.doctor.install_commands import import_fix, install, pip_command, reinstall, replace_torch
 from support.installations import make_package
 
-CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+PAGE = "https://pytorch.org/get-started/locally"
 Put = Callable[..., None]
 
 
@@ -30,13 +30,9 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
 @pytest.mark.parametrize(
     ("installed", "command"),
     [
-        ("2.9.1+cpu", f'pip install "torch<2.14,>=2.11" {CPU_INDEX} && pip install peft'),
+        ("2.9.1+cpu", f'install "torch<2.14,>=2.11" built for cpu, as {PAGE} says, then pip install peft'),
         ("2.9.1", 'pip install "torch<2.14,>=2.11" && pip install peft'),
-        (
-            "2.9.1+cu126",
-            'pip install "torch<2.14,>=2.11" --index-url https://download.pytorch.org/whl/cu126 && pip install peft; '
-            "where cu126 has none, as https://pytorch.org says",
-        ),
+        ("2.9.1+cu126", f'install "torch<2.14,>=2.11" built for cu126, as {PAGE} says, then pip install peft'),
         ("2.9.0a0+50eac811a6.nv25.09", 'pip install "torch<2.14,>=2.11" && pip install peft'),
     ],
 )
@@ -61,11 +57,11 @@ def test_what_is_not_there_is_installed_with_what_it_needs(put: Put) -> None:
 @pytest.mark.parametrize(
     ("installed", "command"),
     [
-        ("2.13.0+cpu", f'pip install --force-reinstall --no-deps "torch==2.13.0+cpu" {CPU_INDEX}'),
         (
-            "2.13.0+cu126",
-            'pip install --force-reinstall "torch==2.13.0+cu126" --index-url https://download.pytorch.org/whl/cu126',
+            "2.13.0+cpu",
+            f'install "torch==2.13.0+cpu" built for cpu, as {PAGE} says, with --force-reinstall --no-deps',
         ),
+        ("2.13.0+cu126", f'install "torch==2.13.0+cu126" built for cu126, as {PAGE} says, with --force-reinstall'),
     ],
 )
 def test_torch_is_installed_anew_with_the_libraries_that_its_build_has(installed: str, command: str, put: Put) -> None:

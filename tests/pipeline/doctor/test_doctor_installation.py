@@ -54,8 +54,9 @@ def test_versions_that_do_not_fit_name_who_needs_which_and_the_command(install: 
         "flatpeak needs torch<2.14,>=2.11, and 2.9.1+cu128 is installed; "
         "flatpeak needs absent-thing>=2, which is not installed"
     )
-    assert versions.fix == 'pip "torch<2.14,>=2.11" --index-url https://download.pytorch.org/whl/cu128 && ' + (
-        'pip "absent-thing>=2"; where cu128 has none, as https://pytorch.org says'
+    assert versions.fix == (
+        'install "torch<2.14,>=2.11" built for cu128, as https://pytorch.org/get-started/locally says, '
+        'then pip "absent-thing>=2"'
     )
     assert indirect == Finding(
         check="packages", status="note", text="upper 1.0 needs lower==3, and 4.0 is installed", fix='pip "lower==3"'

@@ -49,8 +49,8 @@ def test_a_vllm_whose_torch_is_another_names_both_and_the_command(tmp_path: Path
     assert finding.text.endswith("vllm 0.40.1 needs torch==2.13.0, and 2.12.0 is installed")
     assert finding.fix == f"{python} -m pip install 'torch==2.13.0'"
     for_cpus = environment(tmp_path / "cpus", FITS | {"unmet": [PINNED | {"installed": "2.12.0+cpu"}]})
-    index = "--index-url https://download.pytorch.org/whl/cpu"
-    assert describe_vllm(for_cpus).fix == f"{for_cpus} -m pip install 'torch==2.13.0' {index}"
+    page = "https://pytorch.org/get-started/locally"
+    assert describe_vllm(for_cpus).fix == f'install "torch==2.13.0" built for cpu, as {page} says, for {for_cpus}'
 
 
 def test_packages_that_vllm_starts_without_are_named_and_no_problem(tmp_path: Path) -> None:

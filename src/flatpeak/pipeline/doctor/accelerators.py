@@ -199,7 +199,7 @@ def _device_findings(device: Mapping[str, Any], torch: Torch) -> Iterator[Findin
         # CUDA leaves out old GPUs as it goes: those have builds for older CUDAs, new ones for newer.
         which = "lowest" if 10 * major + minor < first else "highest"
         text = f"{name} has compute capability {major}.{minor}, and torch is built for {known}"
-        yield problem("gpu", text, replace_torch(_torch_requirement(), f"the {which} NNN of https://pytorch.org"))
+        yield problem("gpu", text, replace_torch(_torch_requirement(), f"the {which} CUDA"))
     elif "error" in device:
         fix = "nvidia-smi shows what uses it; CUDA_VISIBLE_DEVICES=N chooses another GPU"
         yield problem("gpu", f"{name} cannot add two numbers: {device['error']}", fix)
@@ -209,8 +209,8 @@ def _device_findings(device: Mapping[str, Any], torch: Torch) -> Iterator[Findin
 
 def _other_build(driver: Driver) -> str:
     """The command for a build of torch that the driver serves: all of its CUDA's generation, also later ones."""
-    newest = f" that is at most {_generation(driver.cuda)}9" if driver.cuda else ""
-    return replace_torch(_torch_requirement(), f"the highest NNN of https://pytorch.org{newest}")
+    newest = f" of generation {_generation(driver.cuda)} or below" if driver.cuda else ""
+    return replace_torch(_torch_requirement(), f"the highest CUDA{newest}")
 
 
 def _torch_requirement() -> str:

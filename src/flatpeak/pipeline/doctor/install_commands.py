@@ -14,22 +14,27 @@ from typing import Final
 from flatpeak.pipeline.doctor.findings import shell_path
 from flatpeak.pipeline.doctor.requirements import has_pip, module_name, requirements, unmet, version
 
-TORCH_BUILDS: Final = "https://download.pytorch.org/whl/"
+TORCH_COMMANDS: Final = "https://pytorch.org/get-started/locally"
+"""The page with the command for each build of torch, which changes with every release."""
 _MEMORY_WORDS: Final = ("MemoryError", "annot allocate memory", "failed to map segment", "SIGKILL")
 """Words of errors of too little memory; what ends a process by SIGKILL is the system's own killer."""
 
 
 def install(needed: Sequence[str], *options: str) -> str:
-    """The commands that install these requirements, by what installed the packages before; torch first and alone."""
+    """The commands that install these requirements, by what installed the packages before; torch first and alone.
+
+    Builds of torch that PyPI does not have are not at hand by name: their command is on torch's own page.
+    """
     torch = [one for one in needed if _name(one) == "torch"]
     conda = [one for one in needed if one not in torch and _is_condas(one)]
     rest = [one for one in needed if one not in torch and one not in conda]
-    commands, builds = [], ""
+    commands, first = [], ""
     if torch and _is_condas(torch[0]):
         conda = [f"py{torch[0]}", *conda]
     elif torch:
-        index, builds = torch_build(torch[0], version("torch"))
-        commands.append(f"{pip_command()} {_words(torch, options)}{index}")
+        build = torch_build(version("torch"))
+        first = built_torch(torch[0], build, *options) if build else ""
+        commands += [] if build else [f"{pip_command()} {_words(torch, options)}"]
     if conda and "--upgrade" in options:
         commands.append(f"conda update {' '.join(map(_name, conda))}")
     elif conda:
@@ -37,7 +42,7 @@ def install(needed: Sequence[str], *options: str) -> str:
         commands.append(f"conda install {_words(plain, options)}")
     if rest:
         commands.append(f"{pip_command()} {_words(rest, options)}")
-    return " && ".join(commands) + builds
+    return ", then ".join(filter(None, [first, " && ".join(commands)]))
 
 
 def reinstall(needed: Sequence[str]) -> str:
@@ -49,12 +54,17 @@ def reinstall(needed: Sequence[str]) -> str:
     return install([_pinned(one) for one in needed], "--force-reinstall", *(["--no-deps"] if alone else []))
 
 
+def built_torch(requirement: str, build: str, *options: str) -> str:
+    """The words for installing a build of torch, such as cpu or "the highest CUDA", by pip with these options."""
+    given = f", with {' '.join(options)}" if options else ""
+    return f"install {_words([requirement], ())} built for {build}, as {TORCH_COMMANDS} says{given}"
+
+
 def replace_torch(requirement: str, which: str) -> str:
-    """The commands that put a build of torch for a CUDA, `which`, in the place of the one that is there."""
+    """The words for putting a build of torch for another CUDA, `which`, in the place of the one that is there."""
     if _is_condas(requirement):
         return f"conda install \"pytorch[version='{requirement.removeprefix('torch')}',build='cuda*']\""
-    command = f"{pip_command()} {_words([requirement], ())} --index-url {TORCH_BUILDS}cuNNN"
-    return f"{pip_command('uninstall')} torch && {command}, with {which}"
+    return f"{pip_command('uninstall')} torch, then {built_torch(requirement, which)}"
 
 
 def import_fix(error: str, needed: Sequence[str]) -> str:
@@ -99,15 +109,10 @@ def is_memory(error: str) -> bool:
     return any(words in error for words in _MEMORY_WORDS) and "not permitted" not in error
 
 
-def torch_build(requirement: str, installed: str | None) -> tuple[str, str]:
-    """The option of pip that keeps torch's build, for CPUs or a CUDA, and what to do where there is none such."""
+def torch_build(installed: str | None) -> str | None:
+    """The build of an installed torch, cpu or cu128 say; None for PyPI's, and for those of other makers."""
     build = re.search(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", installed or "")
-    if build is None:
-        return "", ""
-    other = (
-        "" if build[1] == "cpu" or "==" in requirement else f"; where {build[1]} has none, as https://pytorch.org says"
-    )
-    return f" --index-url {TORCH_BUILDS}{build[1]}", other
+    return build[1] if build else None
 
 
 def pip_command(command: str = "install") -> str:

@@ -12,7 +12,7 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline.doctor import requirements
 from flatpeak.pipeline.doctor.bounded_process import Outcome, run_bounded
 from flatpeak.pipeline.doctor.findings import Finding, note, ok, problem, shell_path
-from flatpeak.pipeline.doctor.install_commands import pip_command, torch_build
+from flatpeak.pipeline.doctor.install_commands import built_torch, pip_command, torch_build
 from flatpeak.pipeline.doctor.requirements import Unmet
 from flatpeak.pipeline.vllm_python import (
     INSTALL_COMMAND,
@@ -104,9 +104,11 @@ def _install(
     """The command that installs into an environment of vLLM's own; in flatpeak's, vLLM's pins would displace others."""
     if _is_own(python):
         return _anew(python)
-    index = torch_build(requirement, installed)[0] if requirement.startswith("torch=") else ""
+    build = torch_build(installed) if requirement.startswith("torch=") else None
+    if build:
+        return f"{built_torch(requirement, build, *options)}, for {shell_path(python)}"
     pip = f"{shell_path(python)} -m pip install" if facts["pip"] else f"uv pip install --python {shell_path(python)}"
-    return " ".join([pip, *options, f"'{requirement}'"]) + index
+    return " ".join([pip, *options, f"'{requirement}'"])
 
 
 def _anew(python: Path) -> str:
