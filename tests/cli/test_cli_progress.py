@@ -1,5 +1,6 @@
 import io
 import os
+from pathlib import Path
 
 import pytest
 
@@ -45,19 +46,31 @@ def test_plain_lines_are_ten_seconds_apart_and_the_last_step_is_always_shown():
     ]
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_display_without_a_reader_ends_neither_the_run_nor_the_program(closed):
-    ours, theirs = os.pipe()
-    stream = os.fdopen(theirs, "w")
-    os.close(ours)
-    if closed:
-        stream.buffer.raw.close()
+def show(stream):
     progress = PlainProgress(stream)
     progress.notice("first")
     progress.notice("second")
     progress.update("train", step=1, total=1, metrics={"reward/mean": 1.0})
-    if not closed:
-        stream.close()  # as at the end of the program: what is left in the buffer goes nowhere too
+
+
+def test_a_display_without_a_reader_ends_neither_the_run_nor_the_program():
+    ours, theirs = os.pipe()
+    stream = os.fdopen(theirs, "w")
+    os.close(ours)
+    show(stream)
+    assert os.fstat(stream.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
+    stream.close()  # as at the end of the program: what is left in the buffer goes nowhere too
+
+
+def test_a_display_that_is_closed_does_not_end_the_run():
+    ours, theirs = os.pipe()
+    stream = os.fdopen(theirs, "w")
+    stream.buffer.raw.close()
+    with pytest.raises(ValueError, match="closed file"):
+        stream.write("first")
+    show(stream)
+    assert os.read(ours, 1) == b""
+    os.close(ours)
 
 
 def test_an_evaluation_is_always_shown_and_its_accuracy_stays_in_sight():

@@ -118,7 +118,10 @@ def test_a_function_may_refuse_rewards_other_than_0_and_1(allowed: Callable[[Ten
 def test_a_sound_function_passes_whatever_the_size_of_a_step(
     function: Callable[..., Tensor], num_prompts: int, group_size: int
 ) -> None:
-    advantages(function, num_prompts=num_prompts, group_size=group_size)
+    made = advantages(function, num_prompts=num_prompts, group_size=group_size)
+    rewards_PG = torch.arange(num_prompts * group_size, dtype=torch.float32).view(num_prompts, group_size)
+    everything_PG = torch.ones(num_prompts, group_size, dtype=torch.bool)
+    assert torch.equal(made(rewards_PG, everything_PG), function(rewards_PG, everything_PG))
 
 
 def test_a_result_that_turns_bad_in_training_names_the_function_and_the_rewards() -> None:
