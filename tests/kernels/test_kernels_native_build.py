@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,6 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 SANITIZED = Path(__file__).parents[1] / "support" / "sanitized_kernels.py"
 V3 = "fpu avx avx2 bmi1 bmi2 f16c fma abm movbe"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache folder of its own that nobody else may write to, and no library found yet."""
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
-    build._find.cache_clear()
-    yield folder
-    build._find.cache_clear()
 
 
 def says(monkeypatch: pytest.MonkeyPatch, flags: str, *, machine: str = "x86_64", torch_has: str = "AVX512") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,16 +16,6 @@ from support.installations import make_program
 HAS_COMPILER = any(shutil.which(name) for name in build.COMPILERS)
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 WRITES = 'while [ "$1" != -o ]; do shift; done; echo built > "$2"'
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache that is this user's alone, and no library in it."""
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
-    yield folder
 
 
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
