@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+import flatpeak  # noqa: F401  before torch, which reads the environment that this sets
 from support.models import run_model
 from support.runs import Watcher, speed_up_runs, tiny_recipe
 
-# Read when torch loads. Threads that spin while they wait make two of them far slower than one on a busy machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A suite under nohup ignores SIGHUP, and one that a script starts in the background SIGINT; what tests start would
 # inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

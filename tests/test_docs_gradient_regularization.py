@@ -64,12 +64,12 @@ def number(cell: str) -> float | None:
         return None
 
 
-def agree(now: str, then: str, *, factor: float) -> bool:
-    """Equal text, or numbers of one sign within a factor of each other."""
+def agree(now: str, then: str, *, factor: float, noise: float = 0.0) -> bool:
+    """Equal text, or numbers of one sign within a factor of each other, or no further apart than `noise`."""
     a, b = number(now), number(then)
     if now == then or a is None or b is None:
         return now == then
-    return a * b > 0 and 1 / factor <= a / b <= factor
+    return abs(a - b) <= noise or (a * b > 0 and 1 / factor <= a / b <= factor)
 
 
 def column(rows: Rows, name: str) -> dict[str, float]:
@@ -94,7 +94,9 @@ def test_the_pages_figures_are_measured_again(name: str, measured: dict[str, Row
             # What the rounding of low precision decides differs between machines.
             low = {"bf16": 3.0, "float32": 2.0} if name == "steps" else {}
             factor = next((limit for component, limit in low.items() if component in head), 1.12)
-            assert agree(after, before, factor=factor), f"{name}, {head}: {before} -> {after}"
+            # A cosine of gradients that rounding has drowned is an accident of the rounding.
+            noise = 0.05 if name == "consistency" and "bf16" in head else 0.0
+            assert agree(after, before, factor=factor, noise=noise), f"{name}, {head}: {before} -> {after}"
 
 
 def test_the_comparison_of_figures_can_fail() -> None:
@@ -103,6 +105,8 @@ def test_the_comparison_of_figures_can_fail() -> None:
     assert not agree("-0.2", "0.2", factor=2.0)
     assert not agree("0", "0.001", factor=2.0)
     assert not agree("none", "bf16", factor=2.0)
+    assert agree("-0.08", "-0.06", factor=1.1, noise=0.05)
+    assert not agree("-0.12", "-0.06", factor=1.1, noise=0.05)
 
 
 def test_the_script_prints_the_table_it_is_asked_for(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

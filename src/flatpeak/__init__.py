@@ -1,10 +1,13 @@
 """flatpeak: GRPO post-training that climbs to flat reward peaks.
 
-Importing this package imports no torch; the names below load what they need on first use.
+Importing this package imports no torch; the names below load what they need on first use. It sets environment variables
+that torch reads when it loads (utils/environment.py), so import it before torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from flatpeak.utils.environment import set_defaults
 
 if TYPE_CHECKING:
     from flatpeak.config.run_config import RunConfig
@@ -41,6 +44,8 @@ _HOMES = {
     "train": "flatpeak.pipeline.train",
     "train_reward_model": "flatpeak.pipeline.train_reward_model",
 }
+
+set_defaults()
 
 
 def __getattr__(name: str) -> Any:

@@ -134,7 +134,9 @@ def test_resampled_groups_of_a_curriculum_are_those_of_one_process_also_when_it_
     assert train(recipe(directory, "drawn", **sections), resume=True)["code"] == 0
     assert completions(directory / "drawn") == completions(directory / "drawn_alone")
     assert any(row["groups/drawn"] > 5 for row in rows(directory / "drawn") if row["stage"] == "train")
-    assert largest_gap(weights(directory / "drawn"), weights(directory / "drawn_alone")) < 1e-5
+    # Adam moves an entry whose gradient is hardly more than rounding as far as any other.
+    moved = largest_gap(weights(directory / "drawn_alone"), weights(directory / "drawn_alone", "sft/last"))
+    assert largest_gap(weights(directory / "drawn"), weights(directory / "drawn_alone")) < 1e-3 * moved
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(directory, ranks):

@@ -1,8 +1,7 @@
-"""The `flatpeak` command: the environment, one function per command, errors as lines and exit codes."""
+"""The `flatpeak` command: one function per command, errors as lines and exit codes."""
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 import warnings
@@ -14,17 +13,6 @@ from flatpeak.cli import evaluate, export, plan, push, report, serve, settings, 
 from flatpeak.cli.doctor import doctor, run_directly
 from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, job_size
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation
-
-# Read when torch, tokenizers and transformers load; variables that the user has set stay.
-ENVIRONMENT = {
-    # Threads that spin while they wait made runs on a busy machine 13 to 20 times slower; a bounded spin is no way out
-    # (docs/engine.md, Threads).
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # Its threads would warn at every fork.
-    "TOKENIZERS_PARALLELISM": "false",
-    # A bar for every checkpoint would tear the display apart.
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
 
 _python_format = warnings.formatwarning
 
@@ -71,8 +59,6 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 a bad command or recipe, 130 and 143 stopped by a signal."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     warnings.formatwarning = _format_warning
     try:
         if (code := run_directly(sys.argv[1:])) is not None:

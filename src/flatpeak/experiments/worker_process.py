@@ -18,8 +18,6 @@ _BOOT = (
     "import sys; descriptor, *sys.path = sys.argv[1:]; "
     "from flatpeak.experiments.cell_worker import serve; serve(int(descriptor))"
 )
-# Read when torch and tokenizers load (docs/engine.md, Threads); variables that the user has set stay.
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 class WorkerProcess:
@@ -32,7 +30,7 @@ class WorkerProcess:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
-        environment = _ENVIRONMENT | os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],

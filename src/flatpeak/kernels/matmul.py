@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from flatpeak.kernels.processor import vendor
 
 SMALLEST = 1 << 13
 """Entries of the weight below which oneDNN's fixed cost per call outweighs its speed."""
@@ -96,10 +97,7 @@ def onednn_is_faster() -> bool:
 
 
 def _is_intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return True  # not Linux: leave everything to torch
+    return vendor() in ("GenuineIntel", "")  # unknown: leave everything to torch
 
 
 class _Linear(torch.autograd.Function):

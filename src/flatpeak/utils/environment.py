@@ -1,0 +1,29 @@
+"""Environment variables that torch, tokenizers and transformers read when they load; importing flatpeak sets them."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from flatpeak.kernels.processor import vendor
+
+DEFAULTS: Final = {
+    # Threads that spin while they wait made runs on a busy machine 13 to 20 times slower; a bounded spin is no way out
+    # (docs/engine.md, Threads).
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Its threads would warn at every fork.
+    "TOKENIZERS_PARALLELISM": "false",
+    # A bar for every checkpoint would tear the display apart.
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+STRICT_MKL: Final = ("MKL_CBWR", "AUTO,STRICT")
+"""Intel's processors only: MKL otherwise multiplies few rows there by other kernels than many, so that a completion's
+bits depend on its company (docs/engine.md)."""
+
+
+def set_defaults() -> None:
+    """Set what the user has not."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if vendor() == "GenuineIntel":
+        os.environ.setdefault(*STRICT_MKL)

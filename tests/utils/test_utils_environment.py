@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flatpeak.utils import environment
+from flatpeak.utils.environment import DEFAULTS, set_defaults
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*DEFAULTS, "MKL_CBWR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("vendor", "mkl"), [("GenuineIntel", "AUTO,STRICT"), ("AuthenticAMD", None), ("", None)])
+def test_mkl_is_strict_on_intels_processors_alone(
+    vendor: str, mkl: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "vendor", lambda: vendor)
+    set_defaults()
+    assert {name: os.environ[name] for name in DEFAULTS} == DEFAULTS
+    assert os.environ.get("MKL_CBWR") == mkl
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "vendor", lambda: "GenuineIntel")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    set_defaults()
+    assert (os.environ["MKL_CBWR"], os.environ["OMP_WAIT_POLICY"]) == ("COMPATIBLE", "ACTIVE")
+
+
+def test_importing_flatpeak_sets_the_variables_and_loads_no_torch() -> None:
+    code = "import os, sys, flatpeak; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "PASSIVE False\n"
