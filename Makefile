@@ -12,7 +12,7 @@ BENCH_PARTS ?= engine engines training_pass mixed_lengths step memory adapters t
 
 TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
 
-.PHONY: demo test test-vllm check wheel bench study study-report clean
+.PHONY: demo test test-all test-vllm check wheel bench study study-report clean
 
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 demo: .venv/installed
@@ -20,11 +20,15 @@ demo: .venv/installed
 
 # The models of the tests are tiny: two threads would wait for each other most of the time, two processes do not. A file
 # stays in one process, which keeps what its tests share. `make test TEST_PROCESSES=0` runs all in one.
-test check: export OMP_NUM_THREADS ?= 1
+test test-all: export OMP_NUM_THREADS ?= 1
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
+# Without whole runs, kills, ranks and what else is marked slow, which test-all has.
 test: .venv/installed-dev
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/installed-dev
 	$(PYTEST)
 
 # A real vLLM on the CPU: half an hour on two idle cores. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
@@ -37,7 +41,6 @@ check: .venv/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python tests/support/structure.py --check
-	$(PYTEST)
 
 # With kernels compiled for AVX2 and AVX-512, so that a machine without a compiler has them. Compiled on an old system
 # they run on newer ones; where they cannot be loaded, they are compiled anew or left.

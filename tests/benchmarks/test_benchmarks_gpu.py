@@ -83,6 +83,7 @@ def run(path: Path, *arguments: str) -> dict[str, list[dict[str, Any]]]:
     return parts
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_tiny_shapes(tmp_path: Path, one_thread: None) -> None:
     parts = run(tmp_path / "gpu.json", "--dtype", "float32")
     assert list(parts) == ["roofline", "decode", "train", "step", "gr", "trl"]

@@ -67,6 +67,7 @@ def test_a_healthy_machine_gets_a_page_of_lines_and_nothing_is_left(tmp_path: Pa
     assert [path for folder in ("home", "work", "temporary") for path in (tmp_path / folder).rglob("*")] == []
 
 
+@pytest.mark.slow
 def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, machine: dict[str, str]) -> None:
     site = tmp_path / "site"
     (tmp_path / "work").mkdir()
@@ -122,6 +123,7 @@ def test_a_terminal_without_the_characters_of_a_path_gets_their_codes() -> None:
     assert printable("\u00fc", None) == "\u00fc"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [["flatpeak", "doctor"], ["flatpeak.pipeline.doctor.checkup"]])
 def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
     start: list[str], tmp_path: Path, machine: dict[str, str]

@@ -25,6 +25,7 @@ def report(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_is_compared_and_its_files_are_written(sweep: str) -> None:
     text = report(sweep, "--baseline", "kl", "--metric", "reward/gold", "--at-least", "reward/exploit.final=0.5")
     assert "## reward/gold.final" in text
@@ -36,6 +37,7 @@ def test_a_sweep_is_compared_and_its_files_are_written(sweep: str) -> None:
     assert report(f"{sweep}/table.csv", "--alpha", "0.01").startswith("# Arms compared")
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_that_of_the_file(sweep: str) -> None:
     text = report(sweep, "--json")
     assert json.loads(text)["baseline"] == "none"

@@ -13,6 +13,8 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from support.distributed import MICRO_BATCHES, Case, distance, run, same_bits
 from support.distributed_gradreg import chosen, over_mesh, plain
 
+pytestmark = pytest.mark.slow
+
 PERTURBED = {"mlp": "all", "llama": "blocks", "lora": "adapters"}
 WAYS = ("ddp", "ddp_view", "fsdp")
 OPTIONS = {

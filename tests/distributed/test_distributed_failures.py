@@ -21,6 +21,8 @@ from support.distributed_gradreg import (
     wrapped_late,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def case(task, *, dtype=torch.float64, steps=2, **settings):
     given = {"strength": 0.05, "step": 1e-2, "perturbed": "all", "check_every": 0, **settings}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from flatpeak.runs.checkpoints import newest_valid
 from support.distributed_runs import completions, largest_gap, recipe, rows, train, trainer_tensors, weights
 from support.kills import FAULT, REWARD, Kill, kills, run_and_kill
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-minutes = pytest.mark.skipif("FLATPEAK_SLOW_TESTS" not in os.environ, reason="takes minutes: set FLATPEAK_SLOW_TESTS=1")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
 SECONDS = 30
 
 
@@ -62,8 +60,6 @@ def check_killed(directory: Path, whole: Path, ranks, kill: Kill, name: str) -> 
     assert largest_gap(trainer_tensors(run), trainer_tensors(whole)) == 0
 
 
-@minutes
-@pytest.mark.slow
 @pytest.mark.parametrize("index", range(20))
 def test_20_random_kills_leave_a_run_that_ends_the_same(directory, whole, ranks, index):
     kill = kills(20, seed=7)[index]

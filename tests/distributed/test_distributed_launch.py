@@ -15,6 +15,8 @@ import pytest
 from flatpeak.distributed.launch import _end
 from support.kills import alive
 
+pytestmark = pytest.mark.slow
+
 RANK = """
 import os, signal, sys, time
 rank, way = os.environ["RANK"], sys.argv[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from support.distributed_training import MATRIX, Case, policy_of, relative_gaps
 from support.models import run_model
 from support.ranks import Ranks
 
-minutes = pytest.mark.skipif("FLATPEAK_SLOW_TESTS" not in os.environ, reason="takes minutes: set FLATPEAK_SLOW_TESTS=1")
+pytestmark = pytest.mark.slow
+
 SLOWER: dict[str, Any] = {"learning_rate": 1e-3}
 EIGHT_BIT: dict[str, Any] = {"name": "adamw_8bit", **SLOWER}
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
@@ -142,8 +142,6 @@ def test_masters_and_moments_are_restored_to_the_bit_under_another_strategy(rank
         assert found["apart"] < 0.05
 
 
-@minutes
-@pytest.mark.slow
 def test_eight_bit_moments_of_four_parts_or_of_two_held_twice_have_the_bits_of_the_whole():
     four = Ranks(4)
     try:
@@ -212,8 +210,6 @@ def test_the_letters_that_ranks_find_most_probable_are_those_of_one_process(dire
         assert len({one["A"] for one in own}) == len(own)  # so that no two questions could be exchanged
 
 
-@minutes
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "bound"), [("8bit", 0.02), ("nf4", 0.02)])
 def test_what_is_saved_under_one_strategy_goes_on_under_any_other(directory, ranks, kind, bound):
     alone = directory / f"{kind}_over"

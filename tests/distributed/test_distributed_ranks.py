@@ -13,6 +13,8 @@ from flatpeak.distributed.config import DistributedConfig
 from flatpeak.errors import LostRankError
 from support.ranks import RankError, Ranks
 
+pytestmark = pytest.mark.slow
+
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 

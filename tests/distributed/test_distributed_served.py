@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from support.distributed_runs import completions, largest_gap, recipe, rows, train, trainer_tensors, weights
 from support.vllm_server import Call, Fault, VLLMServer
 
+pytestmark = pytest.mark.slow
+
 Case = Literal["all weights", "adapters, drawn ahead"]
 
 

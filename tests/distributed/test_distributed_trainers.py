@@ -18,6 +18,8 @@ from support.manual_step import Hand, in_blocks, regularized_step
 from support.ranks import Ranks
 from support.trl import EPS, RATE, SETTINGS, STRENGTH, distance, weights
 
+pytestmark = pytest.mark.slow
+
 WAYS: tuple[Way, ...] = ("ddp", "fsdp")
 STEPS = SETTINGS["max_steps"]
 EQUAL = ("plain", "all perturbed", "checkpointed", "adapters", "grpo", "dapo with KL")

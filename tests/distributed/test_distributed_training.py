@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -12,12 +10,13 @@ from support.distributed_runs import largest_gap, recipe, train, weights
 from support.distributed_training import EXACT, MATRIX, ONE, Case, chosen_groups, gaps, policy_of, trained
 from support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 BOUNDS = {(True, False): 1e-9, (True, True): 1e-9, (False, False): 1e-5, (False, True): 1e-3}
 """Largest difference of a weight, by (float64, regularized)."""
 MORE_RANKS = 4.0
 """Times that much on four ranks: 1.9e-9 at most was seen, float64 and regularized, which is what one process differs by
 from itself when its weights begin one last digit away."""
-minutes = pytest.mark.skipif("FLATPEAK_SLOW_TESTS" not in os.environ, reason="takes minutes: set FLATPEAK_SLOW_TESTS=1")
 FEW = {
     "ddp/plain": Case(double=True),
     "ddp/regularized in two epochs of minibatches": Case(double=True, **MATRIX["mu2_gr"]),
@@ -55,8 +54,6 @@ def test_weights_and_metrics_after_five_steps_are_those_of_one_process(ranks):
     assert not off
 
 
-@minutes
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2"), (4, "hsdp")])
 def test_the_whole_matrix_is_that_of_one_process(world, strategy):
     cases = {
@@ -74,8 +71,6 @@ def test_the_whole_matrix_is_that_of_one_process(world, strategy):
     assert not {name: found for name, found in first.items() if not found[0] <= times * bound(cases[name])}
 
 
-@minutes
-@pytest.mark.slow
 def test_what_two_ranks_have_saved_four_resume(tmp_path):
     alone = train(recipe(tmp_path, "alone"))
     for world, strategy, steps in ((2, "ddp", 2), (4, "fsdp2", 4)):

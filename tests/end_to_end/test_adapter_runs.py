@@ -24,6 +24,8 @@ from support.models import run_model, save_run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.reward_functions import varied_text
 
+pytestmark = pytest.mark.slow
+
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "alpha": 8}},
     "rslora": {"lora": {"rank": 4, "alpha": 8, "rslora": True, "target_modules": ["q_proj", "down_proj"]}},

@@ -25,7 +25,7 @@ from flatpeak.types import Example, Prompt, SamplingParams
 from support.resumes import Death, Run, as_before, assert_same, die, outcome, steps_of
 from support.reward_functions import odd
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 RESETS = {"kl": {"coefficient": 0.1}, "reference": {"reset_every": 1}, "sft": {"steps": 1, "batch_size": 4}}
 VLLM = os.environ.get("FLATPEAK_VLLM_PYTHON")
@@ -130,7 +130,6 @@ def greedy_tokens(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [list(group.completions[0].token_ids) for group in groups]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(VLLM is None, reason="FLATPEAK_VLLM_PYTHON names no interpreter with vLLM")
 def test_vllm_loads_a_trained_checkpoint_and_continues_prompts_as_flatpeak_does(recipe: Recipe, train: Train) -> None:
     # Heads of 32, which vLLM's kernels take, and weights so large that the likeliest tokens vary.

@@ -44,6 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train({**recipe, "task": {"type": "mmlu", "path": str(folder), "shots": 0}}).path
 
 
+@pytest.mark.slow
 def test_the_summary_has_the_tables_of_the_start_the_best_and_the_last(run: Path) -> None:
     summary = read_summary(run / "summary.json")
     kept = [(one.stage, one.step) for one in summary.evaluations if one.subsets]

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL = ["--steps", "2", "--batch", "16", "--max-tokens", "4", "--plain"]

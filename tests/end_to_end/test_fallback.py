@@ -14,6 +14,8 @@ from flatpeak.policy import packing as padded
 from flatpeak.types import Batch
 from support.runs import Watcher, tiny_recipe
 
+pytestmark = pytest.mark.slow
+
 GPT_NEO = {
     "architecture": "gpt_neo",
     "config": {

@@ -35,7 +35,7 @@ PLAIN = Case(
     stop=("train", 2),
     kill=False,
 )
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("index", range(COUNT))

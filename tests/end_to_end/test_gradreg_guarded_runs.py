@@ -21,7 +21,7 @@ from flatpeak.runs.summary import read_summary
 from support.resumes import assert_same, outcome
 from support.reward_functions import parity
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TOO_LONG = {"strength": "ratio:0.3", "step": 10.0, "perturbed": "all"}
 """A step of ten times the weights' norm: nothing like a derivative, and only a gradient can tell."""
 

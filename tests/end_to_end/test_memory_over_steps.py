@@ -20,7 +20,7 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import SamplingParams
 from support.engines import LIBRARIES_SERVE, make_policy, prompt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 STEPS, SETTLED = 200, 20
 RESIDENT_BOUND = 24 << 20
 """Bytes: what Python and the allocator may take between step 20 and step 200, for the run's own history among them."""

@@ -18,7 +18,7 @@ from support.resumes import Run, assert_same, outcome
 from support.reward_functions import varied_text
 from support.runs import speed_up_runs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 SAVERS: dict[str, Any] = {
     "training": {"activation_checkpointing": True},
     "optimizer": {"offload": True},

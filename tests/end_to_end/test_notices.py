@@ -125,6 +125,7 @@ FAILING_AFTER = {("train", 3): (5,), ("train", 4): (5,), ("train", 5): (), ("eva
 """The rollouts of a resumed run that fail where those of the whole one do, of four groups a step: in steps 2 and 4."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "step"), list(FAILING_AFTER))
 def test_a_resumed_run_has_the_notices_of_an_uninterrupted_one_each_once(
     recipe: Recipe, train: Train, watch: Any, stage: str, step: int
@@ -136,6 +137,7 @@ def test_a_resumed_run_has_the_notices_of_an_uninterrupted_one_each_once(
     assert interrupted(recipe, train, watch, stage, step, prompt=prompts) == wanted
 
 
+@pytest.mark.slow
 def test_what_only_a_resumed_run_has_to_say_is_dated_by_its_step(recipe: Recipe, train: Train, watch: Any) -> None:
     config = recipe(run={"checkpoint_every": 1}, training={"steps": 3})
     path = train(config, reward=odd, progress=False).path
@@ -147,6 +149,7 @@ def test_what_only_a_resumed_run_has_to_say_is_dated_by_its_step(recipe: Recipe,
     assert result == [("train", 2)]
 
 
+@pytest.mark.slow
 def test_a_fork_takes_the_notices_up_to_its_step_along(recipe: Recipe, train: Train) -> None:
     config = recipe(run={"checkpoint_every": 1, "keep_checkpoints": 9}, training={"steps": 3})
     path = train(config, reward=Failing(2, 10), progress=False).path
@@ -178,6 +181,7 @@ def test_a_new_run_of_the_same_name_forgets_the_notices_of_the_old_one(recipe: R
     assert notices(result.path) == []
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_notices(recipe: Recipe, train: Train) -> None:
     result = train(recipe(), reward=Failing(6), progress=False)
     displayed = page_content(RunPaths(result.path))["notices"]

@@ -25,7 +25,7 @@ from support.resumes import assert_same, outcome
 from support.worker_functions import step_by_step
 from support.workers import all_end
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 REWARDS = {
     "correctness": {"type": "number"},
     "brevity": {"type": "length", "target": 1, "limit": 5, "weight": 0.2},

@@ -12,6 +12,8 @@ from flatpeak.config.load import shipped_recipes
 from flatpeak.runs.metrics import read_metrics
 from support.models import letter_tokenizer, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROFILES = [name for name in shipped_recipes() if name.endswith("gb")]
 
 

@@ -17,7 +17,7 @@ import flatpeak
 from flatpeak.errors import UserError
 from support.resumes import Judge, Run, assert_same, outcome
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
 
 

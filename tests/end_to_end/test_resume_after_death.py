@@ -17,7 +17,7 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.training import recorder
 from support.resumes import Death, Run, assert_same, die, outcome
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
 
 KILLED = """

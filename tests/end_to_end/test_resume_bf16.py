@@ -16,7 +16,7 @@ import flatpeak.pipeline.train
 from flatpeak.training.master_weights import MasterWeights
 from support.resumes import Death, Judge, Run, assert_same, die, outcome
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
 COARSE = {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 1e-3}}
 SPARING = {"gradient_regularization": {"strength": "ratio:0.3", "every": 5, "step": 5e-3, "min_perturbation_kept": 0.5}}

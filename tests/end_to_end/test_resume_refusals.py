@@ -23,6 +23,8 @@ from flatpeak.training.sft import SFTTrainer
 from support.models import run_model
 from support.reward_functions import odd
 
+pytestmark = pytest.mark.slow
+
 Recipe, Train, Watch = Callable[..., dict[str, Any]], Callable[..., Any], Callable[..., Any]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from support.resumes import RL_STEPS, Death, Judge, Run, assert_same, die, outcome
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
 PREFIX = "reference."
 EVERY_TWO = {"reset_every": 2, "reset_optimizer": True}

@@ -12,6 +12,8 @@ import pytest
 
 from flatpeak.experiments.table import SweepTable
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "docs" / "results" / "reward_hacking"
 FALL = "eval/signatures/sharpness/relative_fall_0.6.last"

@@ -21,7 +21,7 @@ SMALL = [
     *("--judge", "reward_model.steps=120", "reward_model.evaluate_every=60"),
 ]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

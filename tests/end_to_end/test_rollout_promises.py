@@ -65,6 +65,7 @@ def excess(counts: np.ndarray, probs: np.ndarray) -> float:
     return float((cells.sum() - freedom) / math.sqrt(2 * freedom))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILTERS)
 def test_tokens_follow_the_plain_models_softmax_after_transformers_own_filters(policy: Policy, name: str) -> None:
     sampling = SamplingParams(max_new_tokens=2, **FILTERS[name])

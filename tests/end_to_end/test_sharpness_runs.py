@@ -28,7 +28,7 @@ from support.models import letter_tokenizer, tiny_model
 from support.resumes import Judge, Run, assert_same, outcome
 from support.training import plain_logprobs, prompt, tiny_policy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
 SHARPNESS = {"radii": [0.2, 0.5], "draws": 2, "size": 3, "samples": 2, "eigenvalue": True, "iterations": 3}
 MEASURED = {"evaluation": {"sharpness": SHARPNESS}}

@@ -15,7 +15,7 @@ from flatpeak.runs.notices import read_notices
 from flatpeak.runs.summary import read_summary
 from support.resumes import RL_STEPS, Death, Judge, Run, assert_same, die, outcome
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
 
 RATE = 1e-3

@@ -18,6 +18,8 @@ from flatpeak.experiments.table import read_table
 from flatpeak.runs.metrics import read_metrics
 from support.sweeps import FROM_PREFIX, PREFIX, reward, use_local_workers, write_sweep
 
+pytestmark = pytest.mark.slow
+
 
 def sweep_file(directory: Path, function: str) -> Path:
     """Two arms after a prefix; `function` is their reward, slow or not."""

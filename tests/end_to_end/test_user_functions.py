@@ -60,6 +60,7 @@ def mentions(path: Path) -> list[str]:
     return [row["text"] for row in read_notices(path / "notices.jsonl") if "code of" in row["text"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [
@@ -97,6 +98,7 @@ def test_copies_of_loss_and_advantage_train_the_same_weights(
     assert not all(torch.equal(expected[name], start[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_ends_the_same(
     make_run: Callable[..., Run], uninterrupted: dict[str, Any], send: Any, copies: Path
 ) -> None:

@@ -207,6 +207,7 @@ def test_a_recipe_that_cannot_be_judged_is_refused(tmp_path: Path, sections: dic
         parse_config(tiny_recipe(tmp_path, **sections))
 
 
+@pytest.mark.slow
 def test_a_run_without_accuracy_chooses_by_reward(tmp_path: Path) -> None:
     from flatpeak.errors import UserError
     from flatpeak.pipeline.train import train

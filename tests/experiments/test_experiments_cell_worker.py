@@ -12,6 +12,8 @@ import torch
 
 from flatpeak.experiments.cell_worker import ProcessState, run_job
 
+pytestmark = pytest.mark.slow
+
 SOURCE = """
 import os, signal, sys
 

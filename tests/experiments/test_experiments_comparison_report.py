@@ -59,6 +59,7 @@ def test_json_has_every_number_and_null_for_those_that_do_not_exist() -> None:
     assert content["unfinished"][0]["reason"] == "RunError: the loss is nan"
 
 
+@pytest.mark.slow
 def test_files_lie_beside_the_table_and_are_the_same_each_time(tmp_path: Path) -> None:
     directory = write_sweep(tmp_path / "sharp")
     path = table_path(directory)

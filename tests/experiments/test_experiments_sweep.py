@@ -79,6 +79,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, S
 Finished = tuple[Path, SweepResult, list[str]]
 
 
+@pytest.mark.slow
 def test_a_failed_run_stops_no_other_and_its_row_says_why(finished: Finished) -> None:
     _, result, lines = finished
     assert (result.done, result.failed, result.stopped, result.missing, result.exit_code) == (4, 2, 0, 0, 1)
@@ -187,6 +188,7 @@ def test_a_mended_reward_of_a_run_that_has_no_step_yet_is_no_other_text(tmp_path
         assert not any("another text" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_arms_and_seeds_can_be_added_and_only_those_are_run(tmp_path: Path, local: Any) -> None:
     sweep(write_sweep(tmp_path, arms={"a": {}}, seeds=[1]))
     path = write_sweep(tmp_path, arms={"a": {}, "b": {"settings": {"kl.coefficient": 0.5}}}, seeds=[1, 2])
@@ -212,6 +214,7 @@ def test_changed_settings_are_refused_with_run_and_key_and_rerun_with_overwrite(
     assert read_table(result.table).column("kl.coefficient") == [0.2, 0.0]
 
 
+@pytest.mark.slow
 def test_runs_made_with_another_text_of_a_users_file_are_named_and_rerun_with_overwrite(
     tmp_path: Path, local: Any
 ) -> None:
@@ -260,6 +263,7 @@ def test_overwrite_deletes_no_run_that_its_functions_file_could_not_make_again(
     assert read_table(result.table) == before
 
 
+@pytest.mark.slow
 def test_overwrite_takes_up_unfinished_runs_of_another_text_from_their_beginning(tmp_path: Path, local: Any) -> None:
     path = write_sweep(tmp_path, arms={"a": {}, "b": {}}, seeds=[1])
     result, _ = sweep(path)
@@ -298,6 +302,7 @@ def test_a_damaged_manifest_of_a_finished_run_stops_no_sweep(tmp_path: Path, loc
     assert (again.done, finished_cells(lines)) == (1, [])
 
 
+@pytest.mark.slow
 def test_a_changed_prefix_reruns_every_arm_of_its_seed(tmp_path: Path, local: Any) -> None:
     def path_at(count: int) -> Path:
         prefix = {"data": {"call": "functions.py:write_rows", "arguments": {"count": count}}}
@@ -311,6 +316,7 @@ def test_a_changed_prefix_reruns_every_arm_of_its_seed(tmp_path: Path, local: An
     assert json.loads((result.path / "prefix" / "seed-1" / "data" / "rows.json").read_text()) == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_prefix_that_no_run_needs_any_more_is_not_made_again(tmp_path: Path, local: Any) -> None:
     prefix = {"data": PREFIX["data"]}
     result, _ = sweep(write_sweep(tmp_path, prefix=prefix, seeds=[1]))
@@ -369,6 +375,7 @@ def test_two_processes_never_work_on_one_sweep(tmp_path: Path, local: Any) -> No
     assert sweep(path)[0].done == 1
 
 
+@pytest.mark.slow
 def test_each_worker_sees_one_gpu_of_its_own(tmp_path: Path, local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -390,6 +397,7 @@ def test_each_worker_sees_one_gpu_of_its_own(tmp_path: Path, local: Any, monkeyp
     assert gpus("cpu", "none", 2) == [None, None]
 
 
+@pytest.mark.slow
 def test_runs_are_scored_by_the_reward_model_of_their_seeds_prefix(tmp_path: Path, local: Any) -> None:
     (tmp_path / "pairs.py").write_text(
         "from support.preferences import write_pairs\n\n\n"

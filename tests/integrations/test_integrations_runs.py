@@ -107,6 +107,7 @@ class ExplodingLater(Exploding):
     when_replaying = True
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_leaves_the_weights(tmp_path: Path) -> None:
     one_step = weights(trained(plain_trainer(tmp_path, max_steps=1)).model)
     trainer = plain_trainer(tmp_path, Exploding, max_steps=2)

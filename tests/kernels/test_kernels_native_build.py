@@ -14,6 +14,8 @@ import torch
 from flatpeak.kernels.native import build
 from flatpeak.kernels.native.build import UnavailableError, cache_folder, compile_library, library, processor_level
 
+pytestmark = pytest.mark.slow
+
 HAS_COMPILER = any(shutil.which(name) for name in build.COMPILERS)
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 SANITIZED = Path(__file__).parents[1] / "support" / "sanitized_kernels.py"

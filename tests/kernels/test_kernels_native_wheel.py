@@ -15,6 +15,8 @@ import pytest
 from flatpeak.kernels.native import build
 from flatpeak.kernels.native.build import UnavailableError, file_name, processor_level
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
 WIDTHS = {"x86-64-v4": 16, "x86-64-v3": 8, "armv8-a": 4}

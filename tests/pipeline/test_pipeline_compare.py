@@ -40,6 +40,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(recipe).path
 
 
+@pytest.mark.slow
 def test_stages_are_compared_on_the_same_questions_with_paired_intervals(finished: Path) -> None:
     names = [str(finished / "checkpoints" / "step_000000"), str(finished)]
     comparison = compare_checkpoints(names)
@@ -135,6 +136,7 @@ def test_a_run_is_evaluated_by_another_recipe(finished: Path, tmp_path: Path) ->
     assert compare_checkpoints([str(finished)], ["evaluation.size=2"], recipe=str(recipe)).evaluations[0].size == 2
 
 
+@pytest.mark.slow
 def test_one_model_is_gone_before_the_next_is_loaded(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluators: list[weakref.ref[Any]] = []
     alive: list[int] = []

@@ -210,6 +210,7 @@ def test_a_checkpoint_is_asked_for_of_a_run_only(tmp_path: Path) -> None:
         export(tmp_path / "adapter", tmp_path / "merged", checkpoint="last")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [{"lora": {"rank": 4}}, {"lora": {"rank": 4}, "quantization": "nf4"}, {}], ids=str)
 def test_the_export_of_a_reward_model_scores_as_it_does(tmp_path: Path, model: dict[str, Any]) -> None:
     tiny_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")

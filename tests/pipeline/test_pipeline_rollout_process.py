@@ -78,6 +78,7 @@ def stale(recipe: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+@pytest.mark.slow
 def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
     stale: Any, recipe: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
     assert drawn_by[0] == drawn_by[1] != "vllm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 5])
 def test_a_run_that_is_stopped_goes_on_to_the_same_weights(
     stop: int, stale: Any, train: Any, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,8 @@ from flatpeak.policy.loading import load_policy
 from flatpeak.utils.adapters import LoraConfig
 from support.models import save_run_model
 
+pytestmark = pytest.mark.slow
+
 # What stands in for the Python of vLLM: it notes how it was called and answers /health.
 PROGRAM = """
 import http.server, json, os, signal, sys, pathlib

@@ -28,6 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+@pytest.mark.slow
 def test_a_policy_that_never_moved_has_ratio_1_and_no_kl(runs: dict[str, Path]) -> None:
     explanation = explain(runs["still"], step=2)
     assert len(explanation.completions) == 4

@@ -56,6 +56,7 @@ def test_calls_with_a_verdict_cost_nothing_and_those_without_the_time_they_took(
     assert 4.0 < budget.left <= 4.6
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_for_all_limits_gives_the_quick_ones_their_verdicts_and_the_first_ones_their_limit(
     clockwork: Any,
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_budget_too_small_for_all_limits_gives_the_quick_ones_their_verdicts_a
     assert budget.spent
 
 
+@pytest.mark.slow
 def test_unscorable_answers_cost_a_step_its_budget_and_change_no_other_verdict(group: MAKE) -> None:
     notices: list[str] = []
     hostile = group(*sums(40, upto="10^9"), gold="1")
@@ -95,6 +97,7 @@ def test_unscorable_answers_cost_a_step_its_budget_and_change_no_other_verdict(g
     assert len(notices) == 2
 
 
+@pytest.mark.slow
 def test_rewards_share_the_budget_of_a_step_and_a_new_step_has_its_own(group: MAKE) -> None:
     reward = build_reward({"one": math(timeout=0.5), "two": math(timeout=0.5)}, budget=1.0)
     budget = reward.step_budget()
@@ -134,6 +137,7 @@ def test_a_function_that_runs_out_of_time_or_memory_is_missing_unless_it_has_a_s
         assert reward.failures["mine"].count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on_timeout", "score"), [(None, None), (-1.0, -1.0)])
 def test_a_function_is_given_up_for_the_step_once_its_hanging_calls_have_spent_the_budget(
     group: MAKE, on_timeout: float | None, score: float | None
@@ -149,6 +153,7 @@ def test_a_function_is_given_up_for_the_step_once_its_hanging_calls_have_spent_t
     assert again.total == [[3.0]]
 
 
+@pytest.mark.slow
 def test_a_question_that_spends_the_budget_before_another_is_graded_does_not_end_the_run(group: MAKE) -> None:
     with WorkerPool(1, timeout=60) as pool:
         reward = functions(pool, budget=0.8, on_timeout=0)
@@ -165,6 +170,7 @@ def test_calls_that_succeed_however_slowly_are_never_given_up(group: MAKE) -> No
         assert reward([group(*"abcdef")], budget=reward.step_budget()).total == [[1.0] * 6]
 
 
+@pytest.mark.slow
 def test_a_function_of_all_completions_has_its_own_limit_and_leaves_the_budget_to_others(group: MAKE) -> None:
     with WorkerPool(1, timeout=60) as pool:
         config = FunctionConfig(function="support.worker_functions:takes_its_time_for_all", timeout=20)
@@ -206,6 +212,7 @@ def test_a_score_for_running_out_of_time_needs_a_call_that_can() -> None:
                 )
 
 
+@pytest.mark.slow
 def test_a_function_that_only_ever_hangs_still_ends_the_run(group: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading, "PATIENCE", 4)
     with WorkerPool(2, timeout=20) as pool:

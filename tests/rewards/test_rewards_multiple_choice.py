@@ -365,6 +365,7 @@ def test_thinking_is_not_read():
     assert stated("<think><answer>A</answer></think>\n<answer>B</answer>") == "B"
 
 
+@pytest.mark.slow
 def test_long_texts_of_anything_take_linear_time():
     hostile = [
         *("answer is " * 20_000, "answer is A or " * 14_000, "option A is correct " * 10_000, "(A)" * 70_000),

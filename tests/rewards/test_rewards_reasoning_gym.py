@@ -51,6 +51,7 @@ def group_of(example, *texts):
     return Group(prompt=prompt_of(example), completions=tuple(map(answered, texts)))
 
 
+@pytest.mark.slow
 def test_every_data_set_gives_its_own_answer_full_marks():
     names = sorted(set(factory.DATASETS) - {"composite"})
     assert len(names) >= 105
@@ -254,6 +255,7 @@ def test_what_unpickles_it_has_loaded_the_package_before_the_clock_starts():
     assert (done.stdout, done.stderr) == ("answer_tag\n", "")
 
 
+@pytest.mark.slow
 def test_an_answer_that_its_scorer_works_on_without_end_is_wrong_and_harms_no_other():
     endless = "*".join(f"(x + {number})**12" for number in range(60))
     row, other = example("intermediate_integration"), example("chain_sum")

@@ -356,6 +356,7 @@ def test_other_servers_do_the_work_of_one_that_died(sample, honest):
         assert len(other.generated()) == len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_server_that_has_vanished_holds_up_no_update_after_the_first(sample):
     policy = ScriptedPolicy()
     # Vanished: it takes connections, and says nothing any more. Each look at it takes the two seconds of the timeout.

@@ -23,6 +23,8 @@ from flatpeak.runs.checkpoints import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 # What Python tells an audit hook of; fsync is not among it and is counted by a wrapper.
 WATCHED = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.symlink", "open", "shutil.rmtree"}
 

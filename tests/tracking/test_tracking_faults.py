@@ -173,6 +173,7 @@ sys.exit(flatpeak.train(recipe, progress=False).exit_code)
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_with_a_tracker_that_hangs_ends_within_seconds(tmp_path: Path) -> None:
     paths = [str(Path(__file__).parents[1]), *sys.path]
     process = subprocess.Popen(

@@ -20,6 +20,8 @@ from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.config import MlflowConfig
 from flatpeak.tracking.mlflow_backend import MlflowBackend
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 from pathlib import Path

@@ -13,6 +13,8 @@ from flatpeak.runs.metrics import read_metrics
 from support.runs import Watcher, speed_up_runs, tiny_recipe
 from support.tracked_runs import expected, read_mlflow, read_tensorboard, read_trackio, read_wandb
 
+pytestmark = pytest.mark.slow
+
 for library in ("wandb", "tensorboard", "trackio", "mlflow"):
     pytest.importorskip(library, reason="pip install -e '.[dev]'")
 

@@ -80,6 +80,7 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return torch.stack([(left[name].float() - right[name].float()).square().sum() for name in left]).sum().sqrt().item()
 
 
+@pytest.mark.slow
 def test_updates_that_bfloat16_would_swallow_add_up_to_what_float32_training_does() -> None:
     policy = coarse_policy()
     twin, alone = precise_twin(policy), Policy(coarse_model(), letter_tokenizer())

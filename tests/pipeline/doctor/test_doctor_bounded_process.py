@@ -97,6 +97,7 @@ def test_a_probe_that_is_ended_leaves_no_temporary_files(tmp_path, monkeypatch):
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_probe_whose_doctor_is_killed_ends_by_itself(tmp_path, monkeypatch):
     note = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
     (tmp_path / "hangs.py").write_text(f"import os, pathlib, time\n{note}\ntime.sleep(300)")

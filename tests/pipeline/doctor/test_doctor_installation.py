@@ -149,6 +149,7 @@ def test_modules_that_raise_exit_or_crash_are_errors_and_those_behind_them_are_t
     assert untried == []
 
 
+@pytest.mark.slow
 def test_a_module_that_hangs_is_an_error_and_the_rest_is_named_as_untried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_hub_that_cannot_be_reached_is_a_note_that_names_the_variables(hub: Pa
     assert not hub.exists()
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_silent_is_not_waited_for(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are taken and never answered: the client's own limit, or the probe's, ends the wait."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -161,6 +161,7 @@ def test_settings_that_contradict_the_recipe_are_left_out(advised: Any) -> None:
     assert not keys & {"model.lora", "model.quantization"}  # which a new model is refused
 
 
+@pytest.mark.slow
 def test_advice_is_true_by_the_estimate(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1, "max_position_embeddings": 512}
     config = sums_recipe(model={"path": str(saved_model(tmp_path, **sizes)), "new": None})

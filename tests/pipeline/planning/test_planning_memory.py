@@ -108,6 +108,7 @@ def test_copies_too_small_for_activations_stay_with_the_c_library(
     assert small["kept by the C library"] == (small["activations"] + small["logits"]) // GAPS
 
 
+@pytest.mark.slow
 def test_quantizing_on_a_cpu_leaves_blocks_with_the_c_library(tmp_path: Path) -> None:
     base = saved_model(tmp_path, hidden_size=64, intermediate_size=160)
     model = {"lora": {}, "quantization": "nf4"}
@@ -126,6 +127,7 @@ def test_a_gpu_keeps_the_memory_of_rollouts_and_reads_files_elsewhere(tmp_path: 
     assert not {"kernels", "kept by the C library", "packed copies"} & {*rollout, *update}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [{"kl": {"coefficient": 0.1}}, {"reference": {"keep": True}}])
 def test_a_reference_is_a_copy_of_what_is_trained(tmp_path: Path, sections: dict[str, Any]) -> None:
     base = saved_model(tmp_path)

@@ -11,6 +11,8 @@ import pytest
 from flatpeak.config.load import load_recipe, parse_config, shipped_recipes
 from flatpeak.pipeline.planning.run_plan import RunPlan, plan_run
 
+pytestmark = pytest.mark.slow
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-Math-1.5B": {
         "hidden_size": 1536,

@@ -20,6 +20,8 @@ from flatpeak.rewards.judge.config import LocalConfig
 from support.judge_model import make_judge_model
 from support.judges import config, group
 
+pytestmark = pytest.mark.slow
+
 START_SECONDS = 240
 VLLM = os.environ.get("FLATPEAK_VLLM_PYTHON")
 """The interpreter of an environment that has vLLM."""
@@ -82,7 +84,6 @@ def settings(url: str, model: Path, **fields):
     return config(url, backend=backend, rubric="correctness", output="tag", max_tokens=24, timeout=60, **fields)
 
 
-@pytest.mark.slow
 def test_a_real_servers_verdicts_are_read_and_a_random_models_are_missing(models: Path, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
@@ -120,7 +121,6 @@ def test_a_real_servers_verdicts_are_read_and_a_random_models_are_missing(models
     assert (tmp_path / "judge" / "judge.jsonl").read_text().count("\n") == 6
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(VLLM is None, reason="FLATPEAK_VLLM_PYTHON names no interpreter with vLLM")
 def test_a_schema_that_vllm_enforces_makes_even_a_random_models_verdict_valid(models: Path, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_a_run_has_the_judges_figures_transcripts_and_distance_from_the_truth(re
     assert len(lines) >= sum(row["judge/calls"] for row in steps) > 0
 
 
+@pytest.mark.slow
 def test_what_the_step_before_left_is_saved_when_a_judge_goes_down_in_the_middle(recipe, train, tmp_path):
     """The run that goes on ends as one that was never interrupted."""
     settings = {"training": {"steps": 4}, "run": {"checkpoint_every": 0}}
@@ -104,6 +105,7 @@ def test_a_signal_while_a_judge_is_waited_for_stops_the_run_at_the_step_before(r
     assert (result.summary.status, result.summary.last_step) == ("stopped", 2)
 
 
+@pytest.mark.slow
 def test_a_budget_is_one_for_the_whole_run_however_often_it_is_resumed(recipe, train, tmp_path):
     def spent():
         return json.loads((tmp_path / "runs" / "budgeted" / "judge" / "judge.spent.json").read_text())

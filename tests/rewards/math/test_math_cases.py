@@ -38,6 +38,7 @@ def test_every_gold_answer_of_the_table_is_equal_to_itself() -> None:
     assert disagreements(tuple(Case(rf"$\boxed{{{gold}}}$", gold, True, "self") for gold in golds)) == []
 
 
+@pytest.mark.slow
 def test_a_bare_answer_is_graded_like_a_boxed_one() -> None:
     verdicts = grade(((case.answer, case.gold) for case in BARE), extraction="any")
     pairs = zip(BARE, verdicts, strict=True)

@@ -206,6 +206,7 @@ def test_running_out_of_memory_or_depth_in_math_verify_is_no_verdict(
         assert verify("x", "y") is False
 
 
+@pytest.mark.slow
 def test_verdicts_depend_neither_on_the_order_nor_on_the_cache(grader: MathGrader) -> None:
     answers = ["5", "x=5", "1,2", "(2,1)", "50%", r"\sqrt{x^2}", "x", r"\sum_{k=1}^{2} k", "3", "five", "", "9^{9^9}"]
     pairs = [(boxed(answer), gold) for answer in answers for gold in ("5", "2, 1", "0.5", "|x|", "3")]
@@ -280,6 +281,7 @@ def test_redundant_brackets_go_and_others_stay() -> None:
     assert without_redundant_brackets("{{{x}") == "{{{x}"
 
 
+@pytest.mark.slow
 def test_the_grader_and_its_workers_load_neither_torch_nor_sympy_here() -> None:
     code = (
         "import sys\n"
@@ -293,6 +295,7 @@ def test_the_grader_and_its_workers_load_neither_torch_nor_sympy_here() -> None:
     assert done.stdout == "[True]\n[]\n"
 
 
+@pytest.mark.slow
 def test_a_worker_loads_math_verify_without_torch() -> None:
     code = "import pickle, sys; from flatpeak.rewards.math.grader import Symbolic\n"
     code += "ask = pickle.loads(pickle.dumps(Symbolic())); print(ask('1/2', '0.5'), 'torch' in sys.modules)"

@@ -254,6 +254,7 @@ def test_a_hostile_answer_next_to_the_gold_answer_costs_no_more_than_the_limit(a
     assert time.monotonic() - started < LIMIT + SLACK
 
 
+@pytest.mark.slow
 def test_hostile_answers_change_no_other_verdict_and_leave_no_memory_behind() -> None:
     attacks = [(text, WRONG) for _, text in hostile()[::2]]
     pairs = [*attacks, *((case.answer, case.gold) for case in HARMLESS)]
@@ -356,6 +357,7 @@ NOTHING: Final = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", NOTHING)
 def test_no_answer_without_a_value_is_right_for_any_gold(answer: str) -> None:
     """A universal answer is what a policy finds first."""

@@ -315,6 +315,7 @@ def config(**fields: Any) -> Any:
     return TypeAdapter(RewardConfig).validate_python(fields)
 
 
+@pytest.mark.slow
 def test_the_restatements_are_many_and_are_equal_to_their_golds_where_the_grader_reads_them() -> None:
     assert len(RESTATED) == len({answer for answer, _ in RESTATED}) == 23
     verdicts = grade([(rf"\boxed{{{answer}}}", gold) for answer, gold in LEFT])
@@ -488,6 +489,7 @@ def test_the_mathematical_rewards_refuse_where_a_recipe_asks_for_it(
         reward.close()
 
 
+@pytest.mark.slow
 def test_the_published_functions_refuse_if_they_are_asked_to() -> None:
     answer, question = r"\sqrt{50}", r"Simplify $\sqrt{50}$."
     for reward, response in (
@@ -500,6 +502,7 @@ def test_the_published_functions_refuse_if_they_are_asked_to() -> None:
         assert refused == {"format_reward": 1.0, "answer_reward": 0.0, "reward": 0.0}
 
 
+@pytest.mark.slow
 def test_the_command_refuses_with_its_option_only(tmp_path: Path) -> None:
     file = rows(tmp_path, (r"\boxed{2^3}", "8"), (r"\boxed{8}", "8"), (r"\boxed{\sqrt{50}}", r"5\sqrt2"))
     assert json.loads(run(file, "--json"))["verdicts"] == [True, True, True]

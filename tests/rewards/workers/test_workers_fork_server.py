@@ -130,6 +130,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_a_server_and_its_workers_end_with_the_process_that_has_them(how: str) -> None:
     process, pids = start_script(SCRIPT, workers=3)

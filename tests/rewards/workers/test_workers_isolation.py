@@ -87,6 +87,7 @@ def test_a_completion_that_makes_a_function_fail_costs_its_own_score_and_a_momen
     assert re.fullmatch(REASONS[fault], failures.first_error), failures.first_error
 
 
+@pytest.mark.slow
 def test_all_of_them_at_once_change_no_other_score_and_nothing_here(pool: WorkerPool, group: MAKE) -> None:
     reward = reward_of(worker_functions.hostile, pool)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -238,6 +239,7 @@ def test_built_in_rewards_stay_here_unless_workers_are_asked_for(pool: WorkerPoo
     assert names == [{"mine"}, {"correctness", "mine"}]
 
 
+@pytest.mark.slow
 def test_a_function_that_loads_slowly_has_its_whole_limit_for_each_call(
     group: MAKE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +293,7 @@ def test_a_part_ends_the_run_after_so_many_failures_in_a_row_and_says_what_to_do
     assert PATIENCE == 16
 
 
+@pytest.mark.slow
 def test_a_function_that_always_hangs_is_given_up_before_all_completions_had_their_time(
     group: MAKE, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rewards.workers.process import OUTPUT_PREFIX
 from support.runs import tiny_recipe
 
+pytestmark = pytest.mark.slow
+
 
 def chatter(name: str, lines: int) -> int:
     """In pieces, as print writes them to an unbuffered stream, and from outside Python."""

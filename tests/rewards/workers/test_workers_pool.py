@@ -300,6 +300,7 @@ def test_a_set_without_workers_or_eligible_parts_hands_nothing_over(pool: Worker
     assert only_local([make_group("1")]).total == [[1.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "text", "timeout"),
     [
