@@ -22,6 +22,7 @@ from flatpeak.runs.rollout_log import first_row, logged_steps
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.prompts import CHAT, PLACEHOLDER, PromptConfig, build_prompts, prompt_texts, word_messages
 from flatpeak.types import Completion, Example, Message, Prompt, SamplingParams
+from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import unknown_characters
 
 LONGEST_ANSWER = 256
@@ -148,9 +149,13 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Message], settings: ChatSetti
     if settings.conversation:
         system = settings.prompt.system
         opening: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
-        dialogue = (*opening, *messages)
-        text, ids = word_messages(tokenizer, dialogue, settings.prompt)
-        return Prompt(id="chat", token_ids=tuple(ids), text=text, example=example, messages=dialogue)
+        encoder = TextEncoder(tokenizer)
+        dialogue, quoted = (
+            (*opening, *({**message, "content": text(message["content"])} for message in messages))
+            for text in (str, encoder.quote)
+        )
+        text, ids = word_messages(encoder, quoted, settings.prompt)
+        return Prompt(id="chat", token_ids=ids, text=text, example=example, messages=dialogue)
     whole = settings.prompt.model_copy(update={"overlong": "error", "max_tokens": None})
     return build_prompts([example], tokenizer, whole, max_tokens=_ANY_LENGTH).prompts[0]
 
