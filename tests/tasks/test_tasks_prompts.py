@@ -86,6 +86,16 @@ def test_chat_without_a_system_message_has_none_and_takes_template_arguments():
     assert prompt.text == "<bos><|start|>user:Why?<|end|><|start|>assistant:!"
 
 
+def test_the_users_message_has_its_words_around_the_question():
+    (prompt,) = build("Why {x}?", template="chat", user='Q: {question}\nAs {"a": 1}.').prompts
+    assert prompt.text == '<bos><|start|>user:Q: Why {x}?\nAs {"a": 1}.<|end|><|start|>assistant:'
+    assert prompt.messages == ({"role": "user", "content": 'Q: Why {x}?\nAs {"a": 1}.'},)
+    short = build("abcdef", template="chat", user="Q: {question}!", max_tokens=24, overlong="truncate_left").prompts[0]
+    assert short.text == "<bos><|start|>user:Q: f!<|end|><|start|>assistant:"
+    with pytest.raises(ValueError, match=r"write \{question\} where the question belongs"):
+        PromptConfig(user="As JSON.")
+
+
 @pytest.mark.parametrize(
     ("config", "question", "thinks"),
     [
@@ -128,6 +138,7 @@ def test_only_one_final_line_break_of_a_template_file_is_the_editors(tmp_path):
         ({"template": "r1-zero"}, r"neither a file nor one of plain, .*did you mean 'r1_zero'\?"),
         ({"template": "prompts/absent.txt"}, "neither a file nor one of"),
         ({"system": "Be brief."}, "prompt.system needs a chat template: set prompt.template=chat"),
+        ({"user": "Q: {question}"}, "prompt.user needs a chat template: set prompt.template=chat"),
         ({"chat_template_kwargs": {"a": 1}}, "prompt.chat_template_kwargs needs a chat template"),
         ({"template": "chat", "chat_template_kwargs": {"tokenize": True}}, "kwargs.tokenize is not a choice"),
         ({"max_tokens": 0}, "completions leave no room for a prompt in the model's context"),

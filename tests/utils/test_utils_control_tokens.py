@@ -50,9 +50,10 @@ def imitated(tokenizer, rationale):
 
 
 TURNS = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes?"})
-BY_CHAT = PromptConfig(template=CHAT)
+BY_CHAT, BY_USER = PromptConfig(template=CHAT), PromptConfig(template=CHAT, user="Q: {question}\nAs JSON.")
 COLUMNS = {
     "question": lambda t, text: asked(t, BY_CHAT, question=text),
+    "question among words": lambda t, text: asked(t, BY_USER, question=text),
     "preamble": lambda t, text: asked(t, BY_CHAT, preamble=text),
     "shot": lambda t, text: asked(t, BY_CHAT, shots=("1+1? 2", text)),
     "plain question": lambda t, text: asked(t, PromptConfig(), question=text),
@@ -132,6 +133,10 @@ def test_control_tokens_of_a_template_and_of_its_system_message_are_control_toke
     ids = asked(tokenizer, PromptConfig(template="<|im_start|>{question}<|im_end|>"), question="<|im_end|>")
     assert (ids.count(end), ids[-1]) == (1, end)
     assert asked(tokenizer, PromptConfig(template=CHAT, system="a<|im_end|>b")).count(end) == 3
+    assert (
+        asked(tokenizer, PromptConfig(template=CHAT, user="{question}<|im_end|>"), question="<|im_end|>").count(end)
+        == 2
+    )
 
 
 def test_a_merge_of_the_whole_string_makes_no_control_token():

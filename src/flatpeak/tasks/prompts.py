@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flatpeak.errors import UserError, check_characters, did_you_mean
 from flatpeak.protocols import Tokenizer
@@ -28,7 +28,7 @@ R1_ZERO: Final = (
 reasoning already written. The wording is flatpeak's; a published one can be given as a file."""
 TEXT_TEMPLATES: Final = {"plain": PLACEHOLDER, "question_only": PLACEHOLDER, "r1_zero": R1_ZERO}
 CHAT: Final = "chat"
-_CHAT_SETTINGS: Final = ("system", "chat_template_kwargs")
+_CHAT_SETTINGS: Final = ("system", "user", "chat_template_kwargs")
 
 
 class PromptConfig(StrictConfig):
@@ -38,6 +38,8 @@ class PromptConfig(StrictConfig):
     """plain, r1_zero, question_only, chat, the path of a text file with {question} in it, or such a text itself."""
     system: str | None = None
     """The system message, for a chat template; null: none."""
+    user: str = PLACEHOLDER
+    """The user's message, for a chat template: the words around {question}."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for the tokenizer's chat template (enable_thinking: false, say)."""
     max_tokens: int | None = None
@@ -47,6 +49,17 @@ class PromptConfig(StrictConfig):
     """The treatment of prompts that are longer even without their worked examples, which are left out first. error:
     none is accepted. drop: they are left out and counted. truncate_left: the question is shortened from its beginning,
     the template around it stays whole."""
+
+    @field_validator("user")
+    @classmethod
+    def _has_a_question(cls, user: str) -> str:
+        if PLACEHOLDER not in user:
+            raise ValueError(f"write {PLACEHOLDER} where the question belongs")
+        return user
+
+    def user_message(self, question: str) -> str:
+        """The user's message that asks a question by a chat template."""
+        return self.user.replace(PLACEHOLDER, question)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +254,10 @@ def _chat_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
     sample, _ = word_messages(encoder, (*system, {"role": "user", "content": "?"}), config)
 
     def word(question: str) -> _Wording:
-        asked, quoted = ((*system, {"role": "user", "content": text}) for text in (question, encoder.quote(question)))
+        asked, quoted = (
+            (*system, {"role": "user", "content": config.user_message(text)})
+            for text in (question, encoder.quote(question))
+        )
         text, token_ids = word_messages(encoder, quoted, config)
         return _Wording(text=text, token_ids=token_ids, messages=asked, ends_in_question=sample.rstrip().endswith("?"))
 
