@@ -92,7 +92,7 @@ def test_the_users_message_has_its_words_around_the_question():
     assert prompt.messages == ({"role": "user", "content": 'Q: Why {x}?\nAs {"a": 1}.'},)
     short = build("abcdef", template="chat", user="Q: {question}!", max_tokens=24, overlong="truncate_left").prompts[0]
     assert short.text == "<bos><|start|>user:Q: f!<|end|><|start|>assistant:"
-    with pytest.raises(ValueError, match=r"write \{question\} where the question belongs"):
+    with pytest.raises(ValueError, match=r"prompt\.user='As JSON\.': write \{question\} where the question belongs"):
         PromptConfig(user="As JSON.")
 
 

@@ -54,7 +54,7 @@ class PromptConfig(StrictConfig):
     @classmethod
     def _has_a_question(cls, user: str) -> str:
         if PLACEHOLDER not in user:
-            raise ValueError(f"write {PLACEHOLDER} where the question belongs")
+            raise ValueError(f"prompt.user={user!r}: write {PLACEHOLDER} where the question belongs")
         return user
 
     def user_message(self, question: str) -> str:
