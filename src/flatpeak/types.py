@@ -53,6 +53,8 @@ class Prompt:
     """The row the prompt was made from."""
     messages: tuple[Message, ...] | None = None
     """The chat messages behind `text` when the template is a chat template, else None."""
+    ends_in_question: bool = False
+    """Whether `text` ends with the question: a `<think>` there is the question's, and opens no thinking."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,22 @@ def test_a_progress_of_the_callers_own_gets_every_notice_even_if_it_is_empty(
     assert [text for _, _, text in notices(result.path)] == list(seen)
     assert any("oops" in text for text in seen)
     assert capsys.readouterr() == ("", "")
+
+
+def test_rows_that_spell_control_tokens_are_counted(recipe: Recipe, train: Train, tmp_path: Path) -> None:
+    rows = [{"question": f"{number}+1=" + "<eos>" * (number == 3), "answer": "5"} for number in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row | {"why": row["question"]}) for row in rows))
+    source = {"path": str(tmp_path / "rows.jsonl"), "rationale": "why"}
+    seen = Collected()
+    task = {"type": "rows", "train": [source], "test": [source]}
+    config = recipe(sft={"steps": 1, "batch_size": 2}, training={"steps": 1})
+    train(config | {"task": task}, progress=seen)
+    told = "which the model reads as text: only templates make control tokens (see prompt.template)"
+    assert [text for text in seen if "control tokens" in text] == [
+        f"rows train: 1 of 9 questions spell control tokens (<eos>), {told}",
+        f"rows test: 1 of 9 questions spell control tokens (<eos>), {told}",
+        f"1 of 9 rationales spell control tokens (<eos>), {told}",
+    ]
 
 
 @pytest.mark.parametrize("progress", [Collected, print, "stderr", 1, object()])

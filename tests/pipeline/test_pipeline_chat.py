@@ -137,6 +137,33 @@ def test_a_chat_template_is_filled_as_in_training_one_question_at_a_time(make_ru
     )
 
 
+def test_a_question_stands_among_the_words_of_the_users_message(make_run: Any, asked: Asked) -> None:
+    run = str(make_run(chat_template=CHAT_TEMPLATE, prompt={"template": "chat", "user": "1*{question}="}))
+    chat_loop(run, console=Session("2", "3").console)
+    assert asked.texts == ["u:1*2=/a:", "u:1*3=/a:"]
+    chat_loop(run, template="chat", console=Session("2", "3").console)
+    assert asked.texts[2:] == ["u:1*2=/a:", "u:1*2=/a:=3/u:1*3=/a:"]
+    assert asked.prompts[-1].messages == (
+        {"role": "user", "content": "1*2="},
+        {"role": "assistant", "content": "=3"},
+        {"role": "user", "content": "1*3="},
+    )
+
+
+def test_words_that_only_the_task_puts_around_a_question_are_named(make_run: Any, asked: Asked) -> None:
+    def opening(question: str) -> str:
+        sources = [{"path": "a.jsonl", "question": "{Body} {Question}"}, {"path": "b.jsonl", "question": question}]
+        session = Session()
+        run = make_run(question[:1], task={"type": "rows", "train": sources})
+        chat_loop(str(run), console=session.console)
+        return session.notes[0]
+
+    assert opening("Question") == "asked as in training: plain, each question by itself"
+    assert opening("{q}\nAs JSON, {{}}.") == (
+        "asked by plain, each question by itself; the task words its questions as '{q}\\nAs JSON, {{}}.': write so too"
+    )
+
+
 def test_a_template_that_is_asked_for_comes_first(make_run: Any, asked: Asked) -> None:
     run = make_run(chat_template=CHAT_TEMPLATE, rollout={"stop": ["#"]})
     session = Session("1", "2")

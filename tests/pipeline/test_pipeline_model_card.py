@@ -196,6 +196,9 @@ def test_the_snippet_holds_template_system_and_stop_as_python(tmp_path: Path) ->
     )
     assert """messages.insert(0, {"role": "system", "content": 'Say "yes"'})""" in code
     assert "add_generation_prompt=True, **{'class': False, 'a-b': 'c'})" in code
+    code = snippet(prompt={"template": "chat", "user": "{question}\nAs JSON."})
+    assert """user = '{question}\\nAs JSON.'\nmessages = """ in code
+    assert """[{"role": "user", "content": user.replace('{question}', question)}]""" in code
     code = snippet(model={"path": "me/base", "trust_remote_code": True})
     assert code.count("from_pretrained(name, trust_remote_code=True)") == 2
     task = {"type": "arithmetic", "max_value": 99}

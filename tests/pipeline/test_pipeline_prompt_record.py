@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flatpeak.config.load import parse_config
+from flatpeak.config.load import parse_config, read_recipe
 from flatpeak.errors import UserError
 from flatpeak.pipeline import chat
 from flatpeak.pipeline.chat import Console, chat_loop
@@ -105,6 +105,13 @@ def test_a_run_is_asked_by_its_template_though_the_file_is_gone(
 ) -> None:
     assert asked(finished_run, monkeypatch)[0].text == "7*2+2="
     assert asked(finished_run, monkeypatch, template="plain")[0].text == "2+2="
+
+
+def test_a_record_asks_by_a_chat_template_as_its_recipe_did() -> None:
+    prompt = {"template": "chat", "system": "Brief.", "user": "{question}\nAs JSON.", "chat_template_kwargs": {"a": 1}}
+    config = parse_config(read_recipe({"model": {"path": "me/base"}, "task": {"type": "gsm8k"}, "prompt": prompt}))
+    record = make_prompt_record(config, task="gsm8k")
+    assert parse_config(read_recipe(record.recipe())).prompt == config.prompt
 
 
 def test_a_copy_is_evaluated_as_its_run_was(copy: Path, finished_run: Path) -> None:

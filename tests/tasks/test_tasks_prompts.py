@@ -4,7 +4,8 @@ from transformers import PreTrainedTokenizerFast
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.prompts import PromptConfig, build_prompts, prompt_texts
-from flatpeak.types import Example
+from flatpeak.types import Completion, Example
+from flatpeak.utils.answers import judged_text
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
@@ -60,13 +61,16 @@ def test_r1_zero_names_the_tags_and_ends_inside_the_reasoning():
     assert decoded(prompt) == "<bos>" + prompt.text
 
 
-def test_an_appended_end_of_sequence_is_removed_and_a_written_one_is_kept():
+def test_an_appended_end_of_sequence_is_removed_and_a_written_one_is_text():
     ends = make_tokenizer(ends=True)
     assert ends.encode("ab")[-1] == ends.eos_token_id
     plain, written = build("ab", "ab<eos>", tokenizer=ends).prompts
     assert decoded(plain) == "<bos>ab"
     assert decoded(written) == "<bos>ab<eos>"
     assert decoded(build("ab<eos>").prompts[0]) == "<bos>ab<eos>"
+    assert ends.eos_token_id not in (*plain.token_ids, *written.token_ids)
+    (of_the_template,) = build("ab", tokenizer=ends, template="{question}<eos>").prompts
+    assert of_the_template.token_ids == (*plain.token_ids, ends.eos_token_id)
 
 
 def test_chat_has_one_beginning_of_sequence_and_ends_at_the_assistants_turn():
@@ -80,6 +84,39 @@ def test_chat_has_one_beginning_of_sequence_and_ends_at_the_assistants_turn():
 def test_chat_without_a_system_message_has_none_and_takes_template_arguments():
     (prompt,) = build("Why?", template="chat", chat_template_kwargs={"quick": True}).prompts
     assert prompt.text == "<bos><|start|>user:Why?<|end|><|start|>assistant:!"
+
+
+def test_the_users_message_has_its_words_around_the_question():
+    (prompt,) = build("Why {x}?", template="chat", user='Q: {question}\nAs {"a": 1}.').prompts
+    assert prompt.text == '<bos><|start|>user:Q: Why {x}?\nAs {"a": 1}.<|end|><|start|>assistant:'
+    assert prompt.messages == ({"role": "user", "content": 'Q: Why {x}?\nAs {"a": 1}.'},)
+    short = build("abcdef", template="chat", user="Q: {question}!", max_tokens=24, overlong="truncate_left").prompts[0]
+    assert short.text == "<bos><|start|>user:Q: f!<|end|><|start|>assistant:"
+    with pytest.raises(ValueError, match=r"prompt\.user='As JSON\.': write \{question\} where the question belongs"):
+        PromptConfig(user="As JSON.")
+
+
+@pytest.mark.parametrize(
+    ("config", "question", "thinks"),
+    [
+        ({}, "Q <think>", False),
+        ({"template": "{question}\n"}, "Q <think>", False),
+        ({"template": "r1_zero"}, "Q", True),
+        ({"template": "r1_zero"}, "<think>", True),
+        ({"template": "r1_zero"}, "", True),
+        ({"template": "chat"}, "Q <think>", False),
+    ],
+)
+def test_only_a_template_opens_the_thinking(config, question, thinks):
+    (prompt,) = build(question, **config).prompts
+    answer = Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", text="\\boxed{4}")
+    assert judged_text(answer, prompt) == ("<think>" if thinks else "") + answer.text
+    bare = "{{ messages[0].content }}"
+    (prompt,) = build("Q <think>", template="chat", tokenizer=make_tokenizer(chat_template=bare)).prompts
+    assert judged_text(answer, prompt) == answer.text
+    thinking = "{{ messages[0].content }}{{ '<think>\n' }}"
+    (prompt,) = build("Q", template="chat", tokenizer=make_tokenizer(chat_template=thinking)).prompts
+    assert judged_text(answer, prompt) == "<think>\n" + answer.text
 
 
 def test_a_template_file_keeps_every_other_brace(tmp_path):
@@ -101,6 +138,7 @@ def test_only_one_final_line_break_of_a_template_file_is_the_editors(tmp_path):
         ({"template": "r1-zero"}, r"neither a file nor one of plain, .*did you mean 'r1_zero'\?"),
         ({"template": "prompts/absent.txt"}, "neither a file nor one of"),
         ({"system": "Be brief."}, "prompt.system needs a chat template: set prompt.template=chat"),
+        ({"user": "Q: {question}"}, "prompt.user needs a chat template: set prompt.template=chat"),
         ({"chat_template_kwargs": {"a": 1}}, "prompt.chat_template_kwargs needs a chat template"),
         ({"template": "chat", "chat_template_kwargs": {"tokenize": True}}, "kwargs.tokenize is not a choice"),
         ({"max_tokens": 0}, "completions leave no room for a prompt in the model's context"),

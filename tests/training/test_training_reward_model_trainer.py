@@ -377,6 +377,15 @@ def test_shortened_and_dropped_pairs_are_told(learn: Callable[..., Any]) -> None
     assert "dropped because an answer does not fit" in messages[0]
 
 
+def test_pairs_that_spell_control_tokens_are_counted(learn: Callable[..., Any], tmp_path: Path) -> None:
+    rows = [*read_rows(tmp_path / "pairs.jsonl"), {"prompt": "1+1=", "chosen": "2", "rejected": "3<eos>"}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    watcher = Watcher()
+    learn({"reward_model": {"steps": 1}}, progress=watcher)
+    (told,) = (notice for notice in watcher.notices if "control tokens" in notice)
+    assert told.startswith(f"1 of {len(rows)} pairs spell control tokens (<eos>), which the model reads as text")
+
+
 def test_what_cannot_be_trained_is_one_line_and_leaves_no_run(learn: Callable[..., Any], tmp_path: Path) -> None:
     model, tokenizer = run_model()
     three = make_classifier().model

@@ -52,6 +52,7 @@ from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
 from flatpeak.utils.adapter_base import check_base
 from flatpeak.utils.adapters import check_own_adapters
+from flatpeak.utils.control_tokens import notice_of_control_tokens
 from flatpeak.utils.huggingface import notice_of_unknown_characters
 
 Closing = TypeVar("Closing", RewardSet, WorkerPool, RewardSet | None, WorkerPool | None)
@@ -352,6 +353,10 @@ def _prompts(
     unknown = notice_of_unknown_characters([prompt.text for prompt in built.prompts], policy.tokenizer)
     if unknown is not None:
         progress.notice(f"{split}: {unknown}")
+    asked = ("".join((e.preamble, *e.shots, e.question)) for e in (prompt.example for prompt in built.prompts))
+    spelled = notice_of_control_tokens(asked, policy.tokenizer, what="questions")
+    if spelled is not None:
+        progress.notice(f"{split}: {spelled}")
     return built.prompts
 
 
@@ -367,6 +372,10 @@ def _demonstrations(
     fitting: list[Demonstration] = []
     if config.sft.steps:
         fitting, dropped = demonstrations(prompts, policy, max_tokens=policy.context_length)
+        rationales = (prompt.example.rationale for prompt in prompts if prompt.example.rationale)
+        spelled = notice_of_control_tokens(rationales, policy.tokenizer, what="rationales")
+        if spelled is not None:
+            progress.notice(spelled)
         if dropped:
             progress.notice(
                 notice_of_overlong_demonstrations(dropped, left=len(fitting), context=policy.context_length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,9 @@ from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.rollout_log import first_row, logged_steps
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.prompts import CHAT, PLACEHOLDER, PromptConfig, build_prompts, prompt_texts, word_messages
+from flatpeak.tasks.rows import RowsConfig
 from flatpeak.types import Completion, Example, Message, Prompt, SamplingParams
+from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import unknown_characters
 
 LONGEST_ANSWER = 256
@@ -148,11 +151,20 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Message], settings: ChatSetti
     if settings.conversation:
         system = settings.prompt.system
         opening: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
-        dialogue = (*opening, *messages)
-        text, ids = word_messages(tokenizer, dialogue, settings.prompt)
-        return Prompt(id="chat", token_ids=tuple(ids), text=text, example=example, messages=dialogue)
+        encoder = TextEncoder(tokenizer)
+        dialogue, quoted = (
+            (*opening, *(_spoken(message, text(message["content"]), settings.prompt) for message in messages))
+            for text in (str, encoder.quote)
+        )
+        text, ids = word_messages(encoder, quoted, settings.prompt)
+        return Prompt(id="chat", token_ids=ids, text=text, example=example, messages=dialogue)
     whole = settings.prompt.model_copy(update={"overlong": "error", "max_tokens": None})
     return build_prompts([example], tokenizer, whole, max_tokens=_ANY_LENGTH).prompts[0]
+
+
+def _spoken(message: Message, text: str, prompt: PromptConfig) -> Message:
+    """A message with this text, a question among the words of `prompt.user`."""
+    return {**message, "content": prompt.user_message(text) if message["role"] == "user" else text}
 
 
 def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], console: Console) -> tuple[Prompt, int]:
@@ -276,7 +288,11 @@ def _opening(
         other = "" if settings.conversation or not chat_template else "; --template chat for the model's own"
         if template == CHAT and other:
             other = "; --template chat for a conversation"
-        lines.append(f"asked as in {'training' if recipe is None else recipe}: {template}, {form}{other}")
+        words = _task_words(config.task)
+        if words is None:
+            lines.append(f"asked as in {'training' if recipe is None else recipe}: {template}, {form}{other}")
+        else:
+            lines.append(f"asked by {template}, {form}{other}; the task words its questions as {words!r}: write so too")
         shots = getattr(config.task, "shots", 0)
         if shots:
             lines.append(f"without the {shots} worked examples that the task puts before each question")
@@ -293,6 +309,15 @@ def _opening(
     sampling = settings.sampling
     lines.append(f"temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} tokens (see --help)")
     return lines
+
+
+def _task_words(task: object) -> str | None:
+    """The first format of a task's questions that adds words to its columns; None where there is none."""
+    for source in task.train if isinstance(task, RowsConfig) else ():
+        words, fields = re.subn(r"\{[^{}]*\}", "", source.question)
+        if fields and words.strip():
+            return source.question
+    return None
 
 
 def _name_of(template: str, source: ModelSource) -> str:

@@ -26,7 +26,7 @@ RawRecipe = Mapping[str, Any]
 """A recipe as it stands in YAML, unchecked."""
 EVALUATION_SECTIONS = ("task", "prompt", "rewards", "rollout", "evaluation")
 """The sections of a recipe that decide how a model is evaluated."""
-_WORDING = ("template", "system", "chat_template_kwargs")
+_WORDING = ("template", "system", "user", "chat_template_kwargs")
 _LONGEST_VALUE = 100
 """Characters of a setting that an error repeats."""
 

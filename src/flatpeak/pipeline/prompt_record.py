@@ -71,6 +71,8 @@ class PromptRecord(BaseModel):
     template_name: str | None = None
     """The template as the recipe names it."""
     system: str | None = None
+    user: str = PLACEHOLDER
+    """The user's message around {question}, under a chat template."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     stop: tuple[str, ...] = ()
     """Strings that end an answer, beside the tokenizer's end of sequence."""
@@ -114,7 +116,7 @@ class PromptRecord(BaseModel):
         """The sections of a recipe that ask the model as recorded; task and rewards where they run no code."""
         limits = self.evaluation.get("prompt")
         prompt = {**limits} if isinstance(limits, Mapping) else {}
-        prompt |= {"template": self.recipe_template, "system": self.system}
+        prompt |= {"template": self.recipe_template, "system": self.system, "user": self.user}
         recipe: dict[str, Any] = {
             "model": {"dtype": self.dtype},
             "prompt": {**prompt, "chat_template_kwargs": self.chat_template_kwargs},
@@ -168,6 +170,7 @@ def make_prompt_record(
         template=CHAT if prompt.template == CHAT else template_text(prompt.template),
         template_name=None if PLACEHOLDER in prompt.template else prompt.template,
         system=prompt.system,
+        user=prompt.user,
         chat_template_kwargs=prompt.chat_template_kwargs,
         stop=rollout.stop if evaluation.stop is None else evaluation.stop,
         sampling=sampling,
@@ -212,6 +215,7 @@ def read_prompt_record(directory: Path) -> PromptRecord | None:
     except (ValidationError, OSError) as error:
         problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
         raise UserError(f"{path}: not the record of a checkpoint ({problem}); copy it again, or remove it") from error
-    if record.template not in (None, CHAT) and PLACEHOLDER not in str(record.template):
+    template = record.user if record.template == CHAT else record.template
+    if template is not None and PLACEHOLDER not in template:
         raise UserError(f"{path}: its template has no {PLACEHOLDER}; copy it again, or remove it")
     return record

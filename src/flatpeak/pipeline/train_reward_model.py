@@ -59,6 +59,7 @@ from flatpeak.training.reward_model_trainer import (
 )
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, SCORE_HEADS, check_base
 from flatpeak.utils.adapters import add_adapters, check_own_adapters, restore_adapter
+from flatpeak.utils.control_tokens import notice_of_control_tokens
 from flatpeak.utils.host_memory import offload_notices
 from flatpeak.utils.huggingface import pick_device
 
@@ -165,6 +166,10 @@ def build_reward_model_components(
     offload = {"reward_model.optimizer.offload": config.reward_model.optimizer.offload}
     for notice in offload_notices(offload, classifier.device):
         progress.notice(notice)
+    texts = ("\n".join((pair.prompt, pair.chosen, pair.rejected)) for pair in (*preferences.train, *preferences.test))
+    spelled = notice_of_control_tokens(texts, classifier.wording.tokenizer, what="pairs")
+    if spelled is not None:
+        progress.notice(spelled)
     train, test = (
         _encoded(encode_pairs(pairs, classifier.wording), progress, split=split)
         for pairs, split in ((preferences.train, "training"), (preferences.test, "held-out"))

@@ -40,6 +40,10 @@ def describe_asking(record: PromptRecord, config: RunConfig) -> list[str]:
     lines = []
     if record.template == CHAT:
         lines.append("The tokenizer's chat template words a question, as the user's message.")
+        if record.user != PLACEHOLDER:
+            lines.append(
+                f"The question replaces {code_span(PLACEHOLDER)} in that message:\n\n{fenced(record.user, 'text')}"
+            )
         if record.chat_template_kwargs:
             arguments = ", ".join(f"{code_span(k)}: {code_span(v)}" for k, v in record.chat_template_kwargs.items())
             lines.append(f"Arguments of the chat template: {arguments}.")
@@ -163,9 +167,13 @@ def _prompt_lines(record: PromptRecord) -> list[str]:
     system = (
         [] if record.system is None else [f'messages.insert(0, {{"role": "system", "content": {record.system!r}}})']
     )
+    message = ['messages = [{"role": "user", "content": question}]']
+    if record.user != PLACEHOLDER:
+        content = f"user.replace({PLACEHOLDER!r}, question)"
+        message = [*_text_lines("user", record.user), f'messages = [{{"role": "user", "content": {content}}}]']
     arguments = f", **{record.chat_template_kwargs!r}" if record.chat_template_kwargs else ""
     return [
-        'messages = [{"role": "user", "content": question}]',
+        *message,
         *system,
         f"text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True{arguments})",
         'inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")',

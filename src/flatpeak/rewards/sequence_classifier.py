@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from flatpeak.types import Message
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
 from flatpeak.utils.adapter_base import read_record as read_base_record
 from flatpeak.utils.adapters import load_adapter, save_adapter
+from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import (
     has_tokenizer,
     is_surely_local,
@@ -171,18 +173,26 @@ class Wording:
                 too_early = middle
         return Encoded(token_ids=tuple(best), truncated=True)
 
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer)
+
     def _tokens(self, messages: Sequence[Message], completion: str) -> list[int]:
+        quote = self._encoder.quote
         if self.template == CHAT:
-            conversation = [*messages, {"role": "assistant", "content": completion}]
+            spoken = [*messages, {"role": "assistant", "content": completion}]
+            conversation = [{key: quote(value) for key, value in message.items()} for message in spoken]
             text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
             # The template has written every special token into the text, the beginning of the sequence included.
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return self._encoder.encode(text)
         # Both positions are located before anything is put in: a question may well say {completion}.
         first, second = sorted((PROMPT, COMPLETION), key=self.template.index)
         before, _, rest = self.template.partition(first)
         between, _, after = rest.partition(second)
-        values = {PROMPT: str(messages[-1]["content"]), COMPLETION: completion}
-        tokens = self.tokenizer.encode(f"{before}{values[first]}{between}{values[second]}{after}")
+        values = {PROMPT: quote(str(messages[-1]["content"])), COMPLETION: quote(completion)}
+        tokens = self._encoder.encode(
+            f"{before}{values[first]}{between}{values[second]}{after}", add_special_tokens=True
+        )
         end = self.tokenizer.eos_token_id
         # Tokenizers of encoders close a text by themselves; to those of decoders its end has to be said.
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]

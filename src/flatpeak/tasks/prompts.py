@@ -8,11 +8,12 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flatpeak.errors import UserError, check_characters, did_you_mean
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Example, Message, Prompt
+from flatpeak.utils.control_tokens import TextEncoder, unquote
 from flatpeak.utils.schema import StrictConfig
 
 PLACEHOLDER: Final = "{question}"
@@ -27,6 +28,7 @@ R1_ZERO: Final = (
 reasoning already written. The wording is flatpeak's; a published one can be given as a file."""
 TEXT_TEMPLATES: Final = {"plain": PLACEHOLDER, "question_only": PLACEHOLDER, "r1_zero": R1_ZERO}
 CHAT: Final = "chat"
+_CHAT_SETTINGS: Final = ("system", "user", "chat_template_kwargs")
 
 
 class PromptConfig(StrictConfig):
@@ -36,6 +38,8 @@ class PromptConfig(StrictConfig):
     """plain, r1_zero, question_only, chat, the path of a text file with {question} in it, or such a text itself."""
     system: str | None = None
     """The system message, for a chat template; null: none."""
+    user: str = PLACEHOLDER
+    """The user's message, for a chat template: the words around {question}."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for the tokenizer's chat template (enable_thinking: false, say)."""
     max_tokens: int | None = None
@@ -45,6 +49,17 @@ class PromptConfig(StrictConfig):
     """The treatment of prompts that are longer even without their worked examples, which are left out first. error:
     none is accepted. drop: they are left out and counted. truncate_left: the question is shortened from its beginning,
     the template around it stays whole."""
+
+    @field_validator("user")
+    @classmethod
+    def _has_a_question(cls, user: str) -> str:
+        if PLACEHOLDER not in user:
+            raise ValueError(f"prompt.user={user!r}: write {PLACEHOLDER} where the question belongs")
+        return user
+
+    def user_message(self, question: str) -> str:
+        """The user's message that asks a question by a chat template."""
+        return self.user.replace(PLACEHOLDER, question)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +83,7 @@ class _Wording:
     text: str
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] | None = None
+    ends_in_question: bool
 
 
 _Word = Callable[[str], _Wording]
@@ -86,7 +102,8 @@ def build_prompts(
     """
     _check_chat_template(tokenizer)
     limit = _token_limit(config, max_tokens)
-    word = _chat_wording(tokenizer, config) if config.template == CHAT else _text_wording(tokenizer, config)
+    encoder = TextEncoder(tokenizer)
+    word = _chat_wording(encoder, config) if config.template == CHAT else _text_wording(encoder, config)
     prompts: list[Prompt] = []
     too_long: list[tuple[int, str]] = []
     fewer_shots = 0
@@ -112,6 +129,7 @@ def build_prompts(
                 text=wording.text,
                 example=example,
                 messages=wording.messages,
+                ends_in_question=wording.ends_in_question,
             )
         )
     if too_long and (config.overlong == "error" or not prompts):
@@ -149,11 +167,18 @@ def prompt_texts(examples: Sequence[Example], config: PromptConfig) -> list[str]
     return [*(template.replace(PLACEHOLDER, example.question) for example in examples), *contexts]
 
 
-def word_messages(tokenizer: Tokenizer, messages: Sequence[Message], config: PromptConfig) -> tuple[str, list[int]]:
+def word_messages(
+    encoder: TextEncoder, messages: Sequence[Message], config: PromptConfig
+) -> tuple[str, tuple[int, ...]]:
     """A conversation in the tokenizer's chat template, up to and including the header of the assistant's turn, as text
-    and as token ids. UserError where the template cannot be used."""
+    and as token ids.
+
+    The contents of `messages` are part of the template but for what is quoted in them. UserError where the template
+    cannot be used.
+    """
     from jinja2.exceptions import TemplateError  # imported here: slow, and recipes are checked without it
 
+    tokenizer = encoder.tokenizer
     if not tokenizer.chat_template:
         raise UserError(
             "prompt.template=chat: this tokenizer has no chat template; use prompt.template=r1_zero, plain or a file, "
@@ -171,20 +196,21 @@ def word_messages(tokenizer: Tokenizer, messages: Sequence[Message], config: Pro
             "change prompt.chat_template_kwargs"
         ) from error
     # The template has written every special token into the text, the beginning of the sequence included.
-    return text, tokenizer.encode(text, add_special_tokens=False)
+    return unquote(text), tuple(encoder.encode(text))
 
 
-def _text_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
+def _text_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
     """The wording that inserts the question into a text template."""
-    if config.system is not None or config.chat_template_kwargs:
-        key = "system" if config.system is not None else "chat_template_kwargs"
-        raise UserError(f"prompt.{key} needs a chat template: set prompt.template=chat, or remove prompt.{key}")
+    for key in _CHAT_SETTINGS:
+        if getattr(config, key) != getattr(PromptConfig(), key):
+            raise UserError(f"prompt.{key} needs a chat template: set prompt.template=chat, or remove prompt.{key}")
     template = template_text(config.template)
+    ends_in_question = template.rstrip().endswith(PLACEHOLDER)
 
     def word(question: str) -> _Wording:
         # Not str.format: other braces in the template (LaTeX, JSON) are text.
-        text = template.replace(PLACEHOLDER, question)
-        return _Wording(text=text, token_ids=tuple(_encode(tokenizer, text)))
+        text = template.replace(PLACEHOLDER, encoder.quote(question))
+        return _Wording(text=unquote(text), token_ids=tuple(_encode(encoder, text)), ends_in_question=ends_in_question)
 
     return word
 
@@ -211,25 +237,29 @@ def template_text(name: str) -> str:
     return text.removesuffix("\n")
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def _encode(encoder: TextEncoder, text: str) -> list[int]:
     """Token ids with the beginning-of-sequence token where the tokenizer has one, without an appended end token."""
-    ids = tokenizer.encode(text, add_special_tokens=True)
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        bare = tokenizer.encode(text, add_special_tokens=False)
+    ids = encoder.encode(text, add_special_tokens=True)
+    if ids and ids[-1] == encoder.tokenizer.eos_token_id:
+        bare = encoder.encode(text)
         if ids[len(ids) - 1 - len(bare) : -1] == bare:
             return ids[:-1]
     return ids
 
 
-def _chat_wording(tokenizer: Tokenizer, config: PromptConfig) -> _Word:
+def _chat_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
     """The wording that inserts the question into the tokenizer's chat template, as the user's message."""
     system: tuple[Message, ...] = () if config.system is None else ({"role": "system", "content": config.system},)
-    word_messages(tokenizer, (*system, {"role": "user", "content": "?"}), config)  # fails early on an unusable template
+    # Fails early on an unusable template.
+    sample, _ = word_messages(encoder, (*system, {"role": "user", "content": "?"}), config)
 
     def word(question: str) -> _Wording:
-        messages = (*system, {"role": "user", "content": question})
-        text, token_ids = word_messages(tokenizer, messages, config)
-        return _Wording(text=text, token_ids=tuple(token_ids), messages=messages)
+        asked, quoted = (
+            (*system, {"role": "user", "content": config.user_message(text)})
+            for text in (question, encoder.quote(question))
+        )
+        text, token_ids = word_messages(encoder, quoted, config)
+        return _Wording(text=text, token_ids=token_ids, messages=asked, ends_in_question=sample.rstrip().endswith("?"))
 
     return word
 

@@ -23,6 +23,7 @@ from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.step_metrics import Clock, policy_metrics
 from flatpeak.types import Batch, Prompt
+from flatpeak.utils.control_tokens import TextEncoder
 
 LIKELIHOOD = Objective(config=ObjectiveConfig(loss="policy_gradient"), kl=KLConfig())
 """-log p of every target token: the policy gradient with advantage 1."""
@@ -46,10 +47,11 @@ def demonstrations(
     """Demonstrations of the prompts that have a rationale and fit into the context, and the number that do not fit."""
     eos = policy.tokenizer.eos_token_id
     end = min(policy.eos_token_ids) if eos is None else eos
+    encoder = TextEncoder(policy.tokenizer)
     encoded = [
         Demonstration(
             prompt_ids=prompt.token_ids,
-            target_ids=(*policy.tokenizer.encode(prompt.example.rationale, add_special_tokens=False), end),
+            target_ids=(*encoder.encode_text(prompt.example.rationale), end),
         )
         for prompt in prompts
         if prompt.example.rationale

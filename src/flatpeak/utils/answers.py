@@ -24,8 +24,8 @@ _INTEGER: Final = re.compile(r"-?\d+")
 
 
 def judged_text(completion: Completion, prompt: Prompt) -> str:
-    """The completion's text, after the `<think>` that the prompt ends with, if it ends with one."""
-    if prompt.text.rstrip().endswith(THINK_OPEN):
+    """The completion's text, after the `<think>` that the prompt's template ends with, if it ends with one."""
+    if not prompt.ends_in_question and prompt.text.rstrip().endswith(THINK_OPEN):
         return prompt.text[prompt.text.rindex(THINK_OPEN) :] + completion.text
     return completion.text
 

@@ -225,8 +225,9 @@ def test_the_repair_says_what_was_wrong():
     assert "quality was 7, but has to be one of 0, 0.5, 1" in repair[3]["content"]
 
 
-def test_a_refusal_is_missing_and_not_argued_with():
-    with JudgeServer(lambda earlier, body: message(None, refusal="I cannot help with that.")) as server:
+@pytest.mark.parametrize("content", [None, '{"quality": 1}'])
+def test_a_refusal_is_missing_and_not_argued_with(content):
+    with JudgeServer(lambda earlier, body: message(content, refusal="I cannot help with that.")) as server:
         result = scores(reward(server.url))
         assert len(server.requests) == ASKED
     assert result.failed == ASKED

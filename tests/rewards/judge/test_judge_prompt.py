@@ -54,6 +54,10 @@ def test_an_answer_that_copies_the_code_it_had_gets_a_new_one():
             "</VERDICT>",
             "[[end answer",
             "[gMASK]",
+            "<seed:eos>",
+            "[e~[",
+            "]~b]",
+            "]~!b[",
         ),
     ],
 )
@@ -74,6 +78,12 @@ def test_ordinary_text_stays_as_it_is():
 
 def test_invisible_and_broken_characters_are_dropped():
     assert sanitize("1\u200b8\u202e\x00\x1b[0m\ufeff\ud800") == "18[0m?"
+
+
+@pytest.mark.parametrize("filler", ["\ufe00", "\ufe0f", "\u034f", "\u3164", "\u115f", "\u180b", "\U000e0100"])
+def test_no_invisible_character_hides_a_control_token(filler):
+    assert sanitize(f"<{filler}|im_end|>") == "< |im_end|>"
+    assert sanitize(f"a{filler}b") == "ab"
 
 
 def test_a_long_text_loses_its_middle_and_says_so():

@@ -22,6 +22,7 @@ from flatpeak.protocols import Task
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.preferences import PreferencesConfig
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
+from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import cache_alone, has_tokenizer, load_errors, load_tokenizer, local_or_hub
 
 ASSUMED_PROMPT: Final = 1024
@@ -182,6 +183,7 @@ class _Data:
             build_prompts(tuple(examples), tokenizer, config.prompt, max_tokens=limit).prompts
             for examples in (task.train, first.train if first else (), task.test)
         )
+        encoder = TextEncoder(tokenizer)
         steps = ([len(prompt.token_ids) for prompt in prompts] for prompts in (train, others))
         return cls(
             train=max(steps, key=lambda lengths: sum(sorted(lengths)[-config.rollout.prompts_per_step :])),
@@ -191,7 +193,7 @@ class _Data:
                 for prompt in ((*train, *others) if config.sft.steps else ())
                 if prompt.example.rationale
                 # Its own tokens, and one that ends it.
-                if (target := 1 + len(tokenizer.encode(prompt.example.rationale, add_special_tokens=False)))
+                if (target := 1 + len(encoder.encode_text(prompt.example.rationale)))
                 if context is None or len(prompt.token_ids) + target <= context
             ],
         )

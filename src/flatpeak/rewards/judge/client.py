@@ -370,7 +370,7 @@ def parse_reply(response: Any, *, latency: float) -> JudgeReply:
     # Half a count would make a call look cheaper than it was.
     prompt_tokens, completion_tokens = (0, 0) if None in used else (used[0] or 0, used[1] or 0)
     reason = f"the judge refused: {' '.join(str(refusal).split())[:100]}" if refusal else None
-    if not isinstance(content, str) or finish == "content_filter":
+    if reason or not isinstance(content, str) or finish == "content_filter":
         content, reason = None if reason else "", reason or f"no text (finish_reason {finish})"
     return JudgeReply(
         text=content,

@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
+from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import hub_or_directory
 
 
@@ -44,17 +44,17 @@ class LocalJudge:
                 raise UserError(f"backend.path={path}: {text}: name a model directory or Hub model") from error
         if not self._tokenizer.chat_template:
             raise UserError(f"backend.path={path}: its tokenizer has no chat template: use an instruction-tuned model")
+        self._encoder = TextEncoder(self._tokenizer)
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._lock = asyncio.Lock()
         self.batch_size = batch_size
         self.identity = f"{path} ({_fingerprint(path, revision)}, {self._model.dtype})"
 
-    @cached_property
+    @property
     def reserved_tokens(self) -> tuple[str, ...]:
         """The control tokens of the tokenizer."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return tuple({*self._tokenizer.all_special_tokens, *(str(t.content) for t in added.values() if t.special)})
+        return tuple(sorted(self._encoder.control_tokens))
 
     async def ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
         """Replies to all requests, one batch at a time, in a thread so that other judges go on."""
@@ -89,10 +89,10 @@ class LocalJudge:
         return [replies[index] for index in range(len(requests))]
 
     def _encode(self, request: JudgeRequest) -> list[int]:
-        messages = [dict(message) for message in request.messages]
+        messages = [{**message, "content": self._encoder.quote(message["content"])} for message in request.messages]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         # The template writes the beginning-of-sequence token itself where the model wants one.
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encoder.encode(text)
 
     def _decode(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         import torch

@@ -35,9 +35,14 @@ _NONCE_KEY: Final = b"flatpeak judge nonce 1"
 _CONTROL: Final = re.compile(
     r"<(?=[|\uff5c])|<(?=/?(?:s|bos|eos|pad|unk|think|verdict|answer|sys|tool_call|start_of_turn|end_of_turn)>)"
     r"|<(?=<sys>>)|<(?=(?:extra_id_|unused|reserved_)[0-9]+>)|\[(?=\[(?:begin|end))"
-    r"|\[(?=/?(?:INST|gMASK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK)\])",
+    r"|\[(?=/?(?:INST|gMASK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK)\])"
+    r"|<(?=/?seed:)|\[(?=e~\[)|\](?=~!?b[\[\]])",
     re.IGNORECASE,
 )
+_INVISIBLE: Final = re.compile(
+    r"[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Variation selectors and fillers, which Unicode counts as marks and letters."""
 
 # Openers that made judges say "correct" with nothing after them: Zhao et al. 2025, "One Token to Fool LLM-as-a-Judge",
 # arXiv 2507.08794, and their like.
@@ -72,11 +77,11 @@ def sanitize(text: str, *, reserved: Iterable[str] = (), limit: int | None = Non
 
     `reserved` are further texts that a tokenizer would take for control tokens. A longer text loses its middle.
     """
-    visible = text
-    if not text.replace("\n", "").replace("\t", "").isprintable():
+    visible = _INVISIBLE.sub("", text)
+    if not visible.replace("\n", "").replace("\t", "").isprintable():
         visible = "".join(
             character
-            for character in text.encode("utf-8", "replace").decode("utf-8")
+            for character in visible.encode("utf-8", "replace").decode("utf-8")
             if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Co", "Cn")
         )
     sanitized = _CONTROL.sub(lambda match: match.group() + " ", visible)

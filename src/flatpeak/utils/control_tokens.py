@@ -1,0 +1,141 @@
+"""Text as text: templates alone make control tokens, whatever a question, an answer or a rationale spells.
+
+A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands. `TextEncoder.quote` puts a mark into every such
+string of a text, `encode` reads the mark as a token of its own, which splits the string, and leaves that token out. A
+text without control tokens has no marks, and the tokens that the tokenizer gives it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, Final
+
+from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN
+
+MARK: Final = "\ufdd0"
+"""A noncharacter of Unicode, which no text holds and no filter of a chat template changes."""
+_WRITTEN_BY_MODELS: Final = frozenset({THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE})
+"""Tags of a completion's own form: text, also where a tokenizer has a token for them."""
+_LISTED: Final = 4
+"""The most control tokens that a notice names."""
+
+
+class TextEncoder:
+    """A tokenizer that takes control tokens from templates alone.
+
+    Control tokens are the tokenizer's special tokens, and the added tokens by which its chat template marks turns
+    (DeepSeek's are not special). Tokens of one character, or of whitespace, are text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._normalizer = getattr(backend, "normalizer", None)
+
+    def quote(self, text: str) -> str:
+        """The text with a mark inside every string that the tokenizer would read as a control token."""
+        while starts := self._control_strings(text):
+            for start in reversed(starts):
+                text = f"{text[: start + 1]}{MARK}{text[start + 1 :]}"
+        return text
+
+    def encode(self, quoted: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a template around quoted texts."""
+        if MARK not in quoted:
+            return list(self.tokenizer.encode(quoted, add_special_tokens=add_special_tokens))
+        mark = self._splitting.convert_tokens_to_ids(MARK)
+        ids = self._splitting.encode(quoted, add_special_tokens=add_special_tokens)
+        return [token for token in ids if token != mark]
+
+    def encode_text(self, text: str) -> list[int]:
+        """The token ids of a text without a template."""
+        return self.encode(self.quote(text))
+
+    @cached_property
+    def control_tokens(self) -> frozenset[str]:
+        """The control tokens, as text."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        others = {str(token) for token in added if not token.special}
+        control = {str(token) for token in added if token.special} | {
+            *getattr(self.tokenizer, "all_special_tokens", ())
+        }
+        if others and self.tokenizer.chat_template:
+            dialogues = _dialogues(self.tokenizer)
+            control |= {token for token in others if token in dialogues}
+        return frozenset(token for token in control - _WRITTEN_BY_MODELS if len(token) > 1 and not token.isspace())
+
+    def _control_strings(self, text: str) -> list[int]:
+        """The places where control tokens begin in a text: as they are written, else as the normalizer writes them."""
+        if self._pattern is None:
+            return []
+        written = [match.start() for match in self._pattern.finditer(text)]
+        if written or not self._spells_one(text):
+            return written
+        encoded = self._splitting(text, add_special_tokens=False, return_offsets_mapping=True)
+        control = set(self.tokenizer.convert_tokens_to_ids(sorted(self.control_tokens)))
+        return [
+            start
+            for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            # Unknown characters may have the id of a control token.
+            if token in control and end - start > 1 and self._spells_one(text[start:end])
+        ]
+
+    def _spells_one(self, text: str) -> bool:
+        """Whether the normalized text has a control token in it."""
+        if self._normalizer is None or self._pattern is None:
+            return False
+        return self._pattern.search(self._normalizer.normalize_str(text)) is not None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        """Control tokens, as they are written and as the normalizer writes them; None where there are none."""
+        names = set(self.control_tokens)
+        if self._normalizer is not None:
+            names |= {normalized for name in names if len(normalized := self._normalizer.normalize_str(name)) > 1}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
+    @cached_property
+    def _splitting(self) -> Any:
+        """A copy of the tokenizer that reads the mark as a token of its own."""
+        from transformers import AddedToken
+
+        splitting = copy.deepcopy(self.tokenizer)
+        splitting.add_tokens([AddedToken(MARK, normalized=False)])
+        return splitting
+
+
+def unquote(quoted: str) -> str:
+    """The text without the marks of `TextEncoder.quote`."""
+    return quoted.replace(MARK, "")
+
+
+def _dialogues(tokenizer: Any) -> str:
+    """Dialogues in the tokenizer's chat template, with a system message and without; those that it takes."""
+    from jinja2.exceptions import TemplateError
+
+    texts = []
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+        messages = [{"role": role, "content": "?"} for role in roles]
+        # A template is its author's code, and may refuse a role or fail.
+        with suppress(TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False)))
+    return "\n".join(texts)
+
+
+def notice_of_control_tokens(texts: Iterable[str], tokenizer: Any, *, what: str) -> str | None:
+    """A notice of texts that spell control tokens; None for none."""
+    encoder = TextEncoder(tokenizer)
+    texts = list(texts)
+    spelled: Sequence[str] = [text for text in texts if encoder.quote(text) != text]
+    if not spelled:
+        return None
+    names = [name for name in sorted(encoder.control_tokens) if any(name in text for text in spelled)]
+    listed = " ".join(names[:_LISTED]) + (" ..." if len(names) > _LISTED else "")
+    return (
+        f"{len(spelled)} of {len(texts)} {what} spell control tokens ({listed}), which the model reads as text: only "
+        "templates make control tokens (see prompt.template)"
+    )
