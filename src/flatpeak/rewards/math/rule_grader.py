@@ -12,8 +12,7 @@ from flatpeak.rewards.math.expression_values import PRECISE
 from flatpeak.rewards.math.intervals import Reading, has_words
 from flatpeak.rewards.math.normalize import clean
 from flatpeak.rewards.math.structured_answers import contradict, read
-from flatpeak.rewards.math.syntax_tree import Node, OverLimitError, UndefinedError, integer
-from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
+from flatpeak.rewards.math.syntax_tree import Node, OverLimitError, UndefinedError, integer, is_mixed_number
 
 _TEXT: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
 _GOLD_LETTER: Final = re.compile(r"\(?\s*([A-J])\s*\)?\.?")
@@ -113,7 +112,12 @@ def read_number(text: str) -> Fraction | None:
             return None
     while reading.kind == "named":
         reading = reading.items[0]
-    if reading.kind != "scalar" or reading.expression is None or not _is_numeral(reading.expression.node):
+    if reading.kind != "scalar" or reading.expression is None:
+        return None
+    node = reading.expression.node
+    if reading.unit is not None and reading.unit.factor != 1:
+        node = node.args[0]  # the factor before a magnitude
+    if not _is_numeral(node):
         return None
     try:
         return reading.expression.exact
@@ -221,7 +225,7 @@ def _contradict(first: Reading, second: Reading) -> bool:
 
 
 def _is_numeral(node: Node) -> bool:
-    """Whether a node is digits, a fraction, a mixed number or scientific notation, with its sign and magnitude."""
+    """Whether a node is digits, a fraction, a mixed number or scientific notation, with its sign."""
     match node.kind:
         case "number":
             return True
@@ -230,11 +234,10 @@ def _is_numeral(node: Node) -> bool:
         case "div":
             return all(each.kind == "number" or (each.kind == "neg" and _is_numeral(each)) for each in node.args)
         case "add":
-            whole, fraction = node.args
-            return whole.kind == "number" and fraction.kind == "div" and _is_numeral(fraction)
+            return is_mixed_number(node)
         case "mul":
             first, second = node.args
-            return _is_numeral(first) and (_is_power_of_ten(second) or _is_magnitude(second))
+            return _is_numeral(first) and _is_power_of_ten(second)
         case _:
             return _is_power_of_ten(node)
 
@@ -244,8 +247,3 @@ def _is_power_of_ten(node: Node) -> bool:
         return False
     exponent = node.args[1].args[0] if node.args[1].kind == "neg" else node.args[1]
     return exponent.kind == "number"
-
-
-def _is_magnitude(node: Node) -> bool:
-    value = node.number if node.kind == "number" else Fraction(0)
-    return value in MAGNITUDES.values() or 1 / value in DENOMINATORS.values() if value else False
