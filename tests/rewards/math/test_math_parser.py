@@ -88,7 +88,15 @@ PRODUCTS = [
 ]
 NO_VALUES = [
     *("3{1/2}", "{5}{6}", "5{6}", "{5}6", "5 6", "2{{5}}", "(5)6", r"\sqrt2\cdot5{6}", "3 5/2", "x{2}", "5.5{.5}"),
-    *(r"2\cdot5 6", "3{1}/{2}"),
+    *(
+        r"2\cdot5 6",
+        "3{1}/{2}",
+        r"5\hspace{1cm}6",
+        r"5\quad600",
+        r"5\quad\qquad 600",
+        r"5\phantom{0}6",
+        r"5\hphantom{0}600",
+    ),
 ]
 
 
@@ -102,7 +110,7 @@ def test_brackets_make_a_product_and_an_integer_before_a_bare_proper_fraction_a_
 
 
 @pytest.mark.parametrize("text", NO_VALUES)
-def test_digits_that_are_printed_side_by_side_are_no_product(text: str) -> None:
+def test_digits_side_by_side_in_print_are_neither_a_product_nor_one_number(text: str) -> None:
     assert read_answer(text)[1].kind == "unread"
 
 
@@ -152,3 +160,22 @@ def test_a_number_has_no_product_left_to_work_out(text: str, number: Fraction | 
 def test_a_product_with_a_fraction_in_brackets_is_left_to_work_out_and_a_mixed_number_is_none() -> None:
     assert not is_evaluated("60(1/4)", "15")
     assert is_evaluated(r"3\frac12", r"\frac72")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("f^{-1}(x)", r"\frac{1}{f(x)}", False),
+        ("f^{-1}(x)", r"f^{-1}\left(x\right)", True),
+        ("2f^{-1}(3)", "f^{-1}(3)+f^{-1}(3)", True),
+        (r"f^{-1}(x)=\frac{x-3}{2}", r"\frac{x-3}{2}", True),
+        (r"f^{-1}(x)=\frac{x-3}{2}", r"\frac{x-3}{3}", False),
+        ("f^{-1}(5)=2", "2", True),
+        ("x^{-1}(5)=2", "2", False),
+        ("x^{-1}(x+1)", r"\frac{x+1}{x}", True),
+    ],
+)
+def test_a_function_to_the_power_of_minus_one_before_its_argument_is_its_inverse(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert (rule_verdict(answer, gold) is True) is right

@@ -46,6 +46,8 @@ _LETTERS: Final = re.compile(
     "imath"
 )
 _CLOSING: Final = {"(": ")", "[": "]", "{": "}"}
+_FUNCTION_LETTERS: Final = frozenset("fghFGH")
+_MINUS_ONE: Final = operation("neg", integer(1))
 _INVERSES: Final = frozenset({"sin", "cos", "tan", "sinh", "cosh", "tanh"})
 
 
@@ -133,7 +135,10 @@ class _Reader:
         if not self.rest().startswith("^"):
             return node
         self._at += 1
-        return self._postfix(operation("pow", node, self._nested(self._exponent)))
+        exponent = self._nested(self._exponent)
+        if node.name in _FUNCTION_LETTERS and exponent == _MINUS_ONE and self.rest().startswith("("):
+            return Node("symbol", name=f"{node.name}^-1")  # the inverse function, and not 1/f(x)
+        return self._postfix(operation("pow", node, exponent))
 
     def _exponent(self) -> Node:
         if self.rest()[:1] in ("+", "-", "("):
@@ -224,7 +229,7 @@ class _Reader:
                 self._at += 1
                 exponent = self._nested(self._exponent)
         argument = self._function_argument()
-        if exponent is not None and exponent == operation("neg", integer(1)) and name in _INVERSES:
+        if exponent is not None and exponent == _MINUS_ONE and name in _INVERSES:
             name, exponent = f"arc{name}", None
         node = operation("log", argument, base or integer(10)) if name in ("log", "lg") else operation(name, argument)
         return node if exponent is None else operation("pow", node, exponent)

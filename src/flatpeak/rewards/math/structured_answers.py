@@ -41,7 +41,8 @@ _NAME: Final = re.compile(
     rf"^(?!{_DENIAL})"
     r"(?:\\[a-z]+(?<!\\pi)|\{?[A-Za-z]+\}?|\\text\s*\{[A-Za-z ]+\}|\\(?:overline|vec)\s*\{?[A-Za-z]{1,3}\}?"
     r"|m?\s*\\angle\s*[A-Za-z]{1,3}|\|\s*(?:\\(?:overline|vec|overrightarrow)\s*)?\{?[A-Z]{2,3}\}?\s*\|"
-    r"|\|\s*\\(?:vec|overrightarrow)\s*\{?[A-Za-z]\}?\s*\||\\\|[^|]{1,24}\\\|)'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
+    r"|\|\s*\\(?:vec|overrightarrow)\s*\{?[A-Za-z]\}?\s*\||\\\|[^|]{1,24}\\\|)'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*"
+    r"(?:(?:(?<=[fghFGH])\^\s*\{\s*-1\s*\}\s*)?\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
 )
 _NAMES: Final = re.compile(r"^\(\s*[A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)+\s*\)$")
 _TRAILING: Final = " .,;:!"
