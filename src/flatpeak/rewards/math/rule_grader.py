@@ -48,7 +48,17 @@ _REASON: Final = re.compile(
     re.IGNORECASE,
 )
 _MATHEMATICS: Final = re.compile(r"\d|\\[a-z]|[=<>]")
-_ANOTHER_ANSWER: Final = re.compile(r"\b(?:or|if|else|otherwise|unless|alternatively|maybe|but)\b", re.IGNORECASE)
+_ANOTHER_ANSWER: Final = re.compile(
+    r"\b(?:or|if|else|otherwise|unless|alternatively|maybe|but|wrong|incorrect|mistaken?|actually|instead)\b"
+    r"|\b(?:real|correct|right|true|actual) (?:answer|value|result|one)\b",
+    re.IGNORECASE,
+)
+_NUMERAL: Final = re.compile(r"\d+(?:\.\d+)?")
+_ITS_NUMBER: Final = re.compile(
+    r"\b(?:it|this|that)(?:'s| is| equals) *\$?(\d+(?:\.\d+)?)(?= *(?:$|[.,;)}]))|\b(?:answer|correct|really)\b",
+    re.IGNORECASE,
+)
+_CLAUSE: Final = re.compile(r"[,;]|\b(?:and|so)\b")
 _UNIT_IN_PARENTHESES: Final = re.compile(r"\(\s*\\text\s*\{([^{}()]*)\}\s*\)$")
 _PROSE: Final = re.compile(r"\\text|\\[a-z]?dots|\.\.")
 _OPERATORS: Final = re.compile(r"\\(?:int|sum|prod|lim|max|min|gcd|lcm|cap|setminus|bmod|det|sup)(?![A-Za-z])")
@@ -205,9 +215,28 @@ def bare_answer(text: str) -> str:
             break
     text = _NOTE.sub("", text) or text
     match = _REASON.match(text)
-    if match is not None and _MATHEMATICS.search(match["body"]) and not _ANOTHER_ANSWER.search(match["reason"]):
+    if match is not None and _MATHEMATICS.search(match["body"]) and not _denies(match["reason"], match["body"]):
         text = match["body"]
     return _UNIT_IN_PARENTHESES.sub(r"\\text{(\1)}", text)
+
+
+def _denies(reason: str, body: str) -> bool:
+    r"""Whether a reason gives another answer than it is for: `5 since 6 is the answer`, `x = 5 since x \ne 5`."""
+    words = _without_text_commands(reason).lstrip(" }")
+    numbers = set(_NUMERAL.findall(words)) - set(_NUMERAL.findall(body))
+    if _ANOTHER_ANSWER.search(words) or any(
+        match[1] in numbers if match[1] else numbers for match in _ITS_NUMBER.finditer(words)
+    ):
+        return True
+    answer = read(body)
+    for clause in _CLAUSE.split(words):
+        stated = read(clause if _balanced(clause) else clause.rstrip(" )}."))
+        about_it = stated.kind == "named" and (answer.kind != "named" or answer.label == stated.label)
+        if about_it and _contradict(answer, stated):
+            return True
+        if stated.label == r"\ne" and any(equal(answer, item) for item in stated.items):
+            return True
+    return False
 
 
 def _reading_or_none(text: str) -> Reading | None:
