@@ -120,9 +120,11 @@ def _separated(text: str) -> Reading | None:
         flat = _flat(_flat(items, "named"), "list")
         if not all(map(_INEQUALITY.search, texts)) or any(item.kind != "ordered" for item in flat):
             return _named_reading(text, named, Reading(kind="list", text=text, items=flat))
-        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` their intersection.
-        both = all(_AND.match(separator) for separator, _ in separated[1:])
-        shared = intersection(flat) if both else None
+        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` their intersection, and a comma may be either.
+        separators = [separator for separator, _ in separated[1:]]
+        shared = intersection(flat) if all(map(_AND.match, separators)) else None
+        if shared is None and any(_AND.match(separator) and separator != "," for separator in separators):
+            return Reading(kind="unread", text=text)
         return _named_reading(text, named, shared or Reading(kind="union", text=text, items=flat))
     return Reading(kind="list", text=text, items=items)
 
