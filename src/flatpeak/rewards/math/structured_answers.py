@@ -11,7 +11,7 @@ from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.intervals import TEXT_GROUP, Kind, Reading, enclosed, has_words, intersection, plain, split
 from flatpeak.rewards.math.normalize import ROW_END
 from flatpeak.rewards.math.parser import parse_expression
-from flatpeak.rewards.math.scalars import read_number_words, read_scalar, scalar
+from flatpeak.rewards.math.scalars import read_number_words, read_parts, read_scalar, scalar
 from flatpeak.rewards.math.syntax_tree import Node, UndefinedError, UnreadableError, operation
 
 _APPROXIMATE: Final = 0.05
@@ -51,6 +51,10 @@ _INFINITE: Final = ("-\\infty", "\\infty")
 _ALL_REAL: Final = frozenset(
     {"allrealnumbers", "allreals", "allrealnumber", "thesetofallrealnumbers", "thesetofrealnumbers"}
 )
+_ALL_REAL_BUT: Final = re.compile(
+    r"^(?:\\text\s*\{\s*)?all real numbers except(?: for)?\s*\}?\s*(?:x\s*=\s*)?([^\sA-Za-z,;{}]+)\s*\}?$",
+    re.IGNORECASE,
+)
 _TWO_POINTS: Final = re.compile(r"\.\s*\.$")
 
 
@@ -78,7 +82,8 @@ def _trimmed(text: str) -> str:
 def _all_real(text: str) -> Reading | None:
     if text == r"\mathbb{R}" or (text[-1:].lower() in "srn}" and plain(text) in _ALL_REAL):
         return _interval(text, "()", *_INFINITE)
-    return None
+    exception = _ALL_REAL_BUT.match(text)
+    return None if exception is None else read(rf"x \ne {exception[1]}")
 
 
 def _wrapped(text: str) -> Reading | None:
@@ -357,6 +362,7 @@ def _rounding(reading: Reading, approximately: bool) -> float:
 _READERS: Final = (
     _all_real,
     read_number_words,
+    read_parts,
     _wrapped,
     _implied,
     _separated,
