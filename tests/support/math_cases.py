@@ -1446,6 +1446,15 @@ _BOXED_RULES: Final[dict[str, list[Row]]] = {
 
 _TEXT_RULES: Final[dict[str, list[Row]]] = {
     "what comes last": [
+        (r"$\boxed{2}$ or $\boxed{3}$", "3", False),
+        (r"$\boxed{2}$ or $\boxed{3}$", "2,3", True),
+        (r"$x=\boxed{2}$ and $y=\boxed{3}$", "(2,3)", True),
+        (r"$-\boxed{5}$", "5", False),
+        (r"$-\boxed{5}$", "-5", True),
+        (r"$\boxed{5}\sqrt2$", "5", False),
+        (r"$\boxed{5}\sqrt2$", r"5\sqrt2", True),
+        (r"$\boxed{5}^2$", "5", False),
+        (r"$\boxed{60}^\circ$", "60", True),
         (r"\boxed{4} \boxed{}", "4", False),
         (r"\boxed{3} and then \boxed{4", "3", True),
         (r"\boxed 5", "5", True),
