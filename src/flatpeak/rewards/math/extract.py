@@ -21,7 +21,7 @@ _GOES_ON: Final = re.compile(
     r"[.,/]?\d|\^\s*\{?\s*-?\s*(?:\d|[a-np-z](?![A-Za-z]))|_\s*\{?\s*\d"
     r"|(?:[ \t]|\\[,;: ])*(?:(?:\+[ \t]*)?\\(?:[dt]?frac|sqrt|pi)(?![A-Za-z])|(?:\+|\\(?:cdot|times)(?![A-Za-z]))\s*\d)"
 )
-"""What makes another number of the number in a box before it; degrees, percent and units do not."""
+"""Text behind a box that changes its number; degrees, percent and units do not."""
 _FORMULA_ENDS: Final = re.compile(r"\$|\\[)\]]|\n|\Z")
 _COMPOUND: Final = re.compile(r"[+\-,=<>/\s]")
 _NAME: Final = re.compile(r"(?<![\w\\])(\w{1,3}\s*=\s*)[-\u2212]?\Z")

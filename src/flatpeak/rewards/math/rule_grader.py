@@ -229,12 +229,13 @@ def _denies(reason: str, body: str) -> bool:
     ):
         return True
     answer = read(body)
+    value = answer.items[0] if answer.kind == "named" else answer
     for clause in _CLAUSE.split(words):
-        stated = read(clause if _balanced(clause) else clause.rstrip(" )}."))
-        about_it = stated.kind == "named" and (answer.kind != "named" or answer.label == stated.label)
-        if about_it and _contradict(answer, stated):
+        reading = read(clause if _balanced(clause) else clause.rstrip(" )}."))
+        same_name = reading.kind == "named" and (answer.kind != "named" or answer.label == reading.label)
+        if same_name and _contradict(value, reading):
             return True
-        if stated.label == r"\ne" and any(equal(answer, item) for item in stated.items):
+        if reading.label == r"\ne" and any(item.text == value.text for item in reading.items):
             return True
     return False
 

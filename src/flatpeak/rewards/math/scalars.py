@@ -156,8 +156,8 @@ def read_parts(text: str) -> Reading | None:
         return None
     parts = [(number, word_unit(word)) for number, word in _NUMBER_AND_UNIT.findall(words)]
     for units in _DESCENDING:
-        places = [units.index(unit) for _, unit in parts if unit in units]
-        if len(places) == len(parts) and places == sorted(set(places)):
+        order = [units.index(unit) for _, unit in parts if unit in units]
+        if len(order) == len(parts) and order == sorted(set(order)):
             return Reading(kind="text", text="".join(number + unit for number, unit in parts))
     return None
 
