@@ -43,3 +43,14 @@ def test_a_bare_answer_is_graded_like_a_boxed_one() -> None:
     verdicts = grade(((case.answer, case.gold) for case in BARE), extraction="any")
     pairs = zip(BARE, verdicts, strict=True)
     assert [(case, verdict) for case, verdict in pairs if verdict is not case.correct] == []
+
+
+def test_a_bold_announcement_is_one() -> None:
+    texts = (
+        "**Answer:** 24",
+        "**Final Answer**\n24",
+        "**The final answer is:** $24$",
+        "**Answer:** 24 or 25",
+        "**Note:** 24",
+    )
+    assert grade([(text, "24") for text in texts], extraction="any") == [True, True, True, False, False]

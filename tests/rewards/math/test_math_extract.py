@@ -63,6 +63,63 @@ def test_any_also_takes_what_follows_the_mark_and_short_texts_as_a_whole(text: s
     assert extract_answer(text, "any") == answer
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"$x = -\boxed{5}$", "-5"),
+        (r"-\boxed{5}", "-5"),
+        ("it is \u2212\\boxed{5}.", "-5"),
+        (r"$f(x) = -\boxed{x-3}$", "-(x-3)"),
+        (r"$\boxed{5}\sqrt2$.", r"5\sqrt2"),
+        (r"$\boxed{5}^2$", "5^2"),
+        (r"$\boxed{x+1}^{2}$", "(x+1)^{2}"),
+        (r"\boxed{3}\frac12", r"3\frac12"),
+        (r"\boxed{5}.25", "5.25"),
+        (r"\boxed{5},000", "5,000"),
+        (r"\boxed{204}_5", "204_5"),
+        (r"$\boxed{3}+4i$", "3+4i"),
+        (r"$\boxed{12}\,\pi$", r"12\,\pi"),
+        (r"\(\boxed{3}/4\)", "3/4"),
+        # What does not change it.
+        (r"- \boxed{5}", "5"),
+        (r"Ans:-\boxed{5}", "5"),
+        (r"20 -\boxed{5}", "5"),
+        (r"\boxed{60}^\circ", "60"),
+        (r"\boxed{3}^{th}", "3"),
+        (r"\boxed{5}!", "5"),
+        (r"\boxed{50}\%", "50"),
+        (r"\boxed{5}\text{ cm}^2", "5"),
+        (r"$\boxed{5}$ $\sqrt2$", "5"),
+        ("\\boxed{5}\n2. Next", "5"),
+    ],
+)
+def test_a_box_is_read_with_what_changes_it_in_print(text: str, answer: str) -> None:
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"$\boxed{2}$ and $\boxed{3}$", "2, 3"),
+        (r"$x=\boxed{2}$ or $x=\boxed{3}$", "x=2, x=3"),
+        (r"$x=\boxed{2}$, $y=\boxed{2}$", "x=2, y=2"),
+        (r"\boxed{1}, \boxed{2}, and \boxed{3}.", "1, 2, 3"),
+        (r"\boxed{2}\text{ or }-\boxed{2}", "2, -2"),
+        (r"**\boxed{A}** or **\boxed{B}**", "A, B"),
+        (r"\boxed{5} and \boxed{5}", "5"),
+        (r"\boxed{\frac12}, or \boxed{0.5}", "0.5"),
+        (r"\boxed{3}, no: \boxed{4}", "4"),
+        ("Step 1: \\boxed{3}.\nStep 2: \\boxed{4}", "4"),
+        (r"\boxed{3}" + "," * 100 + r"\boxed{4}", "4"),
+        (r"\boxed{}, \boxed{3}", "3"),
+        (r"\boxed{3}, \boxed{}", ""),
+    ],
+)
+def test_boxes_that_a_comma_and_or_or_joins_are_one_list(text: str, answer: str) -> None:
+    assert extract_answer(text) == answer
+    assert gold_answer(text) == answer
+
+
 def test_boxed_takes_no_answer_block() -> None:
     assert extract_answer("<answer>5</answer>", "boxed") is None
     assert extract_answer(r"\boxed{4} <answer>5</answer>", "boxed") == "4"
@@ -96,7 +153,22 @@ def test_more_boxes_than_the_limit_are_over_it() -> None:
         extract_answer(r"\boxed{7}" * (MAX_BOXES + 1))
 
 
-@pytest.mark.parametrize("unit", [r"\boxed", "{", "}", "\\", "<answer>", "</think>", r"\boxed{}", "<think>", "boxed{"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        r"\boxed",
+        "{",
+        "}",
+        "\\",
+        "<answer>",
+        "</think>",
+        r"\boxed{}",
+        "<think>",
+        "boxed{",
+        r"\boxed{7}, ",
+        r"-\boxed{7}^2 and ",
+    ],
+)
 def test_extraction_is_linear_in_the_text(unit: str) -> None:
     started = time.process_time()
     with contextlib.suppress(OverLimitError):

@@ -511,7 +511,9 @@ def test_the_command_refuses_with_its_option_only(tmp_path: Path) -> None:
     lines[2]["question"] = r"Simplify $\sqrt{50}$."
     Path(file).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert json.loads(run(file, "--json", "--evaluated"))["verdicts"] == [False, True, False]
-    file = rows(tmp_path, (r"\boxed{11+\frac{2}{2}}", "12"), (r"\boxed{12}", "12"), ("#### 12", "5 + 7\n#### 12"))
+    file = rows(tmp_path, (r"\boxed{144/12}", "12"), (r"\boxed{12}", "12"), ("#### 12", "5 + 7\n#### 12"))
+    lines = [json.loads(line) | {"question": "What is 144/12?"} for line in Path(file).read_text().splitlines()]
+    Path(file).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert json.loads(run(file, "--json", "--task", "gsm8k", "--evaluated"))["verdicts"] == [False, True, True]
     assert json.loads(run(file, "--json", "--task", "gsm8k"))["verdicts"] == [True, True, True]
 
@@ -534,14 +536,16 @@ def test_the_reward_for_numbers_refuses_too(group: Callable[..., Group], extract
 def test_an_answer_that_is_refused_has_a_vote_of_its_own(
     completion: Callable[..., Completion], prompt: Callable[..., Prompt]
 ) -> None:
-    texts = [completion(rf"\boxed{{{answer}}}") for answer in ("12", "12.0", r"11+\frac{2}{2}")]
+    texts = [completion(rf"\boxed{{{answer}}}") for answer in ("12", "12.0", "144/12")]
+    asked = prompt("12")
+    asked = replace(asked, example=replace(asked.example, question="What is 144/12?"))
     for type, rest in (("math", {}), ("number", {"extraction": "boxed"})):
         reward = build_reward({"right": config(type=type, evaluated=True, **rest)})
-        first, second, refused = (reward.answer("right", text, prompt("12")) for text in texts)
+        first, second, refused = (reward.answer("right", text, asked) for text in texts)
         assert first == second == "12" != refused
         assert refused is not None
         loose = build_reward({"right": config(type=type, **rest)})
-        assert {loose.answer("right", text, prompt("12")) for text in texts} == {"12"}
+        assert {loose.answer("right", text, asked) for text in texts} == {"12"}
 
 
 def test_a_run_that_did_not_know_the_option_resumes_without_it_and_not_with_it() -> None:

@@ -26,7 +26,7 @@ def equal(gold: Reading, answer: Reading) -> Equality:
     if gold.kind == answer.kind and gold.text == answer.text and gold.label == answer.label:
         return True
     gold, answer = _without_names(gold, answer)
-    return _equal(_single(gold), _single(answer))
+    return _equal(gold, answer) if gold.kind == answer.kind == "set" else _equal(_single(gold), _single(answer))
 
 
 def _equal(gold: Reading, answer: Reading) -> Equality:
@@ -114,6 +114,16 @@ def _in_any_order(gold: Reading, answer: Reading) -> Equality:
                 return False
             unknown = True
     return None if unknown else True
+
+
+def _sets(gold: Reading, answer: Reading) -> Equality:
+    """Equality of sets, whose items count once however often they are written."""
+    return _all([*(_is_in(item, answer) for item in gold.items), *(_is_in(item, gold) for item in answer.items)])
+
+
+def _is_in(item: Reading, collection: Reading) -> Equality:
+    verdicts = [_equal(item, other) for other in collection.items]
+    return True if True in verdicts else None if None in verdicts else False
 
 
 def _scalars(gold: Reading, answer: Reading) -> Equality:
@@ -294,7 +304,7 @@ _RULES: Final[dict[tuple[str, str], Callable[[Reading, Reading], Equality]]] = {
     ("list", "list"): _in_any_order,
     ("list", "set"): _in_any_order,
     ("set", "list"): _in_any_order,
-    ("set", "set"): _in_any_order,
+    ("set", "set"): _sets,
     ("union", "union"): _unions,
     ("union", "ordered"): _unions,
     ("ordered", "union"): _unions,

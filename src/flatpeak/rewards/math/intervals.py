@@ -165,7 +165,9 @@ def intersection(readings: Sequence[Reading]) -> Reading | None:
         order = _compare(low, high)
     except (_UnorderedError, UndefinedError, OverflowError):
         return None
-    return _reading(_Interval(low, high)) if order < 0 or (order == 0 and low.closed and high.closed) else None
+    if order == 0 and low.closed and high.closed:
+        return _reading(_Interval(low, low))
+    return _reading(_Interval(low, high)) if order < 0 else None
 
 
 def _outer(first: _End, second: _End, *, sign: int, prefer_closed: bool = True) -> _End:

@@ -90,6 +90,12 @@ def _operator_name(match: re.Match[str]) -> str:
     return rf"\text{{{name}}}" if name in ABBREVIATIONS - {"min", "deg"} or len(name) == 1 else rf"\{name} "
 
 
+def _wide_space(match: re.Match[str]) -> str:
+    """A space; between digits, which are two numbers then, a command that is no part of any."""
+    before, after = match.string[: match.start()].rstrip(), match.string[match.end() :].lstrip()
+    return r"\quad " if before[-1:].isdigit() and after[:1].isdigit() else " "
+
+
 def _colored(match: re.Match[str]) -> str:
     """A color command removed at the begin of a term, kept after a factor, which its braces would multiply."""
     before = match.string[: match.start()].rstrip()
@@ -118,8 +124,9 @@ _LATEX_RULES: Final = _rules(
     (r"(?<=\d)\s*\{:\}\s*(?=\d)", ":"),
     (r"\\!|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|hfill|noindent)(?![A-Za-z])", ""),
     (r"\\(?:left|right|middle|[bB]ig+[lrm]?)(?![A-Za-z])\s*\.?(?=\s*[^\s\d]|\s*$)", ""),
-    (r"\\(?:[hv]?phantom|hspace|vspace|label|tag)\s*\*?(?:\{[^{}]*\}|[^{\w\\])", ""),
-    (r"\\(?:quad|qquad|thinspace|enspace|space|medspace|thickspace)(?![A-Za-z])|\\[,;:>/ ]|~", " "),
+    (r"\\(?:vphantom|vspace|label|tag)\s*\*?(?:\{[^{}]*\}|[^{\w\\])", ""),
+    (r"(?:\s*\\(?:q?quad(?![A-Za-z])|(?:h?phantom|hspace)\s*\*?(?:\{[^{}]*\}|[^{\w\\])))+", _wide_space),
+    (r"\\(?:thinspace|enspace|space|medspace|thickspace)(?![A-Za-z])|\\[,;:>/ ]|~", " "),
     (r"\\(?:textrm|textbf|textit|textnormal|textsf|texttt|emph|mbox|hbox|mathrm|rm)(?![A-Za-z])", r"\\text"),
     (r"\\operatorname\s*\*?\{\s*([A-Za-z]+)\s*\}", _operator_name),
     (r"\\(?:textcolor\s*(?:\[[A-Za-z]+\]\s*)?|color\s*)\{\s*(?!white|transparent)[A-Za-z#][\w!,. ]*\}", _colored),
@@ -148,7 +155,13 @@ _LATEX_RULES: Final = _rules(
     (r"\\(?:lVert|rVert|Vert)(?![A-Za-z])", r"\\|"),
     (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset "),
     (r"\\(?:colon)(?![A-Za-z])", ":"),
-    (r"\\(?:degree|degrees)(?![A-Za-z])|\^\s*\{?\\text\s*\{o\}\}?", r"^\\circ "),
+    (
+        r"\\(?:degree|degrees)(?![A-Za-z])|\^\s*\{?\\text\s*\{o\}\}?|(?<=\d)\^\s*(?:\{\s*o\s*\}|o(?![A-Za-z]))",
+        r"^\\circ ",
+    ),
+    (r"(?<=[)\]])\s*U\s*(?=[(\[][^()\[\]]*,)", r" \\cup "),
+    (r"(?<![\d.,'])\d{1,3}(?:'\d{3})+(?![\d'])", lambda match: match[0].replace("'", "")),
+    (r"(?i:^\*\*\s*((?:the\s+)?(?:final\s+)?answer)(?:\s+is)?\s*:?\s*\*\*\s*:?)", r"\1: "),
     (r"\\(?:ast|cdotp|bullet)(?![A-Za-z])|\\\*", r"\\cdot "),
     (r"\\div(?![A-Za-z])", "/"),
     (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),

@@ -19,7 +19,7 @@ from flatpeak.rewards.math.syntax_tree import (
     OverLimitError,
     UnreadableError,
     integer,
-    is_mixed,
+    mixed_number,
     operation,
 )
 
@@ -32,6 +32,9 @@ _FACTOR_BEGINS: Final = re.compile(
     r"[A-Za-z(\[{|]|\\(?!cdot|times|pm|mp|cup|cap|in\b|le\b|ge\b|ne\b|\}|rfloor|rceil)[A-Za-z]|\d|\.\d"
 )
 _INTEGER: Final = re.compile(r"\d+")
+# Braces print nothing, so what is behind them counts.
+_PRINTS_DIGIT: Final = re.compile(r"[\s{]*[.\d]")
+_PRINTS_BRACKET: Final = re.compile(r"[\s{]*[(\[]")
 _SUBSCRIPT: Final = re.compile(r"_(?:\{([A-Za-z0-9, +\-]{1,16})\}|([A-Za-z0-9]))")
 _DEGREE: Final = re.compile(r"\^(?:\\circ(?![A-Za-z])|\{\\circ\})")
 _TEXT_LETTER: Final = re.compile(r"\\text\{([A-Za-z])\}")
@@ -43,6 +46,8 @@ _LETTERS: Final = re.compile(
     "imath"
 )
 _CLOSING: Final = {"(": ")", "[": "]", "{": "}"}
+_FUNCTION_LETTERS: Final = frozenset("fghFGH")
+_MINUS_ONE: Final = operation("neg", integer(1))
 _INVERSES: Final = frozenset({"sin", "cos", "tan", "sinh", "cosh", "tanh"})
 
 
@@ -92,39 +97,48 @@ class _Reader:
         return operation("neg", node) if negative else node
 
     def _product(self) -> Node:
-        before, node = None, self._power()
-        first = node
+        left, kind = None, ""
+        bracketed = self._is_next(_PRINTS_BRACKET)
+        node = factor = self._power()
         while True:
             if sign := self._take(_TIMES):
-                before, factor = None, self._signed(self._power)
-                node = operation("div" if sign[0] == "/" else "mul", node, factor)
+                left, kind = node, "div" if sign[0] == "/" else "mul"
+                bracketed = self._is_next(_PRINTS_BRACKET)
+                factor = self._signed(self._power)
             elif self._continues(bars=True):
-                factor, before = self._implicit(before or first), None
-                if node is first and is_mixed(first, factor):
-                    node = Node("add", (node, factor), name="mixed")
-                else:
-                    node = operation("mul", node, factor)
-                first = node
+                previous, apart = factor, bracketed
+                bracketed = self._is_next(_PRINTS_BRACKET)
+                factor = self._implicit(node if apart else previous)
+                mixed = None if apart or bracketed else mixed_number(previous, factor)
+                if mixed is None:
+                    left, kind = node, "mul"
+                factor = mixed or factor
             else:
                 return node
+            node = factor if left is None else operation(kind, left, factor)
 
     def _implicit(self, previous: Node) -> Node:
-        if self.rest()[0] in ".0123456789" and previous.kind in ("number", "symbol") and previous.name != "pi":
+        if self._is_next(_PRINTS_DIGIT) and previous.kind in ("number", "symbol") and previous.name != "pi":
             raise UnreadableError("a number after a number or a letter, with no sign between them")
         return self._power()
 
+    def _is_next(self, pattern: re.Pattern[str]) -> bool:
+        return pattern.match(self.rest()) is not None
+
     def _continues(self, *, bars: bool) -> bool:
-        rest = self.rest()
-        if rest.startswith("|"):
+        if self.rest().startswith("|"):
             return bars and not self._bars
-        return _FACTOR_BEGINS.match(rest) is not None
+        return self._is_next(_FACTOR_BEGINS)
 
     def _power(self) -> Node:
         node = self._postfix(self._atom())
         if not self.rest().startswith("^"):
             return node
         self._at += 1
-        return self._postfix(operation("pow", node, self._nested(self._exponent)))
+        exponent = self._nested(self._exponent)
+        if node.name in _FUNCTION_LETTERS and exponent == _MINUS_ONE and self.rest().startswith("("):
+            return Node("symbol", name=f"{node.name}^-1")  # the inverse function, and not 1/f(x)
+        return self._postfix(operation("pow", node, exponent))
 
     def _exponent(self) -> Node:
         if self.rest()[:1] in ("+", "-", "("):
@@ -175,7 +189,7 @@ class _Reader:
             return self._number()
         if rest[:1] == "|":
             return self._nested(self._absolute)
-        if self._at_function():
+        if self._is_next(_FUNCTION):
             return self._nested(self._function)
         if rest[:1] == "\\":
             return self._nested(self._command)
@@ -203,9 +217,6 @@ class _Reader:
         self._expect("|")
         return operation("abs", node)
 
-    def _at_function(self) -> bool:
-        return _FUNCTION.match(self.rest()) is not None
-
     def _function(self) -> Node:
         match = self._take(_FUNCTION)
         name = match[1] if match else ""
@@ -218,7 +229,7 @@ class _Reader:
                 self._at += 1
                 exponent = self._nested(self._exponent)
         argument = self._function_argument()
-        if exponent is not None and exponent == operation("neg", integer(1)) and name in _INVERSES:
+        if exponent is not None and exponent == _MINUS_ONE and name in _INVERSES:
             name, exponent = f"arc{name}", None
         node = operation("log", argument, base or integer(10)) if name in ("log", "lg") else operation(name, argument)
         return node if exponent is None else operation("pow", node, exponent)
@@ -228,7 +239,7 @@ class _Reader:
             return self._postfix(self._group())
         sign = self.rest().startswith("-")
         node = self._signed(self._power)
-        while not sign and self._continues(bars=False) and not self._at_function() and self.rest()[0] not in "([":
+        while not sign and self._continues(bars=False) and not self._is_next(_FUNCTION) and self.rest()[0] not in "([":
             node = operation("mul", node, self._implicit(node))
         return node
 

@@ -12,8 +12,7 @@ from flatpeak.rewards.math.expression_values import PRECISE
 from flatpeak.rewards.math.intervals import Reading, has_words
 from flatpeak.rewards.math.normalize import clean
 from flatpeak.rewards.math.structured_answers import contradict, read
-from flatpeak.rewards.math.syntax_tree import Node, OverLimitError, UndefinedError, integer
-from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
+from flatpeak.rewards.math.syntax_tree import Node, OverLimitError, UndefinedError, integer, is_mixed_number
 
 _TEXT: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
 _GOLD_LETTER: Final = re.compile(r"\(?\s*([A-J])\s*\)?\.?")
@@ -49,7 +48,17 @@ _REASON: Final = re.compile(
     re.IGNORECASE,
 )
 _MATHEMATICS: Final = re.compile(r"\d|\\[a-z]|[=<>]")
-_ANOTHER_ANSWER: Final = re.compile(r"\b(?:or|if|else|otherwise|unless|alternatively|maybe|but)\b", re.IGNORECASE)
+_ANOTHER_ANSWER: Final = re.compile(
+    r"\b(?:or|if|else|otherwise|unless|alternatively|maybe|but|wrong|incorrect|mistaken?|actually|instead)\b"
+    r"|\b(?:real|correct|right|true|actual) (?:answer|value|result|one)\b",
+    re.IGNORECASE,
+)
+_NUMERAL: Final = re.compile(r"\d+(?:\.\d+)?")
+_ITS_NUMBER: Final = re.compile(
+    r"\b(?:it|this|that)(?:'s| is| equals) *\$?(\d+(?:\.\d+)?)(?= *(?:$|[.,;)}]))|\b(?:answer|correct|really)\b",
+    re.IGNORECASE,
+)
+_CLAUSE: Final = re.compile(r"[,;]|\b(?:and|so)\b")
 _UNIT_IN_PARENTHESES: Final = re.compile(r"\(\s*\\text\s*\{([^{}()]*)\}\s*\)$")
 _PROSE: Final = re.compile(r"\\text|\\[a-z]?dots|\.\.")
 _OPERATORS: Final = re.compile(r"\\(?:int|sum|prod|lim|max|min|gcd|lcm|cap|setminus|bmod|det|sup)(?![A-Za-z])")
@@ -113,7 +122,12 @@ def read_number(text: str) -> Fraction | None:
             return None
     while reading.kind == "named":
         reading = reading.items[0]
-    if reading.kind != "scalar" or reading.expression is None or not _is_numeral(reading.expression.node):
+    if reading.kind != "scalar" or reading.expression is None:
+        return None
+    node = reading.expression.node
+    if reading.unit is not None and reading.unit.factor != 1:
+        node = node.args[0]  # the factor before a magnitude
+    if not _is_numeral(node):
         return None
     try:
         return reading.expression.exact
@@ -201,9 +215,29 @@ def bare_answer(text: str) -> str:
             break
     text = _NOTE.sub("", text) or text
     match = _REASON.match(text)
-    if match is not None and _MATHEMATICS.search(match["body"]) and not _ANOTHER_ANSWER.search(match["reason"]):
+    if match is not None and _MATHEMATICS.search(match["body"]) and not _denies(match["reason"], match["body"]):
         text = match["body"]
     return _UNIT_IN_PARENTHESES.sub(r"\\text{(\1)}", text)
+
+
+def _denies(reason: str, body: str) -> bool:
+    r"""Whether a reason gives another answer than it is for: `5 since 6 is the answer`, `x = 5 since x \ne 5`."""
+    words = _without_text_commands(reason).lstrip(" }")
+    numbers = set(_NUMERAL.findall(words)) - set(_NUMERAL.findall(body))
+    if _ANOTHER_ANSWER.search(words) or any(
+        match[1] in numbers if match[1] else numbers for match in _ITS_NUMBER.finditer(words)
+    ):
+        return True
+    answer = read(body)
+    value = answer.items[0] if answer.kind == "named" else answer
+    for clause in _CLAUSE.split(words):
+        reading = read(clause if _balanced(clause) else clause.rstrip(" )}."))
+        same_name = reading.kind == "named" and (answer.kind != "named" or answer.label == reading.label)
+        if same_name and _contradict(value, reading):
+            return True
+        if reading.label == r"\ne" and any(item.text == value.text for item in reading.items):
+            return True
+    return False
 
 
 def _reading_or_none(text: str) -> Reading | None:
@@ -221,7 +255,7 @@ def _contradict(first: Reading, second: Reading) -> bool:
 
 
 def _is_numeral(node: Node) -> bool:
-    """Whether a node is digits, a fraction, a mixed number or scientific notation, with its sign and magnitude."""
+    """Whether a node is digits, a fraction, a mixed number or scientific notation, with its sign."""
     match node.kind:
         case "number":
             return True
@@ -230,11 +264,10 @@ def _is_numeral(node: Node) -> bool:
         case "div":
             return all(each.kind == "number" or (each.kind == "neg" and _is_numeral(each)) for each in node.args)
         case "add":
-            whole, fraction = node.args
-            return whole.kind == "number" and fraction.kind == "div" and _is_numeral(fraction)
+            return is_mixed_number(node)
         case "mul":
             first, second = node.args
-            return _is_numeral(first) and (_is_power_of_ten(second) or _is_magnitude(second))
+            return _is_numeral(first) and _is_power_of_ten(second)
         case _:
             return _is_power_of_ten(node)
 
@@ -244,8 +277,3 @@ def _is_power_of_ten(node: Node) -> bool:
         return False
     exponent = node.args[1].args[0] if node.args[1].kind == "neg" else node.args[1]
     return exponent.kind == "number"
-
-
-def _is_magnitude(node: Node) -> bool:
-    value = node.number if node.kind == "number" else Fraction(0)
-    return value in MAGNITUDES.values() or 1 / value in DENOMINATORS.values() if value else False

@@ -75,6 +75,19 @@ _MINUTES: Final = re.compile(r"[0-5]\d")
 _CLOCK: Final = re.compile(
     r"^(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*(?:\\text\{)?\s*(am|pm|a\.m\.?|p\.m\.?|AM|PM|A\.M\.?|P\.M\.?)\s*\}?$"
 )
+_OUT_OF: Final = re.compile(r"(\d{1,12})\s+out\s+of\s+(\d{1,12})")
+_PART: Final = r"\d+(?:\.\d+)?\s*[A-Za-z]+\.?"
+_PARTS: Final = re.compile(rf"{_PART}(?:(?:\s*,)?\s*(?:and\s+)?{_PART}){{1,3}}")
+_NUMBER_AND_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_DESCENDING: Final = tuple(
+    units.split()
+    for units in (
+        "year month week day h min s",
+        *("mi yd ft in", "km m cm mm", "t kg g mg", "lb oz", "gal quart pint cup", "l ml", "usd cent"),
+    )
+)
+"""Units in which one quantity is given by several numbers, the largest first."""
+_TEXT: Final = re.compile(TEXT_GROUP)
 _CHINESE: Final = re.compile(r"[\u4e00-\u9fff]")
 _VOWELS: Final = frozenset("aeiouy")
 _COUNTING_LETTERS: Final = frozenset("abcdxyz")
@@ -132,6 +145,21 @@ def read_number_words(text: str) -> Reading | None:
     """A number in English words as a whole: `twenty-five`, `two thirds`."""
     value = spelled_number(text)
     return None if value is None else scalar(text, Node("number", number=value))
+
+
+def read_parts(text: str) -> Reading | None:
+    """A quantity in several units as words in one spelling, `2 hrs and 30 mins` as `2h30min`; `7 out of 10` as 7/10."""
+    words = _TEXT.sub(r" \1 ", text).strip()
+    if match := _OUT_OF.fullmatch(words):
+        return scalar(text, parse_expression(rf"\frac{{{match[1]}}}{{{match[2]}}}"))
+    if _PARTS.fullmatch(words) is None:
+        return None
+    parts = [(number, word_unit(word)) for number, word in _NUMBER_AND_UNIT.findall(words)]
+    for units in _DESCENDING:
+        order = [units.index(unit) for _, unit in parts if unit in units]
+        if len(order) == len(parts) and order == sorted(set(order)):
+            return Reading(kind="text", text="".join(number + unit for number, unit in parts))
+    return None
 
 
 def _measured(text: str) -> Reading | None:

@@ -11,7 +11,7 @@ from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.intervals import TEXT_GROUP, Kind, Reading, enclosed, has_words, intersection, plain, split
 from flatpeak.rewards.math.normalize import ROW_END
 from flatpeak.rewards.math.parser import parse_expression
-from flatpeak.rewards.math.scalars import read_number_words, read_scalar, scalar
+from flatpeak.rewards.math.scalars import read_number_words, read_parts, read_scalar, scalar
 from flatpeak.rewards.math.syntax_tree import Node, UndefinedError, UnreadableError, operation
 
 _APPROXIMATE: Final = 0.05
@@ -41,7 +41,8 @@ _NAME: Final = re.compile(
     rf"^(?!{_DENIAL})"
     r"(?:\\[a-z]+(?<!\\pi)|\{?[A-Za-z]+\}?|\\text\s*\{[A-Za-z ]+\}|\\(?:overline|vec)\s*\{?[A-Za-z]{1,3}\}?"
     r"|m?\s*\\angle\s*[A-Za-z]{1,3}|\|\s*(?:\\(?:overline|vec|overrightarrow)\s*)?\{?[A-Z]{2,3}\}?\s*\|"
-    r"|\|\s*\\(?:vec|overrightarrow)\s*\{?[A-Za-z]\}?\s*\||\\\|[^|]{1,24}\\\|)'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
+    r"|\|\s*\\(?:vec|overrightarrow)\s*\{?[A-Za-z]\}?\s*\||\\\|[^|]{1,24}\\\|)'?\s*(?:_(?:\{[^{}]*\}|\w))?\s*"
+    r"(?:(?:(?<=[fghFGH])\^\s*\{\s*-1\s*\}\s*)?\(\s*\w+(?:\s*,\s*\w+)*\s*\))?'?$"
 )
 _NAMES: Final = re.compile(r"^\(\s*[A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)+\s*\)$")
 _TRAILING: Final = " .,;:!"
@@ -49,6 +50,10 @@ _FLIPPED: Final = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _INFINITE: Final = ("-\\infty", "\\infty")
 _ALL_REAL: Final = frozenset(
     {"allrealnumbers", "allreals", "allrealnumber", "thesetofallrealnumbers", "thesetofrealnumbers"}
+)
+_ALL_REAL_BUT: Final = re.compile(
+    r"^(?:\\text\s*\{\s*)?all real numbers except(?: for)?\s*\}?\s*(?:x\s*=\s*)?([^\sA-Za-z,;{}]+)\s*\}?$",
+    re.IGNORECASE,
 )
 _TWO_POINTS: Final = re.compile(r"\.\s*\.$")
 
@@ -77,7 +82,8 @@ def _trimmed(text: str) -> str:
 def _all_real(text: str) -> Reading | None:
     if text == r"\mathbb{R}" or (text[-1:].lower() in "srn}" and plain(text) in _ALL_REAL):
         return _interval(text, "()", *_INFINITE)
-    return None
+    exception = _ALL_REAL_BUT.match(text)
+    return None if exception is None else read(rf"x \ne {exception[1]}")
 
 
 def _wrapped(text: str) -> Reading | None:
@@ -119,9 +125,11 @@ def _separated(text: str) -> Reading | None:
         flat = _flat(_flat(items, "named"), "list")
         if not all(map(_INEQUALITY.search, texts)) or any(item.kind != "ordered" for item in flat):
             return _named_reading(text, named, Reading(kind="list", text=text, items=flat))
-        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` their intersection.
-        both = all(_AND.match(separator) for separator, _ in separated[1:])
-        shared = intersection(flat) if both else None
+        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` their intersection, and a comma may be either.
+        separators = [separator for separator, _ in separated[1:]]
+        shared = intersection(flat) if all(map(_AND.match, separators)) else None
+        if shared is None and any(_AND.match(separator) and separator != "," for separator in separators):
+            return Reading(kind="unread", text=text)
         return _named_reading(text, named, shared or Reading(kind="union", text=text, items=flat))
     return Reading(kind="list", text=text, items=items)
 
@@ -354,6 +362,7 @@ def _rounding(reading: Reading, approximately: bool) -> float:
 _READERS: Final = (
     _all_real,
     read_number_words,
+    read_parts,
     _wrapped,
     _implied,
     _separated,

@@ -65,12 +65,16 @@ def integer(value: int) -> Node:
     return Node("number", number=Fraction(value))
 
 
-def is_mixed(whole: Node, fraction: Node) -> bool:
-    """Whether an integer and a fraction side by side are a mixed number: 3 1/2, but not 3 5/2 and not 3 x/2."""
+def mixed_number(whole: Node, fraction: Node) -> Node | None:
+    """An integer and a fraction side by side as a mixed number: 3 1/2; None for 3 5/2 and 3 x/2."""
+    if whole.kind == "neg":
+        mixed = mixed_number(whole.args[0], fraction)
+        return None if mixed is None else operation("neg", mixed)
     if whole.kind != "number" or whole.number.denominator != 1 or fraction.kind != "div":
-        return False
+        return None
     numerator, denominator = fraction.args
-    return numerator.kind == denominator.kind == "number" and 0 < numerator.number < denominator.number
+    proper = numerator.kind == denominator.kind == "number" and 0 < numerator.number < denominator.number
+    return Node("add", (whole, fraction), name="mixed") if proper else None
 
 
 def is_mixed_number(node: Node) -> bool:
