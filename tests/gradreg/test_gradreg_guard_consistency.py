@@ -223,7 +223,8 @@ def test_a_step_that_is_usual_or_shorter_is_lowered_where_the_gradient_bends_ove
         ours.accumulate(one(model.loss))
     assert re.search(
         r"cosine of -?0\.\d\d, wanted 0\.9 \(0\.5 to begin\), at a tenth of the step 0\.9\d, at ten times the step "
-        rf"-?0\.\d\d; .* the gradient bends over so long a step: lower gradient_regularization\.step to {step / 10:.2g};",
+        r"-?0\.\d\d; .* the gradient bends over so long a step: lower gradient_regularization\.step to "
+        rf"{step / 10:.2g};",
         str(messages.value),
     )
 
