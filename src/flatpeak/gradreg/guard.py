@@ -20,9 +20,9 @@ REFUSE_BELOW, NOTICE_BELOW = 0.5, 0.9
 ANOTHER_FUNCTION = -0.9
 """Consistency below which the difference of the passes does not depend on the step: they compute two functions."""
 OTHER_STEPS = (0.1, 10.0)
-"""Factors of the steps whose consistencies tell a step that is too long from one that rounding drowns."""
+"""Factors of the steps whose consistencies separate a step that is too long from one that rounding drowns."""
 BETTER_BY = 0.1
-"""How much more consistent the better step is, and above 0: independent errors give about -1/2 at every step."""
+"""The least gain in consistency of the better step, which is above 0: independent errors give -1/2 at every step."""
 WEAK_BELOW = 0.75
 """Share of the perturbation along the gradient below which a notice is given: the penalty is as much weaker."""
 SHORT_STEP = 1 / 30
