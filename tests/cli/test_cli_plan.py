@@ -44,6 +44,9 @@ def test_a_recipe_that_fits_is_described_and_exits_with_0(plan: Callable[..., Re
     assert "run: 2 steps, 2 updates, at most 64 new tokens" in lines
     assert any(line.startswith("fits CPU: ") for line in lines)
     assert any(line.startswith("disk: at most 4 checkpoints of <0.01 GiB") for line in lines)
+    assert any(
+        "<0.01 GiB in all (run.keep_checkpoints=2 beside the first, the best and the last)" in line for line in lines
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yaml"]
 
 

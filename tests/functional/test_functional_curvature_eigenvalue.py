@@ -86,6 +86,16 @@ def test_a_residual_of_rounding_converges_where_the_largest_eigenvalue_is_zero()
     assert abs(found.value) < 1e-12
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_eigenvalue_beside_one_that_is_a_million_times_larger_is_found_in_float32(seed):
+    matrix = symmetric([1.0, *[0.0] * 18, -1e6], seed=seed)
+    found = top(matrix, dtype=torch.float32, iterations=20, seed=seed)
+    assert found.converged
+    assert found.residual <= 1
+    assert found.value == pytest.approx(1.0, abs=0.3)
+    assert not top(matrix, dtype=torch.float32, iterations=2, seed=seed).converged
+
+
 def test_each_iteration_asks_for_one_product():
     asked = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -200,6 +201,61 @@ def test_a_step_over_which_the_gradient_bends_is_refused_with_the_other_way_out(
     ours = regularizer(model, step=0.1, step_scale="relative", **CHECKED)
     with pytest.raises(UserError, match=r"bends over so long a step: lower gradient_regularization\.step"):
         ours.accumulate(one(language(model)))
+
+
+class Sharp(nn.Module):
+    """L(w) = sum cos(k w) / k^2, float64, whose gradient -sin(k w) / k bends within a step of 1 / k."""
+
+    def __init__(self, k):
+        super().__init__()
+        self.k = k
+        self.w = nn.Parameter(torch.linspace(0.5, 1.5, 64, dtype=torch.float64))
+
+    def loss(self):
+        return (self.k * self.w).cos().sum() / self.k**2
+
+
+@pytest.mark.parametrize("step", [3e-5, 3e-6])
+def test_a_step_that_is_usual_or_shorter_is_lowered_where_the_gradient_bends_over_it(step):
+    model = Sharp(k=1 / step)
+    ours = regularizer(model, perturbed="all", step=step, step_scale="relative", **CHECKED)
+    with pytest.raises(UserError) as messages:
+        ours.accumulate(one(model.loss))
+    assert re.search(
+        r"cosine of -?0\.\d\d, wanted 0\.9 \(0\.5 to begin\), at a tenth of the step 0\.9\d, at ten times the step "
+        r"-?0\.\d\d; .* the gradient bends over so long a step: lower gradient_regularization\.step to "
+        rf"{step / 10:.2g};",
+        str(messages.value),
+    )
+
+
+@pytest.mark.parametrize(("step", "other", "fix"), [(1e-8, "0.99", "to 1e-07;"), (1e-9, "0.46", "to 1e-08 or more;")])
+def test_a_step_that_rounding_drowns_is_raised_where_a_longer_one_measured_better(step, other, fix):
+    model = transformer(dtype=torch.float32)
+    ours = regularizer(model, step=step, step_scale="relative", min_perturbation_kept=0, **CHECKED)
+    with pytest.raises(UserError) as messages:
+        ours.accumulate(one(language(model)))
+    assert f"(0.5 to begin), at ten times the step {other}; " in str(messages.value)
+    assert f"rounding drowns the difference of two gradients: raise gradient_regularization.step {fix}" in str(
+        messages.value
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"difference": "central"}, {"outside": "g2"}], ids=str)
+def test_a_notice_that_measured_other_steps_leaves_the_update_as_it_is(changes):
+    updates, messages = [], []
+    for check in (1, 0):
+        model = network(dropout=0.2)
+        loss = regression(model)
+        given = settings(step=0.05, check_every=check, **changes)
+        ours = GradientRegularizer(model, given, notice=messages.append)
+        ours.guard.checked = 0  # the run has begun
+        torch.manual_seed(3)
+        ours.accumulate(one(loss))
+        updates.append((left_in_grad(model.parameters()), torch.rand(3)))
+    assert len(messages) == 1
+    assert "at a tenth of the step 0.99" in messages[0]
+    assert all(torch.equal(left, right) for left, right in zip(*updates, strict=True))
 
 
 def test_a_clipped_first_gradient_is_refused_for_the_clipping():

@@ -81,6 +81,23 @@ def test_the_table_has_each_stages_own_figures(card: str, finished_run: Path) ->
             assert table[metric][column] == expected, (label, metric)
 
 
+def test_no_sentence_of_the_card_is_said_twice(finished_run: Path, tmp_path: Path) -> None:
+    def edit(run: Path) -> None:
+        summary = json.loads((run / "summary.json").read_text())
+        for evaluation in summary["evaluations"]:
+            evaluation["metrics"] |= {"extraction_failed": 0.0, "sampled/extraction_failed": 0.0}
+        (run / "summary.json").write_text(json.dumps(summary))
+
+    push(copied(finished_run, tmp_path / "run", edit), repo="me/tiny", dry_run=tmp_path / "dry")
+    limits = (tmp_path / "dry" / "README.md").read_text().partition("## Limits")[2].partition("\n## ")[0]
+    sentences = [line.partition(" (`")[0] for line in limits.splitlines() if "A share of" in line]
+    assert [sentence.partition("A share of ")[2] for sentence in sentences[:2]] == [
+        "0.000 of its answers could not be graded",
+        "0.000 of its sampled answers could not be graded",
+    ]
+    assert len(set(sentences)) == len(sentences)
+
+
 def test_the_hubs_own_card_class_reads_it_and_a_hub_takes_it(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted_hub(monkeypatch) as hub:
         monkeypatch.setattr("huggingface_hub.repocard.constants.ENDPOINT", hub.url)

@@ -295,6 +295,10 @@ def test_what_is_no_run_has_no_card_and_a_folder_is_not_overwritten(finished_run
         push(tmp_path / "nothing", repo="me/tiny", dry_run=tmp_path / "dry")
     with pytest.raises(UserError, match=r"--dry-run .*plain: exists and is not empty"):
         push(finished_run, repo="me/tiny", dry_run=tmp_path / "plain")
+    unlogged = copied(finished_run, tmp_path / "unlogged", lambda run: shutil.rmtree(run / "rollouts"))
+    with pytest.raises(UserError, match=r"--with rollouts: .*unlogged has none \(run.log_rollouts_every=0"):
+        push(unlogged, repo="me/tiny", extras=("rollouts",), dry_run=tmp_path / "dry")
+    assert not (tmp_path / "dry").exists()
     empty = copied(finished_run, tmp_path / "empty", lambda run: shutil.rmtree(run / "checkpoints"))
     with pytest.raises(UserError, match="is a run without a checkpoint"):
         push(empty, repo="me/tiny", dry_run=tmp_path / "dry")

@@ -113,6 +113,22 @@ def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
 
 
 @pytest.mark.slow
+def test_a_callers_model_with_frozen_weights_is_drawn_from_ahead(
+    stale: Any, train: Any, make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str) -> Any:
+        model, tokenizer = make_tiny_model()
+        model.model.embed_tokens.weight.requires_grad_(False)
+        return train(stale(name), model=model, tokenizer=tokenizer, reward=first_token)
+
+    process = run("process")
+    monkeypatch.setattr(rollout_process, "RolloutProcess", Inline)
+    assert same(process, run("inline"))
+    rows = [row for row in read_metrics(process.path / "metrics.jsonl") if row["stage"] == "train"]
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 5])
 def test_a_run_that_is_stopped_goes_on_to_the_same_weights(
     stop: int, stale: Any, train: Any, monkeypatch: pytest.MonkeyPatch

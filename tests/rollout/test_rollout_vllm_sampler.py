@@ -143,10 +143,25 @@ def test_seeds_depend_on_seed_and_prompt_alone(sample):
         (Fault(status=200, body=b'{"choices": [{"index": 0'), 2),
         (Fault(status=200, body=b'{"choices": []}', missing=50), 2),
         (Fault(status=200, body=b"[]"), 2),
+        (Fault(status=200, body=b"[" * 200_000), 2),
+        (Fault(status=500, body=b"[" * 200_000), 2),
         (Fault(status=200, wait=1.5), 2),
         (Fault(status=200, body=b" " * 40, drops=0.1), 2),
     ],
-    ids=["busy", "error", "unavailable", "reset", "garbage", "truncated", "short", "no choices", "slow", "in drops"],
+    ids=[
+        "busy",
+        "error",
+        "unavailable",
+        "reset",
+        "garbage",
+        "truncated",
+        "short",
+        "no choices",
+        "nested",
+        "nested error",
+        "slow",
+        "in drops",
+    ],
 )
 def test_what_fails_is_asked_again_with_the_same_seed(sample, honest, fault, retries):
     def script(call: Call) -> Fault | None:
@@ -166,6 +181,19 @@ def test_a_completion_that_the_server_breaks_off_is_asked_again(sample, honest):
     def edit(answer: dict[str, Any]) -> dict[str, Any]:
         if next(broken, False):
             answer["choices"][1]["finish_reason"] = "abort"
+        return answer
+
+    with VLLMServer(edit=edit) as server:
+        assert tokens(draw(sample(server))) == honest
+
+
+@pytest.mark.parametrize("index", [[0], {}, "0", None, 0.0, False], ids=str)
+def test_an_answer_whose_completions_have_no_numbers_is_asked_again(sample, honest, index):
+    broken = iter([True])
+
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        if next(broken, False):
+            answer["choices"][0]["index"] = index
         return answer
 
     with VLLMServer(edit=edit) as server:
@@ -210,7 +238,11 @@ def with_logprob(value: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
             "serve",
         ),
         (lambda answer: answer | {"prompt_token_ids": [1, *answer["prompt_token_ids"]]}, "token ids as they are"),
-        (lambda answer: answer | {"choices": answer["choices"][:-1]}, "2 completions, asked for 3"),
+        (
+            lambda answer: answer | {"choices": answer["choices"][:-1]},
+            r"2 completions with the indices \[0, 1\], asked for 3",
+        ),
+        (choice(index=1), r"3 completions with the indices \[1, 1, 2\], asked for 3"),
     ],
     ids=[
         "unknown tokens",
@@ -226,6 +258,7 @@ def with_logprob(value: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
         "no end",
         "another prompt",
         "too few completions",
+        "an index twice",
     ],
 )
 def test_an_answer_that_training_must_not_use_is_refused(sample, edit, said):

@@ -77,6 +77,7 @@ def test_entries_arrive_in_their_order_and_the_state_says_how_far(tmp_path: Path
     assert json.loads((tmp_path / "fake.json").read_text()) == {
         "id": "fake",
         "sent": [49, 1],
+        "unsent": [],
         "dropped": 0,
         "destination": "",
     }
@@ -152,10 +153,36 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
     assert fake.steps == [0, 1, 2, 3]
     (message,) = tracker.messages()
     assert "too slowly" in message
-    # Steps 4 to 8 come after what is recorded: a resumed run still sends them, so that they are not lost.
     assert tracker.dropped == 0
-    tracker._sent = (8, 1)
-    assert tracker.dropped == 5
+    assert json.loads((tmp_path / "fake.json").read_text())["unsent"] == [[step, 1] for step in range(4, 9)]
+    later = Fake()
+    finish(start(later, tmp_path, earlier=[row(step) for step in range(9)]))
+    assert later.steps == [4, 5, 6, 7, 8]
+
+
+def test_rows_of_an_outage_in_the_middle_are_sent_by_a_later_start_once(tmp_path: Path) -> None:
+    class Away(Fake):
+        def log_rows(self, rows: Sequence[MetricRow]) -> None:
+            if rows[0].step == 3:
+                raise ConnectionError("away")
+            super().log_rows(rows)
+
+    fake = Away()
+    tracker = start(fake, tmp_path)
+    for step in range(1, 7):
+        tracker.offer(row(step))
+        deadline = time.monotonic() + 20
+        while len(fake.steps) + len(tracker._unsent) < step and time.monotonic() < deadline:
+            time.sleep(0.001)
+    finish(tracker)
+    assert fake.steps == [1, 2, 4, 5, 6]
+    (message,) = tracker.messages()
+    assert "--resume sends the metrics that are missing then" in message
+    for wanted in ([3, 7], []):
+        later = Fake()
+        finish(start(later, tmp_path, earlier=[row(step) for step in range(1, 8)]))
+        assert later.steps == wanted
+    assert tracker.dropped == 0
 
 
 def test_an_error_is_told_once_and_rows_that_a_retry_sends_are_not_dropped(tmp_path: Path) -> None:

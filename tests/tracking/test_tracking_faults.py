@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from flatpeak.errors import UserError
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
-from flatpeak.tracking import trackers
+from flatpeak.tracking import background, trackers
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.config import TrackingConfig
 from support.runs import Watcher
@@ -154,7 +154,7 @@ def test_the_lock_is_released_after_the_trackers(recipe: Any, train: Any, monkey
 
 SCRIPT = """
 import sys, threading, flatpeak
-from flatpeak.tracking import trackers
+from flatpeak.tracking import background, trackers
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.config import TrackingConfig
 from support.runs import tiny_recipe
@@ -257,3 +257,28 @@ def test_a_lone_surrogate_reaches_every_tracker_as_its_escape(monkeypatch: pytes
     assert list(estimates.rows[0]) == [10, "accuracy", 0.5, None, None]
     assert list(answers.rows[0]) == [10, "1", ["\\udc00"], "\\ud83d"]
     assert notice.text == "\\ud83d c"
+
+
+@pytest.mark.parametrize(("trained", "recorded"), [(False, True), (True, False)])
+def test_a_start_with_nothing_left_to_train_waits_longer_for_a_library_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool, recorded: bool
+) -> None:
+    monkeypatch.setattr(background, "LONGEST_IMPORT", 0.05)
+    seen: list[Any] = []
+
+    class Slow(Raising):
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda content: seen.append(name)
+
+    def open_slowly(identity: str | None) -> Any:
+        time.sleep(0.3)
+        return Slow()
+
+    monkeypatch.setattr(trackers, "_openers", lambda config, facts: {"fake": open_slowly})
+    facts = RunFacts(name="x", directory=tmp_path, recipe={}, start={}, group=None, tags={})
+    rows = [{"step": 1, "stage": "train", "reward/mean": 0.5}]
+    opened = trackers.open_trackers(TrackingConfig(), facts, earlier=lambda: rows, notice=lambda text: None)
+    if trained:
+        opened.log({"reward/mean": 0.5}, step=2, stage="train")
+    opened.close("done")
+    assert bool(seen) == recorded

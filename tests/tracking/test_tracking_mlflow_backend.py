@@ -94,6 +94,32 @@ def test_an_end_while_the_database_is_made_leaves_none_that_cannot_be_opened(
     assert run_names(tmp_path) == ["one"]
 
 
+ABANDONED = """
+import sys, threading
+import flatpeak.tracking.mlflow_backend as tested
+
+making, end = threading.Event(), threading.Event()
+
+def make(engine):
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE begun (key TEXT)")
+        making.set()
+        end.wait()
+
+import mlflow.store.db.utils
+mlflow.store.db.utils._initialize_tables = make
+threading.Thread(target=tested.make_database, args=[sys.argv[1]], daemon=True).start()
+making.wait(60)
+"""
+
+
+def test_an_end_of_the_process_while_the_database_is_made_leaves_no_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ABANDONED, f"sqlite:///{tmp_path}/mlflow.db"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_attempts_that_fail_to_describe_a_run_leave_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = MlflowConfig(uri=f"sqlite:///{tmp_path}/mlflow.db")

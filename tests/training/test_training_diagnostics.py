@@ -9,7 +9,8 @@ import torch
 
 from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.diagnostics import ZeroAdvantageMonitor
+from flatpeak.training.config import SamplerCorrectionConfig
+from flatpeak.training.diagnostics import SequenceWeightMonitor, ZeroAdvantageMonitor
 from flatpeak.types import Scores
 from support.models import EOS
 from support.training import Group, completion, prompt
@@ -141,3 +142,21 @@ def test_a_run_that_learns_says_nothing_of_the_kind(recipe: Any, train: Any, wat
     parity = lambda group: [float(sum(c.token_ids) % 2) for c in group.completions]  # noqa: E731
     train(recipe(training={"steps": 4}), reward=parity, progress=seen)
     assert not any("had rewards that differ" in text for text in seen.notices)
+
+
+def test_weights_of_whole_completions_far_below_1_are_told_at_the_first_and_the_tenth_step() -> None:
+    said: list[str] = []
+    monitor = SequenceWeightMonitor(SamplerCorrectionConfig(type="truncate", level="sequence", cap=3.0))
+    for mean in (1.0, 0.8, float("nan"), *[0.434] * 11):
+        monitor.observe({"rollout/correction_mean": mean}, notice=said.append)
+    monitor.observe({}, notice=said.append)
+    assert [text.partition(" so far")[0] for text in said] == ["in 1 step", "in 10 steps"]
+    assert "below 0.8 on average (now 0.43)" in said[0]
+    assert "the cap of 3 takes most from long completions" in said[0]
+
+
+def test_weights_of_single_tokens_are_no_such_notice() -> None:
+    said: list[str] = []
+    monitor = SequenceWeightMonitor(SamplerCorrectionConfig(type="truncate", level="token"))
+    monitor.observe({"rollout/correction_mean": 0.1}, notice=said.append)
+    assert said == []

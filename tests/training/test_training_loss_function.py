@@ -119,6 +119,63 @@ def test_tokens_without_advantage_are_trained_on_where_the_loss_moves_them() -> 
     assert objective(stated).needs_all_tokens
 
 
+def barrier(bound: float, *, below: bool = False) -> Any:
+    """-r A, and half the squared way of the ratio beyond a bound."""
+
+    def loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
+        beyond_T = (bound - ratio_T if below else ratio_T - bound).clamp(min=0)
+        return -ratio_T * advantages_T + beyond_T.square() / 2
+
+    return loss
+
+
+def unlikely(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
+    """-r A, and a penalty on tokens below a probability of e^-10."""
+    return -ratio_T * advantages_T + (-10 - logprobs_T).clamp(min=0)
+
+
+def refusing(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
+    """A barrier above 3 that refuses ratios above 100."""
+    assert float(ratio_T.detach().max()) < 100
+    return barrier(3.0)(logprobs_T, ratio_T, advantages_T, config)
+
+
+def fifth_power(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
+    """-r^5 A, which is 0 times infinity at the largest ratios."""
+    return -(ratio_T**5) * advantages_T
+
+
+@pytest.mark.parametrize(
+    ("own", "moves"),
+    [
+        (barrier(1.5), True),
+        (barrier(2.0), True),
+        (barrier(3.0), True),
+        (barrier(1e6), True),
+        (barrier(0.3, below=True), True),
+        (barrier(1e-6, below=True), True),
+        (unlikely, True),
+        (refusing, True),
+        (fifth_power, False),
+        (cispo, False),
+    ],
+    ids=[
+        "1.5",
+        "2",
+        "3",
+        "a million",
+        "below 0.3",
+        "below a millionth",
+        "unlikely tokens",
+        "refusing",
+        "infinite",
+        "cispo",
+    ],
+)
+def test_a_gradient_without_advantage_is_found_wherever_it_begins(own: Any, moves: bool) -> None:
+    assert objective(own).needs_all_tokens == moves
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

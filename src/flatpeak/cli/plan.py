@@ -206,7 +206,9 @@ def _value(value: Any) -> str:
 def _disk_line(planned: RunPlan) -> str:
     disk = planned.disk
     logs = f" and {_size(disk.logged_steps * disk.rollout_log)} GiB of rollouts" if disk.logged_steps else ""
-    return f"disk: at most {disk.checkpoints} checkpoints of {_size(disk.checkpoint)} GiB{logs}"
+    kept = f"run.keep_checkpoints={planned.config.run.keep_checkpoints} beside the first, the best and the last"
+    size = f"{_size(disk.checkpoint)} GiB, {_size(disk.checkpoints * disk.checkpoint)} GiB in all ({kept})"
+    return f"disk: at most {disk.checkpoints} checkpoints of {size}{logs}"
 
 
 def _measured_lines(measured: Measurement | None) -> Iterator[str]:

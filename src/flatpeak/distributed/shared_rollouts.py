@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from flatpeak.distributed.ranks import Ranks
+from flatpeak.errors import UserError
 from flatpeak.protocols import ResumableSampler, Sampler
 from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.checked_calls import Failures
@@ -21,6 +22,21 @@ from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, S
 
 Ranked = TypeVar("Ranked")
 """The ranked letters of one question."""
+
+
+STATES: Final = "ranks"
+"""The key of the states of a caller's sampler, one of each rank, in a checkpoint."""
+
+
+def checked_sampler_state(state: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
+    """The state of a checkpoint; UserError for states of a caller's sampler in another number of processes."""
+    saved = len(state[STATES]) if STATES in state else ranks.size
+    if saved != ranks.size:
+        raise UserError(
+            f"the checkpoint has the states of the caller's sampler in {saved} processes, and this run has "
+            f"{ranks.size}: resume it with {saved}"
+        )
+    return state
 
 
 class SharedSampler:
@@ -61,13 +77,19 @@ class SharedSampler:
         return groups
 
     def state(self) -> Mapping[str, Any]:
-        """The state of the sampler, where it has one."""
-        return self.sampler.state() if isinstance(self.sampler, ResumableSampler) else {}
+        """The state of the sampler, where it has one; of a caller's, those of all ranks, whose prompts differ."""
+        if not isinstance(self.sampler, ResumableSampler):
+            return {}
+        own = self.sampler.state()
+        if isinstance(self.sampler, NativeEngine):  # has the same on every rank
+            return own
+        states = self.ranks.gather(dict(own))
+        return {STATES: states} if any(states) else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back a saved state, where the sampler has one."""
+        """Put back a saved state, where the sampler has one: this rank's, of those of all."""
         if isinstance(self.sampler, ResumableSampler):
-            self.sampler.load(state)
+            self.sampler.load(state[STATES][self.ranks.rank] if STATES in state else state)
 
 
 def _pick(parts: Sequence[Sequence[tuple[Completion, ...]]], p: int, size: int) -> tuple[Completion, ...]:

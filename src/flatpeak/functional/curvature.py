@@ -56,7 +56,7 @@ class Eigenvalue:
     iterations: int
     """Products H v that were computed."""
     converged: bool
-    """Whether the residual is within the tolerance, or within rounding of the largest product."""
+    """Whether the residual is within the tolerance, or within rounding of the largest product and at most 1."""
 
 
 def top_eigenvalue(
@@ -88,7 +88,8 @@ def top_eigenvalue(
         distance = math.sqrt(_dot(residual, residual))
         if not math.isfinite(largest + distance):
             return Eigenvalue(value=math.nan, residual=math.nan, iterations=count, converged=False)
-        converged = distance <= max(tolerance * abs(value), ROUNDING * _eps(like) * largest)
+        rounding = min(ROUNDING * _eps(like) * largest, abs(value))  # beside a far larger one a small one is looked for
+        converged = distance <= max(tolerance * abs(value), rounding)
         if converged or count == iterations:
             break
         uphill = _Mapped.of(residual, product, orthogonal_to=best)

@@ -19,6 +19,10 @@ REFUSE_BELOW, NOTICE_BELOW = 0.5, 0.9
 """Bounds of the consistency. With independent errors 0.9 is an error of a quarter of the penalty, 0.5 of 0.7."""
 ANOTHER_FUNCTION = -0.9
 """Consistency below which the difference of the passes does not depend on the step: they compute two functions."""
+OTHER_STEPS = (0.1, 10.0)
+"""Factors of the steps whose consistencies separate a step that is too long from one that rounding drowns."""
+BETTER_BY = 0.1
+"""The least gain in consistency of the better step, which is above 0: independent errors give -1/2 at every step."""
 WEAK_BELOW = 0.75
 """Share of the perturbation along the gradient below which a notice is given: the penalty is as much weaker."""
 SHORT_STEP = 1 / 30
@@ -137,24 +141,38 @@ class Guard:
             return False
         return self.checked is None or update - self.checked >= self.check_every
 
+    def needs_other_steps(self, consistency: float) -> bool:
+        """Whether `check_consistency` is about to give a message, which names the cause by other steps."""
+        if not consistency < NOTICE_BELOW:  # or is not a number
+            return False
+        return self._refuses(consistency) or math.log10(self.inconsistent + 1).is_integer()
+
+    def _refuses(self, consistency: float) -> bool:
+        return self.checked is None and consistency < REFUSE_BELOW
+
     def check_consistency(
         self,
         consistency: float,
         fidelity: PerturbationFidelity,
         *,
+        shorter: float = math.nan,
+        longer: float = math.nan,
         update: int,
         h: float,
         direction: Direction,
         perturbation: Perturbation,
     ) -> None:
-        """Raise UserError where the first penalty is inconsistent; give a notice of a later or a coarse one."""
+        """Raise UserError where the first penalty is inconsistent; give a notice of a later or a coarse one.
+
+        `shorter` and `longer` are the consistencies of `OTHER_STEPS`, NaN where one is not known.
+        """
         if math.isnan(consistency):  # an update that is left out measures nothing: the next one is checked
             return
         if consistency < NOTICE_BELOW:
             message = inconsistency_message(
-                consistency, h=h, direction=direction, perturbation=perturbation, config=self.config
+                consistency, shorter, longer, h=h, direction=direction, perturbation=perturbation, config=self.config
             )
-            if self.checked is None and consistency < REFUSE_BELOW:
+            if self._refuses(consistency):
                 raise UserError(message)
             self.inconsistent += 1
             if math.log10(self.inconsistent).is_integer():
@@ -207,8 +225,18 @@ def rounding_message(
     return None
 
 
+def is_meaningful(
+    fidelity: PerturbationFidelity, *, h: float, direction: Direction, perturbation: Perturbation
+) -> bool:
+    """Whether the consistency of a step says something: a perturbation that is rounded away is consistent as well."""
+    spoilt = rounding_message(fidelity, h=h, direction=direction, perturbation=perturbation)
+    return spoilt is None and fidelity.along >= WEAK_BELOW
+
+
 def inconsistency_message(
     consistency: float,
+    shorter: float,
+    longer: float,
     *,
     h: float,
     direction: Direction,
@@ -219,6 +247,7 @@ def inconsistency_message(
     size, usual = relative_step(h, direction, perturbation), default_step(perturbation)
     dtype = str(perturbation.coarsest_dtype).removeprefix("torch.")
     clips = [name for name in ("g1_clip", "g2_clip") if getattr(config, name) is not None]
+    others = {text: value for text, value in (("a tenth of", shorter), ("ten times", longer)) if not math.isnan(value)}
     if len(clips) == 1:
         fault = (
             f"{clips[0]} scales one of the two gradients whose difference is the penalty, which is then mostly their "
@@ -226,33 +255,60 @@ def inconsistency_message(
         )
     elif clips:
         fault = "g1_clip and g2_clip scale the two gradients before their difference is taken: leave them out"
-    elif consistency < ANOTHER_FUNCTION:
+    elif max([consistency, *others.values()]) < ANOTHER_FUNCTION:
         fault = (
             "the second pass does not compute the first one's function: let the loss depend on nothing that it "
             "changes, such as a counter"
         )
-    elif size > 2 * usual:
-        fault = "the gradient bends over so long a step: lower gradient_regularization.step"
-    elif is_below_float32(perturbation.coarsest_dtype) and config.direction == "random":
-        fault = (
-            "along a random direction the gradient changes less than along its own, so that rounding to "
-            f"{dtype} drowns the difference sooner: raise gradient_regularization.step, tenfold or more, or compute in "
-            "float32"
-        )
-    elif is_below_float32(perturbation.coarsest_dtype):
-        fault = (
-            f"rounding to {dtype} drowns the difference of two gradients, or the gradient bends over the step: raise "
-            "gradient_regularization.step, lower it if gradreg/step_consistency then falls, or compute in float32"
-        )
     else:
-        fault = (
-            "rounding drowns the difference of two gradients: raise gradient_regularization.step"
-            if size < usual / 2
-            else "the gradient bends over the step, or is not the same in both passes (random numbers that are not "
-            "replayed): lower gradient_regularization.step, or mend the loss"
+        fault = _step_fault(
+            consistency, shorter, longer, too_long=size > 2 * usual, perturbation=perturbation, config=config
         )
+    measured = "".join(f", at {text} the step {value:.2f}" for text, value in others.items())
     return (
         f"gradient regularization: the penalty at the step and that at its opposite have a cosine of {consistency:.2f},"
-        f" wanted {NOTICE_BELOW} ({REFUSE_BELOW} to begin); the step is {size:.1e} of the weights' norm, {usual:.0e} "
-        f"is usual in {dtype}; {fault}; gradient_regularization.check_every=0 leaves this check out"
+        f" wanted {NOTICE_BELOW} ({REFUSE_BELOW} to begin){measured}; the step is {size:.1e} of the weights' norm, "
+        f"{usual:.0e} is usual in {dtype}; {fault}; gradient_regularization.check_every=0 leaves this check out"
+    )
+
+
+def _step_fault(
+    consistency: float,
+    shorter: float,
+    longer: float,
+    *,
+    too_long: bool,
+    perturbation: Perturbation,
+    config: GradientRegularizationConfig,
+) -> str:
+    """The fault of a step, by the consistencies of other steps; both causes where these decide nothing."""
+    half = is_below_float32(perturbation.coarsest_dtype)
+    rounding = f"rounding to {str(perturbation.coarsest_dtype).removeprefix('torch.')}" if half else "rounding"
+    precise = ", or compute in float32" if half else ""
+    bends = "the gradient bends over so long a step: lower gradient_regularization.step"
+    step = config.step or default_step(perturbation)
+    better = max(0.0, consistency + BETTER_BY)
+    if shorter > better and not longer > shorter:
+        return f"{bends} to {OTHER_STEPS[0] * step:.2g}{'' if shorter >= NOTICE_BELOW else ' or less'}"
+    if longer > better:
+        return (
+            f"{rounding} drowns the difference of two gradients: raise gradient_regularization.step to "
+            f"{OTHER_STEPS[1] * step:.2g}{'' if longer >= NOTICE_BELOW else ' or more'}{precise}"
+        )
+    if too_long:
+        return bends
+    if half and config.direction == "random":
+        return (
+            "along a random direction the gradient changes less than along its own, so that "
+            f"{rounding} drowns the difference sooner: raise gradient_regularization.step, tenfold or more{precise}"
+        )
+    if half:
+        return (
+            f"{rounding} drowns the difference of two gradients, or the gradient bends over the step: raise "
+            "gradient_regularization.step, lower it if gradreg/step_consistency then falls, or compute in float32"
+        )
+    return (
+        "rounding drowns the difference of two gradients (raise gradient_regularization.step), or the gradient bends "
+        "over the step (lower it), or is not the same in both passes (random numbers that are not replayed: mend the "
+        "loss)"
     )

@@ -26,7 +26,7 @@ from flatpeak.gradreg.directions import (
     step_size,
 )
 from flatpeak.gradreg.gradients import add_gradients, backward, clip_to_norm, combine, take_gradients
-from flatpeak.gradreg.guard import Guard, Report
+from flatpeak.gradreg.guard import OTHER_STEPS, Guard, Report, is_meaningful
 from flatpeak.gradreg.parameters import (
     check_not_sparse,
     choose_parameters,
@@ -310,6 +310,7 @@ class _Update:
         """The product H d by a difference of gradients; a check runs the pass that otherwise only `central` needs."""
         owner, central = self.owner, self.owner.config.difference == "central"
         h = owner.schedule.step_factor * step_size(direction, owner.perturbation, owner.config)
+        start = RandomState.now()
         ahead, kept = self._gradient_at(h, direction)
         self.kept = kept
         if not central and not check:
@@ -317,26 +318,49 @@ class _Update:
         random = RandomState.now()
         behind, kept_behind = self._gradient_at(-h, direction)
         if check:
-            consistency = step_consistency(self.g1, ahead, behind)
-            self.consistency = lowest_over_ranks(consistency, device=self.device)
+            self.consistency = self._agreement(ahead, behind)
+            others = owner.guard.needs_other_steps(self.consistency)
+            if others:
+                del ahead, behind  # the other steps then take no more memory than this one
+            shorter, longer = [self._agreement_at(f * h, direction) if others else math.nan for f in OTHER_STEPS]
             owner.guard.check_consistency(
                 self.consistency,
                 kept,
+                shorter=shorter,
+                longer=longer,
                 update=owner.schedule.updates,
                 h=h,
                 direction=direction,
                 perturbation=owner.perturbation,
             )
+            if others:
+                start.restore()
+                (ahead, _), (behind, _) = self._gradient_at(h, direction), self._gradient_at(-h, direction)
         if central:
             self.kept = kept_behind
             return central_difference(ahead, behind, step=h)
         random.restore()  # the check leaves no trace, also where a pass draws numbers of its own
         return forward_difference(self.g1, ahead, step=h)
 
-    def _gradient_at(self, h: float, direction: Direction) -> tuple[dict[nn.Parameter, Tensor], PerturbationFidelity]:
+    def _agreement(self, ahead: dict[nn.Parameter, Tensor], behind: dict[nn.Parameter, Tensor]) -> float:
+        return lowest_over_ranks(step_consistency(self.g1, ahead, behind), device=self.device)
+
+    def _agreement_at(self, h: float, direction: Direction) -> float:
+        """The consistency at another step; NaN at a step that rounding of the weights spoils."""
+        ahead, kept = self._gradient_at(h, direction, other=True)
+        behind, _ = self._gradient_at(-h, direction, other=True)
+        consistency = self._agreement(ahead, behind)
+        meaningful = is_meaningful(kept, h=h, direction=direction, perturbation=self.owner.perturbation)
+        return consistency if meaningful else math.nan
+
+    def _gradient_at(
+        self, h: float, direction: Direction, *, other: bool = False
+    ) -> tuple[dict[nn.Parameter, Tensor], PerturbationFidelity]:
+        """The gradient at a step, and how much of it rounding keeps, which is checked unless it is an `other` step."""
         owner, second = self.owner, self.replay
         with owner.perturbation.applied(direction.vector, step=h, start=second.start) as kept:
-            owner.guard.check_rounding(kept, owner.perturbation)
+            if not other:
+                owner.guard.check_rounding(kept, owner.perturbation)
             second.run()
             self.pass_count += 1
             grads = take_gradients(owner.trainable)

@@ -17,7 +17,7 @@ from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
-from flatpeak.policy.precision import check_trainable
+from flatpeak.policy.precision import check_trainable, slow_dtype_notices
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Tokenizer
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
@@ -361,7 +361,7 @@ def renamed_settings(config: RunConfig) -> list[str]:
 
 def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
     """Notices of choices in a recipe that are valid and easily misread."""
-    notices = []
+    notices = slow_dtype_notices(policy.model)
     if policy.notice:
         notices.append(f"native engine not used: {policy.notice}; rollouts use generate, training pads")
     if config.rollout.sampling().filtered:

@@ -251,14 +251,20 @@ def _data(source: CardSource) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+_FAILURES: Final = {
+    "extraction_failed": "its answers could not be graded",
+    "sampled/extraction_failed": "its sampled answers could not be graded",
+    "truncated": "its answers was cut at the limit of tokens",
+}
+
+
 def _limits(source: CardSource) -> list[str]:
     lines, summary, evaluation = [], source.summary, source.evaluation
     if evaluation is not None:
-        for name in ("extraction_failed", "sampled/extraction_failed", "truncated"):
+        for name, what in _FAILURES.items():
             value = evaluation.metrics.get(name)
             if value is not None:
-                what = "was cut at the limit of tokens" if name == "truncated" else "had no answer that could be graded"
-                lines.append(f"A share of {value:.3f} of its answers {what} (`{name}`).")
+                lines.append(f"A share of {value:.3f} of {what} (`{name}`).")
         chosen = source.stage == "train" and summary is not None and summary.best_step == source.step
         if chosen and summary is not None:
             count = sum(row.stage == "train" for row in summary.evaluations)

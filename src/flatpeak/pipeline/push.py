@@ -108,6 +108,8 @@ def push(
             raise UserError(f"--with {name}: choose among {', '.join(EXTRAS)}{did_you_mean(name, EXTRAS)}")
     token = hub_token() if dry_run is None else None
     origin = _locate(str(run), checkpoint)
+    if "rollouts" in extras and not logged_steps(origin.run.rollouts):
+        raise UserError(f"--with rollouts: {run} has none (run.log_rollouts_every=0, or no step of RL): leave it out")
     writer = _FolderWriter(origin, repo=repo, base_model=base_model, license=license, token=token)
     if dry_run is not None:
         target = Path(dry_run)

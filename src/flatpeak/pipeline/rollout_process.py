@@ -176,7 +176,7 @@ def serve(descriptor: int) -> None:
         ending.start()  # no daemon: where the trainer is killed, it deletes the files before this process ends
         try:
             policy, sampler = _load(start["config"], directory)
-            weights = trained(policy)
+            weights = dict(policy.model.named_parameters())
         except Exception as error:
             pipe.send_bytes(json.dumps({"error": brief(error)}).encode())
             return
@@ -203,10 +203,10 @@ def _load(section: dict[str, Any], directory: Path) -> tuple[Policy, Any]:
 
 @torch.no_grad()
 def _copy(values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-    if values.keys() != weights.keys():
+    if not values.keys() <= weights.keys():
         raise RunError("the copy of the policy has other weights than the policy")
-    for name, weight in weights.items():
-        weight.copy_(values[name])
+    for name, value in values.items():  # the copy may also train what the policy has frozen
+        weights[name].copy_(value)
 
 
 def _end_with(parent: int, directory: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from flatpeak.config.load import Settings, apply_settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import open_ranks
+from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
 from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.components import (
@@ -156,7 +157,8 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
         components.attach(run.directory.path, run.stop)
         with run.training():
             if point.newest is not None and isinstance(components.sampler, ResumableSampler):
-                components.sampler.load(point.newest.state["stage"].get(SAMPLER_STATE, {}))
+                state = point.newest.state["stage"].get(SAMPLER_STATE, {})
+                components.sampler.load(checked_sampler_state(state, ranks))
             if "sft" in stages and config.sft.steps and point.train is None and not point.sft_finished:
                 run_sft(config, components, recorder, point.sft)
             if "train" in stages and not recorder.stopped:

@@ -57,9 +57,10 @@ class Entry:
 class BackgroundTracker:
     """One tracker of one run, whose queue is bounded and whose errors become a single notice.
 
-    `state` is a small JSON file with the tracker's id, the position up to which everything was sent, and how many
-    entries were dropped: a resumed run continues there, with the rows of `earlier` that come after it. `destination`
-    is a digest of where the tracker records: where that has changed, the run begins anew with all of `earlier`.
+    `state` is a small JSON file with the tracker's id, the last position that was sent, the rows of metrics before it
+    that were not, and how many other entries were dropped: a resumed run sends those rows of `earlier`, and all that
+    follow that position. `destination` is a digest of where the tracker records: where that has changed, the run begins
+    anew with all of `earlier`.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class BackgroundTracker:
         self._identity: str | None = saved["id"]
         self._sent: Position = saved["sent"]
         self._dropped_before: int = saved["dropped"]
+        self._unsent: set[Position] = saved["unsent"]
+        """Rows of metrics that a later start sends, since metrics.jsonl has them."""
         self._lost: list[Position | None] = []
-        self._resumed_at = self._sent
+        self._already_sent = self._sent, frozenset(self._unsent)
         self._queue = deque(entry for entry in earlier if not self._is_sent(entry))
         self._bytes = 0  # of what is offered; the earlier rows are in memory anyway
         self._lock = threading.Lock()
@@ -110,7 +113,7 @@ class BackgroundTracker:
                 self._queue.append(entry)
                 self._bytes += size
                 return
-            self._lost.append(entry.position)
+            self._lose([entry])
         self._trouble("takes what is recorded too slowly: some of it is dropped")
 
     def messages(self) -> list[str]:
@@ -128,12 +131,15 @@ class BackgroundTracker:
         self._status = status
         self._closing.set()
 
-    def wait_closed(self, *, longest: float = LONGEST_END) -> None:
-        """Wait for the end of the thread, as long as it gets on; one that hangs is left behind."""
+    def wait_closed(self, *, longest: float = LONGEST_END, opening: float | None = None) -> None:
+        """Wait for the end of the thread, as long as it gets on; one that hangs is left behind.
+
+        `opening`: seconds for a tracker that is not open yet, in place of `LONGEST_IMPORT`.
+        """
         started = time.monotonic()
         while self._thread.is_alive():
             now, since = time.monotonic(), self._busy_since
-            patience = min(longest, PATIENCE if self._open else LONGEST_IMPORT)
+            patience = min(longest, PATIENCE if self._open else opening or LONGEST_IMPORT)
             if now - started > longest or (since is not None and now - since > patience):
                 with self._lock:
                     self._abandoned = True
@@ -142,7 +148,15 @@ class BackgroundTracker:
             self._thread.join(0.02)
 
     def _is_sent(self, entry: Entry) -> bool:
-        return entry.position is not None and entry.position <= self._resumed_at
+        sent, unsent = self._already_sent
+        return entry.position is not None and entry.position <= sent and entry.position not in unsent
+
+    def _lose(self, batch: Sequence[Entry]) -> None:
+        for entry in batch:
+            if isinstance(entry.content, MetricRow) and entry.position is not None:
+                self._unsent.add(entry.position)
+            else:
+                self._lost.append(entry.position)
 
     def _run(self) -> None:
         backend = self._opened()
@@ -217,10 +231,12 @@ class BackgroundTracker:
             if self._attempt(lambda: _send(backend, batch)):
                 positions = [entry.position for entry in batch if entry.position is not None]
                 self._sent = max([self._sent, *positions])
+                with self._lock:
+                    self._unsent.difference_update(positions)
                 self._save()
                 return
         with self._lock:
-            self._lost += [entry.position for entry in batch]
+            self._lose(batch)
         self._save()
 
     def _attempt(self, call: Callable[[], None]) -> bool:
@@ -239,21 +255,23 @@ class BackgroundTracker:
         if not self._in_trouble:
             self._in_trouble = True
             self._messages.append(
-                f"tracking.{self.name} {redact(text)}; the run goes on, and everything is in its own files"
+                f"tracking.{self.name} {redact(text)}; the run goes on, everything is in its own files, and --resume "
+                "sends the metrics that are missing then"
             )
 
     def _save(self) -> None:
         """Write the state; where the directory is gone the next start sends more than it needs to."""
-        state = {
-            "id": self._identity,
-            "sent": list(self._sent),
-            "dropped": self.dropped,
-            "destination": self._destination,
-        }
         temporary = self._path.with_suffix(".tmp")
         with self._lock:
             if self._abandoned:
                 return
+            state = {
+                "id": self._identity,
+                "sent": list(self._sent),
+                "unsent": sorted(map(list, self._unsent)),
+                "dropped": self.dropped,
+                "destination": self._destination,
+            }
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -280,6 +298,8 @@ def _read_state(path: Path, *, destination: str) -> dict[str, Any]:
         if content["destination"] != destination:
             raise ValueError(destination)
         step, rank = content["sent"]
-        return {"id": content["id"], "sent": (int(step), int(rank)), "dropped": int(content["dropped"])}
+        unsent = {(int(step), int(rank)) for step, rank in content.get("unsent", ())}
+        sent = (int(step), int(rank))
+        return {"id": content["id"], "sent": sent, "unsent": unsent, "dropped": int(content["dropped"])}
     except (OSError, ValueError, KeyError, TypeError):
-        return {"id": None, "sent": START, "dropped": 0}
+        return {"id": None, "sent": START, "unsent": set(), "dropped": 0}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
+import shutil
+import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +137,17 @@ def make_database(uri: str) -> None:
     if not name or name == ":memory:" or Path(name).exists():
         return
     path = Path(name)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    folder = tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(remove)  # a run that waits no longer ends in the middle of this thread
     try:
-        MlflowClient(tracking_uri=f"sqlite:///{temporary.absolute()}").search_experiments(max_results=1)
+        temporary = Path(folder, path.name).absolute()
+        MlflowClient(tracking_uri=f"sqlite:///{temporary}").search_experiments(max_results=1)
         with suppress(FileExistsError):  # another process was faster
             os.link(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        remove()
+        atexit.unregister(remove)
 
 
 def metric_name(name: str) -> str:

@@ -21,6 +21,8 @@ FOLDER = "tracking"
 """The folder of a run that holds the state of its trackers and, unless a recipe says otherwise, their files."""
 INTERRUPTED_END = 5.0
 """Seconds that a run which was stopped waits for its trackers in all."""
+SENDING_END = 300.0
+"""Seconds that a start with nothing left to train, which only sends what is missing, waits for its trackers in all."""
 COMPLETIONS, METRICS, EVALUATION = 0, 1, 2
 """The order of what belongs to one step."""
 
@@ -58,12 +60,14 @@ class Trackers:
         self._steps = steps or Steps()
         self._notice = notice
         self._step = 0
+        self._trained = False
         self._closed = False
 
     def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
         """Record a row of metrics.jsonl."""
         if not self.parts:
             return
+        self._trained = True
         self._step = self._steps.number(stage, step)
         self._offer(_metric_entry(metrics, step=self._step, stage=stage))
         self._give_notices()
@@ -129,12 +133,14 @@ class Trackers:
         if self._closed:
             return
         self._closed = True
-        longest = INTERRUPTED_END if status == "stopped" else LONGEST_END
+        only_sends = status == "done" and not self._trained
+        longest = INTERRUPTED_END if status == "stopped" else SENDING_END if only_sends else LONGEST_END
         for tracker in self.parts:
             tracker.begin_closing(status)
         started = time.monotonic()
         for tracker in self.parts:
-            tracker.wait_closed(longest=max(0.0, longest - (time.monotonic() - started)))
+            left = max(0.0, longest - (time.monotonic() - started))
+            tracker.wait_closed(longest=left, opening=left if only_sends else None)
         self._give_notices()
 
     def _offer(self, entry: Entry) -> None:

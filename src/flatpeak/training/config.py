@@ -77,7 +77,9 @@ class SamplerCorrectionConfig(StrictConfig):
     """none: no weights. truncate: weights above the cap become the cap. mask: weights above it become 0, so that those
     tokens, or with level=sequence whole completions, have no policy loss."""
     level: Literal["token", "sequence"] = "token"
-    """token: a weight for each token. sequence: one per completion, the product over its tokens."""
+    """token: a weight for each token. sequence: one per completion, the product over its tokens. The product spreads
+    with the length, so that the cap takes more from long completions: at a noise of 0.01 nats per token (a bfloat16
+    sampler) the mean weight under truncate is 1.00 at 1,000 tokens and 0.70 at 16,000; at 0.03, 0.83 and 0.08."""
     cap: Annotated[float, Field(ge=1)] = 2.0
     """The largest weight, which is 1 where sampler and trainer agree."""
 

@@ -12,6 +12,7 @@ from flatpeak.errors import RunError
 from flatpeak.rewards.checked_calls import reaches_power_of_ten
 from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
+from flatpeak.training.config import SamplerCorrectionConfig
 from flatpeak.types import Group, Score
 
 ANNOUNCED = ("3", "1")
@@ -24,6 +25,9 @@ FIX = (
 
 GAP_BOUND = 0.1
 """Nats per token: a mean distance of sampler and trainer above it is no rounding."""
+
+SMALL_CORRECTION = 0.8
+"""A mean importance weight of whole completions, 1 without a cap, below which the cap decides by length."""
 
 Unanswered = Callable[[Group], Sequence[bool]]
 """Returns, for each completion of a group, whether its grader finds no answer in it."""
@@ -191,4 +195,27 @@ class LogprobGapMonitor:
                 "temperature, or log-probabilities after top-p or top-k, or model.dropout is on; without "
                 "objective.sampler_correction every importance ratio is off by as much in float32, and below it "
                 "completions count as the policy's own"
+            )
+
+
+class SequenceWeightMonitor:
+    """Counter of steps in which the cap takes much of the weights that whole completions have by the sampler."""
+
+    def __init__(self, config: SamplerCorrectionConfig) -> None:
+        self.count = 0
+        self._config = config
+
+    def observe(self, metrics: Mapping[str, float], *, notice: Callable[[str], None]) -> None:
+        """Count the step if it is one; a notice is given of the first, the 10th, the 100th, ..."""
+        mean = metrics.get("rollout/correction_mean", 1.0)
+        if self._config.level != "sequence" or not mean < SMALL_CORRECTION:  # or is not a number
+            return
+        self.count += 1
+        if reaches_power_of_ten(self.count - 1, self.count):
+            steps = "1 step" if self.count == 1 else f"{self.count} steps"
+            notice(
+                f"in {steps} so far the weights of objective.sampler_correction were below {SMALL_CORRECTION} on "
+                f"average (now {mean:.2f}): with level=sequence they spread with the length, and the cap of "
+                f"{self._config.cap:g} takes most from long completions; level=token treats all lengths alike, and a "
+                "sampler closer to the trainer needs less correction"
             )

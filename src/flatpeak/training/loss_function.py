@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError
-from flatpeak.functional.losses import POLICY_LOSSES, PolicyLoss, TokenFunction, importance_ratio
+from flatpeak.functional.losses import LOG_RATIO_LIMIT, POLICY_LOSSES, PolicyLoss, TokenFunction, importance_ratio
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
 from flatpeak.utils.user_code import check_call, describe_value, load_object, one_line
@@ -19,6 +19,9 @@ from flatpeak.utils.user_code import check_call, describe_value, load_object, on
 PARAMETERS: Final = ("logprobs_T", "ratio_T", "advantages_T", "config")
 """The arguments of a loss."""
 _TRIAL_TOKENS: Final = 12
+_TRIAL_LIMITS: Final = (1.0, 2.0, 5.0, 10.0, LOG_RATIO_LIMIT)
+_TRIAL_SPACING: Final = 0.125
+_TRIAL_LOGPROBS: Final = torch.tensor([-0.01, -0.1, -0.5, -1.0, -2.0, -4.0, -8.0, -16.0, -32.0])
 _NO_CLIP: Final = PolicyLoss.__dataclass_fields__["clipped"].default
 
 
@@ -104,10 +107,29 @@ def _tried(loss: PolicyLoss, config: ObjectiveConfig, where: str) -> bool:
                 f"{where}: with_curvature has another gradient than value: make them equal, or leave it out"
             )
     _called(loss.clipped, logprobs_T, importance_ratio(logprobs_T, old_T), advantages_T, config, where)
-    _, gradient_T = _differentiated(
-        loss.value, logprobs_T, old_T, torch.zeros_like(advantages_T), config, f"{where} at advantages of 0"
-    )
-    return bool(gradient_T.any())
+    where = f"{where} at advantages of 0"
+    _, gradient_T = _differentiated(loss.value, logprobs_T, old_T, torch.zeros_like(advantages_T), config, where)
+    return bool(gradient_T.any()) or _moves_without_advantage(loss.value, config, where)
+
+
+def _moves_without_advantage(function: TokenFunction, config: ObjectiveConfig, where: str) -> bool:
+    """Whether a token of advantage 0 has a gradient at any ratio that there is: a barrier, say, has none near 1.
+
+    On a grid that widens until the function raises, as one does that refuses such ratios. Numbers that are not finite,
+    which a loss may have far out, say nothing.
+    """
+    for limit in _TRIAL_LIMITS:
+        log_ratios_R = torch.arange(-limit, limit + _TRIAL_SPACING, _TRIAL_SPACING)
+        logprobs_T = _TRIAL_LOGPROBS.repeat_interleave(len(log_ratios_R)).requires_grad_()
+        ratio_T = importance_ratio(logprobs_T, logprobs_T.detach() - log_ratios_R.repeat(len(_TRIAL_LOGPROBS)))
+        try:
+            loss_T = _called(function, logprobs_T, ratio_T, torch.zeros_like(logprobs_T), config, where)
+        except UserError:
+            return False
+        (gradient_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T, materialize_grads=True)
+        if bool((gradient_T.isfinite() & (gradient_T != 0)).any()):
+            return True
+    return False
 
 
 _NO_GRADIENT: Final = (

@@ -20,7 +20,7 @@ from flatpeak.training.batch import collate, minibatches, take
 from flatpeak.training.collect import Rollouts, collect, rollout_seed
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
-from flatpeak.training.diagnostics import SkippedUpdateMonitor
+from flatpeak.training.diagnostics import SequenceWeightMonitor, SkippedUpdateMonitor
 from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, seeded, uses_trainer_logprobs
 from flatpeak.training.optimizer import learning_rate, split_prefix
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
@@ -74,6 +74,7 @@ class Trainer:
         """Whether `training.stop_at` is reached."""
         self.condition = StopCondition(config.training.stop_when)
         self.skipped = SkippedUpdateMonitor()
+        self.sequence_weights = SequenceWeightMonitor(learner.objective.config.sampler_correction)
 
     def train(self, *, first_step: int = 1) -> None:
         """Step, record, evaluate, save: until the steps are done, the goal is reached, or a signal asks to stop."""
@@ -90,6 +91,7 @@ class Trainer:
                 metrics = self.train_step(step)
             self.learner.zero_grad()  # evaluation and the next rollouts can have the memory
             self.condition.observe(step, metrics, notice=self.recorder.progress.notice)
+            self.sequence_weights.observe(metrics, notice=self.recorder.progress.notice)
             due = self.recorder.evaluation_due(step, total=self.last_step(step))
             self.recorder.complete(self, step, config.steps, metrics, evaluation_due=due)
             self.evaluate_and_save(step)

@@ -9,8 +9,10 @@ import pytest
 
 from flatpeak.pipeline.doctor import accelerators, install_commands
 from flatpeak.pipeline.doctor.accelerators import (
+    SLOW_BFLOAT16,
     Driver,
     Torch,
+    bfloat16_findings,
     gpu_findings,
     read_driver,
     read_torch,
@@ -310,3 +312,17 @@ def test_the_torch_of_this_environment_is_described() -> None:
     finding = torch_finding(read_torch())
     assert finding.status == "ok"
     assert finding.text.startswith(f"{torch.__version__}, built for ")
+
+
+def test_a_cpu_that_is_slow_in_bfloat16_is_a_note_where_runs_use_it() -> None:
+    (finding,) = bfloat16_findings(Torch(build=CPU, bfloat16_slowdown=8.64))
+    assert (finding.status, finding.text) == ("note", "products take 8.6 times as long as in float32 on this CPU")
+    assert finding.fix == "model.dtype=float32 in runs on the CPU"
+    assert not list(bfloat16_findings(Torch(build=CPU, bfloat16_slowdown=1.9)))
+    assert not list(bfloat16_findings(Torch(build=CUDA, devices=[CARD], bfloat16_slowdown=8.64)))
+
+
+def test_the_doctor_and_a_run_call_the_same_slow() -> None:
+    from flatpeak.policy.precision import SLOW_BFLOAT16 as OF_A_RUN
+
+    assert SLOW_BFLOAT16 == OF_A_RUN

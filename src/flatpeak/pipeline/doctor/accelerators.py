@@ -23,6 +23,8 @@ NVIDIA: Final = "0x10de"
 """The number of NVIDIA among the makers of PCI devices."""
 WSL: Final = "/usr/lib/wsl/lib"
 """The folder of the driver's programs under Windows, which is not always on the path."""
+SLOW_BFLOAT16: Final = 2.0
+"""The same as that of `policy.precision`, which loads torch."""
 _MIB: Final = 2**20
 
 
@@ -53,6 +55,8 @@ class Torch:
     """The package whose code raised that error."""
     cuda_error: str | None = None
     """The reason why it has no GPUs, or why the process ended while they were tried."""
+    bfloat16_slowdown: float = 0.0
+    """The time of a bfloat16 product on the CPU over that of a float32 one; 0 where it was not measured."""
     crashed: bool = False
     """Whether the process was ended, by itself or for taking too long, while they were tried."""
 
@@ -61,6 +65,7 @@ def check_torch() -> Iterator[Finding]:
     """torch's build, and the GPUs that it can use."""
     torch, driver = read_torch(), read_driver()
     yield torch_finding(torch)
+    yield from bfloat16_findings(torch)
     yield from gpu_findings(torch, driver, has_card=_has_card())
 
 
@@ -78,6 +83,7 @@ def read_torch() -> Torch:
         devices=[one for one in messages if "device" in one],
         architectures=facts.get("architectures", ()),
         cuda_error=facts.get("cuda_error") or (failure and f"at {facts.get('begin', 'its end')}, {failure}"),
+        bfloat16_slowdown=facts.get("bfloat16_slowdown", 0.0),
         crashed=bool(failure),
     )
 
@@ -131,6 +137,13 @@ def torch_finding(torch: Torch) -> Finding:
 
 def _kind(build: Mapping[str, Any]) -> str:
     return f"CUDA {build['cuda']}" if build["cuda"] else f"ROCm {build['hip']}" if build["hip"] else "CPUs"
+
+
+def bfloat16_findings(torch: Torch) -> Iterator[Finding]:
+    """The note that runs on this CPU are faster in float32, where no GPU is used."""
+    if not torch.devices and torch.bfloat16_slowdown >= SLOW_BFLOAT16:
+        text = f"products take {torch.bfloat16_slowdown:.1f} times as long as in float32 on this CPU"
+        yield note("bfloat16", text, "model.dtype=float32 in runs on the CPU")
 
 
 def gpu_findings(torch: Torch, driver: Driver, *, has_card: bool) -> Iterator[Finding]:

@@ -69,19 +69,30 @@ def describe_torch(_: object, send: Send) -> None:
             "capability": torch.backends.cpu.get_cpu_capability(),
         }
     )
-    if torch.version.cuda is None and torch.version.hip is None:
-        return
+    accelerated = torch.version.cuda is not None or torch.version.hip is not None
+    if not (accelerated and _describe_devices(send)):
+        with suppress(Exception):  # a build of torch without products in bfloat16
+            from flatpeak.policy.precision import bfloat16_slowdown
+
+            send({"bfloat16_slowdown": bfloat16_slowdown()})
+
+
+def _describe_devices(send: Send) -> bool:
+    """The GPUs that torch sees; whether there are any."""
+    import torch
+
     send({"begin": "cuda"})
     try:
         torch.cuda.init()
         count, architectures = torch.cuda.device_count(), torch.cuda.get_arch_list()
     except BaseException as failure:
         send({"cuda_error": brief(failure)})
-        return
+        return False
     send({"architectures": architectures})
     for index in range(count):
         send({"begin": f"cuda:{index}"})
         send({"device": index, **_describe_device(index)})
+    return count > 0
 
 
 def _describe_device(index: int) -> dict[str, Any]:

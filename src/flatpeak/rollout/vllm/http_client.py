@@ -167,7 +167,7 @@ def _content(headers: http.client.HTTPMessage, raw: bytes) -> Any:
         return None
     try:
         return json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if headers.get_content_type() == "text/plain":  # the endpoints of adapters answer so
             return None
         raise UnreadableAnswerError(f"the answer is not JSON ({brief(error)})") from error
@@ -179,7 +179,7 @@ def _error_text(raw: bytes) -> str:
         content = json.loads(raw)
         error = content.get("error", content.get("detail", content))
         text = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         text = raw.decode("utf-8", "replace")
     return brief(Exception(str(text) or "no text"))
 

@@ -100,9 +100,15 @@ class CompletionRequest:
                 f"the server read {_beginning(read)} for the prompt {prompt.id}, which is "
                 f"{_beginning(prompt.token_ids)}: it must take token ids as they are"
             )
-        by_index = {choice.get("index"): choice for choice in choices}
+        indices = [choice.get("index") for choice in choices]
+        if not all(type(index) is int for index in indices):
+            raise UnreadableAnswerError(f"the answer has completions with the indices {_beginning(indices)}")
+        by_index = dict(zip(indices, choices, strict=True))
         if by_index.keys() != set(range(self.drawn)) or len(choices) != self.drawn:
-            raise UserError(f"the server returned {len(choices)} completions, asked for {self.drawn}")
+            raise UserError(
+                f"the server returned {len(choices)} completions with the indices {_beginning(indices)}, asked for "
+                f"{self.drawn}"
+            )
         drawn = [self._checked(by_index[index], tag=tag) for index in range(self.drawn)]
         texts = self.tokenizer.batch_decode([tokens for tokens, _, _ in drawn], skip_special_tokens=True)
         full = mode in logprobs_modes(self.sampling)
