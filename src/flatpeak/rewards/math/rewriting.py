@@ -58,7 +58,11 @@ def _lacks_form(answered: Reading, reference: Reading) -> bool:
         return False
     if reference.kind == "named" and has_letters(wanted.expression.node):
         if written.kind == "equation":
-            return all(side.name != reference.label for side in sides(written.expression.node))
+            left, right = sides(written.expression.node)
+            return not any(
+                one.name == reference.label and reference.label not in symbols_in(other)
+                for one, other in ((left, right), (right, left))
+            )
         if answered.label in symbols_in(wanted.expression.node):
             return True
     if written.kind != "scalar":
