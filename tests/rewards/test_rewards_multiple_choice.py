@@ -339,6 +339,10 @@ def test_the_words_of_another_option_contradict_a_letter_however_long_they_are()
         "The answer is (A) Rome.",
         "The answer is A. Rome",
         "Answer: A) Rome",
+        "The answer is A. Or B.",
+        "<answer>A. Rome or Paris</answer>",
+        "<answer>A: any of Paris, Rome, Vitamin C, 42</answer>",
+        "\\boxed{A. Paris and Rome}",
     ],
 )
 def test_a_letter_beside_another_or_beside_the_words_of_another_is_no_answer(text):
@@ -350,6 +354,8 @@ def test_a_letter_after_another_counts_where_the_text_goes_on_in_between():
     assert stated("C\nC") == "C"
     assert stated("The answer is (C) (A) is wrong") == "C"
     assert stated("The answer is (B) Rome.") == "B"
+    assert stated("The answer is A. Or so I think.") == "A"
+    assert stated("<answer>A. Paris, since Rome is in Italy</answer>") == "A"
 
 
 def test_only_letters_that_the_question_has_are_read():

@@ -151,6 +151,13 @@ def test_json_that_python_cannot_keep_is_refused_with_its_line(tmp_path, value, 
     assert problem in str(error.value)
 
 
+def test_a_column_that_occurs_twice_in_an_object_is_an_error_with_its_line(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"q": 1, "a": 2}\n{"q": 1, "a": 2, "a": 3}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl line 2: the column 'a' occurs twice in one object"):
+        read(file)
+
+
 def test_a_pair_of_surrogates_in_json_is_one_character(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(r'{"q": "\ud83d\ude00"}')

@@ -40,6 +40,11 @@ def folder(tmp_path):
         ("18", None),
         ("#### ", None),
         ("#### eighteen", None),
+        ("#### 1,2", None),
+        ("#### 18 or 19", None),
+        ("#### 18 million", None),
+        ("#### 18 dozens of eggs", None),
+        ("#### 18/2", None),
     ],
 )
 def test_gold_is_the_number_after_the_last_mark(answer, gold):
@@ -138,3 +143,12 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch):
     ) as caught:
         build_task(GSM8KConfig())
     assert "\n" not in str(caught.value)
+
+
+def test_training_questions_of_the_test_file_are_counted_and_the_local_files_named(folder):
+    assert build_task(GSM8KConfig(path=str(folder))).notices == (
+        "1 of 3 training rows kept although test rows ask the same, so that test accuracy may come from memory; take "
+        "them out of the training files",
+    )
+    (folder / "test.jsonl").write_text(json.dumps({"question": "Another?", "answer": "#### 1"}) + "\n")
+    assert build_task(GSM8KConfig(path=str(folder))).notices == ()

@@ -214,3 +214,28 @@ def test_nothing_of_the_task_depends_on_the_global_generator(folder):
     first = build(folder)
     random.seed(2)
     assert build(folder).test == first.test
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("['yes', 'no']", "is no list of options"),
+        (None, "is no list of options"),
+        (["yes", None], "has an option without"),
+    ],
+)
+def test_options_that_are_no_list_of_texts_are_an_error_with_the_line(folder, options, problem):
+    with (folder / "test.jsonl").open("a") as file:
+        file.write(json.dumps(row(903, "law", options, "A")) + "\n")
+    with pytest.raises(UserError, match=rf"test\.jsonl line 4: column 'options' \(MMLU-Pro\) {problem}"):
+        build(folder)
+
+
+def test_questions_whose_right_option_has_two_letters_are_counted(folder):
+    assert build_task(MMLUProConfig(path=str(folder))).notices == ()
+    with (folder / "test.jsonl").open("a") as file:
+        file.write(json.dumps(row(903, "law", ["yes", "no", "yes"], "A")) + "\n")
+        file.write(json.dumps(row(904, "law", ["yes", "no", "no"], "A")) + "\n")
+    assert build_task(MMLUProConfig(path=str(folder))).notices == (
+        "questions with their right option under two letters, of which one counts: 1 of 15 (test/903)",
+    )

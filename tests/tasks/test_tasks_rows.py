@@ -276,3 +276,33 @@ def test_csv_cells_are_numbers_once_normalized(tmp_path):
     )
     task = build_task(config)
     assert [e.gold for e in (*task.train, *task.test)] == ["2", "4", "1000"]
+
+
+def test_questions_on_both_sides_or_with_several_answers_are_counted_in_notices(write):
+    train = [{"q": "What is 2 + 2?", "a": 4}, {"q": "what is 2+2", "a": 5}, {"q": "What is 3 + 3?", "a": 6}]
+    test = [{"q": "What is 3 + 3?", "a": 6}]
+    sides = {
+        side: (SourceConfig(path=write(rows, f"{side}.jsonl"), question="q", answer="a"),)
+        for side, rows in (("train", train), ("test", test))
+    }
+    assert build_task(RowsConfig(**sides)).notices == (
+        "1 of 3 training rows kept although test rows ask the same, so that test accuracy may come from memory; "
+        "task.deduplicate=true drops them",
+        "questions with several gold answers: 1, the first in rows train.0/0 and train.0/1; repair them",
+    )
+    assert build_task(RowsConfig(**sides, deduplicate=True)).notices == ()
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "1e999"])
+def test_an_answer_that_is_no_finite_number_is_an_error_with_its_line(tmp_path, value):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"question": "q", "answer": {value}, "other": Infinity}}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl line 1: column 'answer' holds -?inf, which is no JSON number"):
+        build_task(RowsConfig(train=(SourceConfig(path=str(file)),)))
+    file.write_text('{"question": "Is 2 even?", "answer": true, "other": Infinity}\n' * 2)
+    assert one_side_of(file).gold == "True"
+
+
+def one_side_of(file):
+    source = SourceConfig(path=str(file))
+    return build_task(RowsConfig(train=(source,), test=(source,))).train[0]

@@ -127,11 +127,11 @@ class NumberConfig(StrictConfig):
     """Its factor in the total reward; 0: logged only, without a say in training."""
     extraction: NumberExtraction = "whole"
     """The number that counts. whole: the text after the thinking, as a whole. answer_tag: the last answer block. boxed:
-    the last box. last_number: the last number after the thinking. gsm8k_strict, gsm8k_flexible: the last `#### 18`, the
-    last number anywhere, as lm-evaluation-harness reads them."""
+    the last box. last_number: the last number after the thinking. gsm8k_strict: the last `#### 18`, but no part of a
+    longer number or list. gsm8k_flexible: the last number anywhere, as lm-evaluation-harness reads it."""
     evaluated: bool = False
-    """Whether the answer has to be worked out, as for `math`: `144/12` is no answer to a question that has it, and
-    `15 + 6/2` none at all. Only for what is read as a whole: `last_number` and the two of GSM8K take digits."""
+    """Whether the answer has to be worked out, as for `math`: `144/12` and `15 + 6/2` are no answers. Only for
+    what is read as a whole: `last_number` and the two of GSM8K take digits."""
 
     def build(self, name: str) -> Scorer:
         """The rule that compares numbers."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flatpeak.rewards.base import Rule
-from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, judged_text
+from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, is_blank, judged_text
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Prompt, Score
@@ -20,14 +20,14 @@ def format_checks(text: str) -> dict[str, bool]:
     - `answer`: one `<answer>`, closed by one `</answer>`; there is text in it.
     - `nothing_else`: the two checks above hold, with nothing but whitespace between them and at the end.
 
-    Tags with nothing in between do not count: they would be the cheapest text to be rewarded.
+    Tags with nothing visible in between do not count: they would be the cheapest text to be rewarded.
     """
     opening, _, thoughts = text.partition(THINK_OPEN)
     thoughts, closed, rest = thoughts.partition(THINK_CLOSE)
     thinking = (
         not opening.strip()
         and bool(closed)
-        and bool(thoughts.strip())
+        and not is_blank(thoughts)
         and text.count(THINK_OPEN) == text.count(THINK_CLOSE) == 1
         and ANSWER_OPEN not in thoughts
     )
@@ -35,7 +35,7 @@ def format_checks(text: str) -> dict[str, bool]:
     answer = (
         text.count(ANSWER_OPEN) == text.count(ANSWER_CLOSE) == 1
         and text.index(ANSWER_OPEN) < text.index(ANSWER_CLOSE)
-        and bool(content.strip())
+        and not is_blank(content)
     )
     between, after = rest.partition(ANSWER_OPEN)[0], text.rpartition(ANSWER_CLOSE)[2]
     nothing_else = thinking and answer and not between.strip() and not after.strip()

@@ -70,7 +70,8 @@ _GOES_ON: Final = re.compile(
 )
 _ENDS: Final = re.compile(r"\s?(?:[.,;:!)\]<]|$)")
 _ANOTHER: Final = re.compile(
-    r"\s?(?:,|/|&|\bor\b|\band\b|和|或){1,2}\s?(?:,? ?(?:or|and) )?(?:option |choice |maybe |possibly |perhaps )?"
+    r"\s?(?:[.;!?]\s(?=[Oo]r\b))?(?:,|/|&|\b[Oo]r\b|\band\b|和|或){1,2}\s?(?:,? ?(?:or|and) )?"
+    r"(?:option |choice |maybe |possibly |perhaps )?"
     r"(?:[(\[](?P<bracketed>[A-Za-z])[)\]]|(?P<letter>[A-Z])(?!\w))(?P<rest>.{0,12})"
     r"|\s?[(\[](?P<beside>[A-Z])[)\]](?P<after>.{0,12})",
     re.DOTALL,
@@ -80,6 +81,7 @@ _WORDS_END: Final = re.compile(r"[\"'”’)]*(?:[.!\s]*$|[.!]\s)")
 _LAST_MENTIONS: Final = 20
 """Mentions in which an option is searched for in words, counted from the end: a bound on the cost."""
 
+_JOINED: Final = re.compile(r"\b(?:or|and|any|one|all|either|both|of)\b|[^\w]")
 _SUBJECT: Final = re.compile(r"\s(?:is|was|has|does|would|can)")
 _WHOLE: Final = re.compile(r"[(\[{\"'“]?\s?(?P<letter>[A-Za-z])\s?[)\]}\"'”]?[.:,!]?")
 _LABELED: Final = re.compile(r"[(\[]?(?P<letter>[A-Za-z])(?:[)\].:]+|\s[-–—])(?P<text>\s.*)", re.DOTALL)
@@ -274,7 +276,13 @@ class _Reader:
         words = _normal(match["text"])
         if self._texts is not None and words and words in self._texts:
             return letter if words == self._option(letter) else None
-        return letter if any_text and not _LONE.search(match["text"]) else None
+        return letter if any_text and not _LONE.search(match["text"]) and not self._are_options(words) else None
+
+    def _are_options(self, words: str) -> bool:
+        """Whether a text only lists several options: `any of paris, rome`."""
+        for option in self._longest_first:
+            words = re.sub(rf"(?<!\w){re.escape(option)}(?!\w)", " ", words)
+        return bool(self._longest_first) and not _JOINED.sub("", words)
 
     def _known(self, letter: str) -> str | None:
         letter = letter.upper()

@@ -35,7 +35,11 @@ _NUMBER: Final = re.compile(
 )
 
 # Published patterns of the lm-evaluation-harness task gsm8k, the strict one with the dollar sign it forgets.
-_GSM8K_STRICT: Final = re.compile(r"#### (-?\$?-?[0-9.,]+)")
+_GSM8K_STRICT: Final = re.compile(r"#### (?P<number>-?\$?-?[0-9.,]*[0-9])(?P<rest>.{0,32})")
+_NUMBER_GOES_ON: Final = re.compile(
+    r"[eE][+-]?[0-9]|[\^!]|[,;]?\s*(?:(?:[-+*/=×÷^:]|\\[a-z]+|or\b|and\b|to\b)\s*[$({\\-]*)?\$?[0-9]"
+)
+"""A continuation that makes another number, or several, of the digits before it."""
 _GSM8K_FLEXIBLE: Final = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 # A whole run of digits, points, commas and slashes, so that a malformed one is refused and never read in part.
@@ -95,11 +99,13 @@ def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:
     - `boxed`: the last balanced `\\boxed{}` after the thinking holds it (see `read_number_answer`).
     - `last_number`: the last run of digits after the thinking, with the magnitude behind it (`18 million`); None if
       that run is malformed, as in `1,00`, or a word makes it another number, as in `18 squared`.
-    - `gsm8k_strict`: the last `#### N` anywhere; commas, dollar signs and a final point are ignored.
-    - `gsm8k_flexible`: the last thing that looks like a number anywhere, same cleaning.
+    - `gsm8k_strict`: the last `#### N` anywhere; a magnitude behind it counts, and what goes on as another number or
+      names a second one is none: `18/2`, `18e3`, `1,8`, `18 or 19`.
+    - `gsm8k_flexible`: the last thing that looks like a number anywhere; commas, dollar signs and a final point are
+      ignored.
 
-    The two of GSM8K follow lm-evaluation-harness, except that the strict one takes the last match instead of the
-    first, and that both compare values, not strings.
+    The two of GSM8K follow lm-evaluation-harness, except that both compare values, not strings, and that the strict
+    one takes the last match instead of the first, and no part of a longer number, which a policy could be paid for.
     """
     text = text.translate(_MINUS_SIGN)
     match extraction:
@@ -111,11 +117,11 @@ def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:
         case "last_number":
             return _last_number(_without_latex(after_thinking(text)))
         case "gsm8k_strict":
-            number = _last_match(_GSM8K_STRICT, text)
-            return None if number is None else _read_gsm8k(number.removeprefix("#### "))
+            marked = _last_match(_GSM8K_STRICT, text)
+            return None if marked is None else _marked_number(marked["number"], marked["rest"])
         case "gsm8k_flexible":
             number = _last_match(_GSM8K_FLEXIBLE, text)
-            return None if number is None else _read_gsm8k(number)
+            return None if number is None else parse_number(number.group().replace(",", "").replace("$", ""))
 
 
 def whole_text(text: str, extraction: NumberExtraction) -> str | None:
@@ -143,18 +149,20 @@ def read_number_answer(content: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> Fraction | None:
-    matches = deque(_RUN.finditer(text), maxlen=1)
-    number = parse_number(matches[0].group().rstrip(".,/")) if matches else None
-    return None if number is None else in_prose(number, text[matches[0].end() : matches[0].end() + 32])
+    run = _last_match(_RUN, text)
+    number = None if run is None else parse_number(run.group().rstrip(".,/"))
+    return None if run is None or number is None else in_prose(number, text[run.end() : run.end() + 32])
 
 
-def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     matches = deque(pattern.finditer(text), maxlen=1)
-    return matches[0].group() if matches else None
+    return matches[0] if matches else None
 
 
-def _read_gsm8k(text: str) -> Fraction | None:
-    return parse_number(text.replace(",", "").replace("$", ""))
+def _marked_number(text: str, rest: str) -> Fraction | None:
+    """The number after `####`, unless the rest of its line goes on with it."""
+    number = parse_number(text)
+    return None if number is None or _NUMBER_GOES_ON.match(rest) else in_prose(number, rest)
 
 
 def _without_latex(text: str) -> str:

@@ -271,9 +271,23 @@ def _decode(data: bytes, *, where: str) -> str:
         raise UserError(f"{where}: not UTF-8 text; save the file as UTF-8") from error
 
 
+class _RepeatedKeyError(Exception):
+    """A JSON object has a key twice."""
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(repr(next(key for key in keys if keys.count(key) > 1)))
+    return values
+
+
 def _parse(text: str, *, where: str) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_distinct)
+    except _RepeatedKeyError as error:
+        raise UserError(f"{where}: the column {error} occurs twice in one object; keep one of them") from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{where}: not valid JSON ({error.msg} at its line {error.lineno}, column {error.colno}); repair it"

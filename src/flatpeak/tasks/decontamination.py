@@ -23,6 +23,7 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from flatpeak.tasks.data_files import SourceConfig
+from flatpeak.types import Example
 from flatpeak.utils.schema import StrictConfig
 
 MIN_WORDS: Final = 8
@@ -105,6 +106,24 @@ class EvaluationSet:
             if head in self._heads
             for length in self._lengths
         )
+
+
+def repetition_notices(train: Sequence[Example], test: Sequence[Example], *, remedy: str) -> tuple[str, ...]:
+    """Notices of training questions that the test set asks too, and of questions that have several answers."""
+    train_keys, test_keys = ([question_key(example.question) for example in side] for side in (train, test))
+    notices = []
+    if shared := sum(map(frozenset(test_keys).__contains__, train_keys)):
+        notices.append(
+            f"{shared} of {len(train)} training rows kept although test rows ask the same, so that test accuracy may "
+            f"come from memory; {remedy}"
+        )
+    by_key: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for key, example in zip(train_keys + test_keys, (*train, *test), strict=True):
+        by_key[key].setdefault(example.gold, example.id)
+    if several := [answers for answers in by_key.values() if len(answers) > 1]:
+        rows = " and ".join(several[0].values())
+        notices.append(f"questions with several gold answers: {len(several)}, the first in rows {rows}; repair them")
+    return tuple(notices)
 
 
 def first_occurrences(questions: Sequence[str], *, threshold: float | None) -> list[bool]:

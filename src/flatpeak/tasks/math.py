@@ -29,6 +29,7 @@ from flatpeak.tasks.data_files import (
     shuffled,
     slug,
 )
+from flatpeak.tasks.decontamination import repetition_notices
 from flatpeak.tasks.multiple_choice import text_of
 from flatpeak.types import Example
 from flatpeak.utils.answers import Box, find_boxes, is_number, normalize_gold
@@ -52,6 +53,9 @@ MAX_UNANSWERED: Final = 0.01
 _LOCAL_FILES: Final = "task.path, a directory with train.jsonl and test.jsonl"
 _NO_ANSWER: Final = "no \\boxed{} with balanced braces in the solution"
 _LEVEL: Final = re.compile(r"(?:Level\s*)?([0-9?])")
+_SECOND_NUMBER: Final = re.compile(r"\d|\b(?:dozen|hundred|thousand|million|billion|trillion)s?\b", re.IGNORECASE)
+"""A further number or a magnitude on a line that is to state one number."""
+_REMEDY: Final = "take them out of the training files"
 _FORMULA_END: Final = re.compile(r"\\[)\]]|[$\n]")
 _LONGEST_BARE: Final = 200
 """Characters to read after a `\\boxed` without braces."""
@@ -79,6 +83,7 @@ class GSM8KConfig(StrictConfig):
         """
         size = None if self.train_size is None else self.train_size + self.shots
         train, test = _gsm8k_split(self, "train", size), _gsm8k_split(self, "test", self.test_size)
+        notices = repetition_notices(train, test, remedy=_REMEDY) if self.path is not None else ()
         if self.shots:
             if len(train) <= self.shots:
                 raise UserError(
@@ -88,7 +93,7 @@ class GSM8KConfig(StrictConfig):
             train, test = (
                 tuple(_with_shots(example, shots) for example in side) for side in (train[self.shots :], test)
             )
-        return ExampleTask(name=self.type, train=train, test=test)
+        return ExampleTask(name=self.type, train=train, test=test, notices=notices)
 
 
 def _cue(example: Example) -> str:
@@ -100,11 +105,11 @@ def _with_shots(example: Example, shots: tuple[str, ...]) -> Example:
 
 
 def gsm8k_gold(answer: str) -> str | None:
-    """The number after the last `####`, without `$`, commas and a final dot; None where there is no such number."""
+    """The number after the last `####`, without `$`, commas and a final dot; None without one, or with several."""
     _, mark, tail = answer.rpartition("####")
-    words = tail.replace("$", "").split()
-    gold = normalize_gold(words[0].replace(",", "")) if mark and words else ""
-    return gold if is_number(gold) else None
+    number, _, rest = tail.replace("$", "").strip().partition("\n")[0].partition(" ")
+    gold = normalize_gold(number) if mark else ""
+    return gold if is_number(gold) and not _SECOND_NUMBER.search(rest) else None
 
 
 def _gsm8k_split(config: GSM8KConfig, split: str, size: int | None) -> tuple[Example, ...]:
@@ -136,7 +141,9 @@ def _gsm8k_example(row: Row, id: str) -> Example:
             raise UserError(f"{row.where}: no text in column {column!r}; GSM8K rows have question and answer")
     gold = gsm8k_gold(str(answer))
     if gold is None:
-        raise UserError(f"{row.where}: the answer has no number after `####`; end it with a line such as `#### 18`")
+        raise UserError(
+            f"{row.where}: the answer has no number after `####`, or several; end it with a line such as `#### 18`"
+        )
     return Example(id=id, question=str(question).strip(), gold=gold, rationale=str(answer), columns=row.values)
 
 
@@ -183,13 +190,14 @@ class MATHConfig(StrictConfig):
             train = [example for example in train + test if _without_spaces(example.question) not in test_keys]
             test = math500
         train, test = ([e for e in side if _is_selected(e, self, subjects)] for side in (train, test))
+        notices = repetition_notices(train, test, remedy=_REMEDY) if self.path is not None else ()
+        if unanswered:
+            notices = (f"{len(unanswered)} rows without an answer are left out: {', '.join(unanswered[:3])}", *notices)
         return ExampleTask(
             name="math" if self.split == "official" else self.split,
             train=shuffled(train, self.train_size, seed=self.seed, option="task.train_size"),
             test=shuffled(test, self.test_size, seed=self.seed, option="task.test_size"),
-            notices=(f"{len(unanswered)} rows without an answer are left out: {', '.join(unanswered[:3])}",)
-            if unanswered
-            else (),
+            notices=notices,
         )
 
 

@@ -26,7 +26,15 @@ from flatpeak.tasks.data_files import (
     shuffled,
     slug,
 )
-from flatpeak.tasks.multiple_choice import Choices, cell_of, check_choices, raw_text_of, text_of
+from flatpeak.tasks.multiple_choice import (
+    Choices,
+    cell_of,
+    check_choices,
+    raw_text_of,
+    repeated_right_options,
+    text_of,
+    texts_of,
+)
 from flatpeak.types import Example
 from flatpeak.utils.schema import StrictConfig
 
@@ -119,6 +127,7 @@ class MMLUConfig(StrictConfig):
             name=self.type,
             train=shuffled(train, self.train_size, seed=self.seed, option="task.train_size"),
             test=shuffled(test, self.test_size, seed=self.seed, option="task.test_size"),
+            notices=repeated_right_options(train + test),
         )
 
 
@@ -184,7 +193,7 @@ def _mmlu_choices(row: Row) -> Choices:
         answer = str(answer).strip()
         right = LETTERS.index(answer) if len(answer) == 1 and answer in LETTERS else -1
     else:
-        options, right = [str(option) for option in cell_of(row, "choices", option="MMLU")], answer
+        options, right = texts_of(row, "choices", option="MMLU"), answer
     if len(options) != 4 or not isinstance(right, int) or not 0 <= right < 4:
         raise UserError(f"{row.where}: MMLU rows have four options and one of A to D, not {answer!r}; repair the row")
     return check_choices(options, right, where=row.where)
@@ -261,6 +270,7 @@ class MMLUProConfig(StrictConfig):
             name=self.type,
             train=shuffled(train_examples, self.train_size, seed=self.seed, option="task.train_size"),
             test=shuffled(test_examples, self.test_size, seed=self.seed, option="task.test_size"),
+            notices=repeated_right_options(train_examples + test_examples),
         )
 
 
@@ -314,7 +324,7 @@ def _pro_question(row: Row, split: str) -> _ProQuestion:
 
 def _pro_choices(row: Row) -> Choices:
     """The options without `N/A`, with the index of the right one adjusted."""
-    options = [str(option) for option in cell_of(row, "options", option="MMLU-Pro")]
+    options = texts_of(row, "options", option="MMLU-Pro")
     letter = text_of(row, "answer", option="MMLU-Pro")
     right = LETTERS.index(letter) if len(letter) == 1 and letter in LETTERS else -1
     if not 0 <= right < len(options) or row.values.get("answer_index", right) != right:

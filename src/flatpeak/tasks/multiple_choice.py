@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import ascii_uppercase as LETTERS
 from typing import Annotated, Any, Literal
 
@@ -54,6 +54,19 @@ def check_choices(options: Sequence[str], right: int, *, where: str) -> Choices:
             f"{where}: the right option has index {right}, from 0, of {len(options)} options; repair the row"
         )
     return Choices(options=tuple(options), right=right)
+
+
+def repeated_right_options(examples: Sequence[Example]) -> tuple[str, ...]:
+    """A notice of questions whose right option stands under two letters, of which one counts; none without them."""
+    repeated = [
+        example.id
+        for example in examples
+        if example.columns["options"].count(example.columns["options"][LETTERS.index(example.gold)]) > 1
+    ]
+    if not repeated:
+        return ()
+    count = f"{len(repeated)} of {len(examples)} ({', '.join(repeated[:3])})"
+    return (f"questions with their right option under two letters, of which one counts: {count}",)
 
 
 class ChoiceSourceConfig(StrictConfig):
@@ -107,15 +120,16 @@ class ChoicesConfig(StrictConfig):
             raise UserError("task names no data: give task.train or task.test at least one source")
         examples = _read_sources(self, "train", self.train)
         test = _read_sources(self, "test", self.test)
+        repeated = repeated_right_options(examples + test)
         if not self.test:
-            return _split_by_fraction(examples, self)
+            return replace(_split_by_fraction(examples, self), notices=repeated)
         test_keys = {_key(example) for example in test}
         train = [example for example in examples if _key(example) not in test_keys]
         dropped = len(examples) - len(train)
         if dropped and not train:
             raise UserError(f"task.train: all {dropped} questions are questions of task.test too; give others")
         notices = (f"{dropped} of {len(examples)} training rows dropped: test rows ask the same",) if dropped else ()
-        return ExampleTask(name=self.name, train=tuple(train), test=tuple(test), notices=notices)
+        return ExampleTask(name=self.name, train=tuple(train), test=tuple(test), notices=notices + repeated)
 
 
 def _split_by_fraction(examples: Sequence[Example], config: ChoicesConfig) -> ExampleTask:
@@ -212,6 +226,15 @@ def _options(row: Row, columns: str | tuple[str, ...], *, option: str) -> tuple[
     if not isinstance(cell, list | tuple):
         raise UserError(f"{row.where}: column {columns!r} ({option}) holds no list; name one column per option instead")
     return _option_texts(cell, row, option=option), [str(label).strip() for label in labels]
+
+
+def texts_of(row: Row, column: str, *, option: str) -> list[str]:
+    """A cell's list of texts, not stripped. UserError where it is no list, or one of them is missing."""
+    cell = cell_of(row, column, option=option)
+    if not isinstance(cell, list | tuple) or any(text is None for text in cell):
+        problem = "has an option without a text" if isinstance(cell, list | tuple) else "is no list of options"
+        raise UserError(f"{row.where}: column {column!r} ({option}) {problem}; write it as a JSON list of texts")
+    return [str(text) for text in cell]
 
 
 def _option_texts(cells: Sequence[Any], row: Row, *, option: str) -> list[str]:

@@ -26,6 +26,7 @@ from flatpeak.tasks.decontamination import (
     is_held_out,
     near_any,
     question_key,
+    repetition_notices,
 )
 from flatpeak.tasks.prompts import field_names, fill
 from flatpeak.types import Example
@@ -90,6 +91,7 @@ class RowsConfig(StrictConfig):
         if self.overlap is not None:
             train, notice = drop_overlap(train, self.overlap)
             notices = (notice,)
+        notices += repetition_notices(train, test, remedy="task.deduplicate=true drops them")
         if self.equations:
             train = tuple(worked(example) for example in train)
         if self.variants:
@@ -238,6 +240,8 @@ def _text(value: Any, *, where: str) -> str:
     match value:
         case None:
             return ""
+        case float() if math.isinf(value):
+            raise UserError(f"{where} holds {value}, which is no JSON number; write the answer as a text")
         case float():
             return "" if math.isnan(value) else format(Decimal(repr(value)), "f")
         case str() | bool() | int():

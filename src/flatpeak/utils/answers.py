@@ -7,6 +7,7 @@ A completion in the r1_zero form reads `<think>reasoning</think> <answer>result<
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,8 @@ _BOX_TOKEN: Final = re.compile(
 )
 _NUMBER: Final = re.compile(r"(-?)((?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)?)(?:\.(\d+))?")
 _INTEGER: Final = re.compile(r"-?\d+")
+_BLANKS: Final = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+"""Letters and signs that show nothing: fillers of Hangul, and Braille without dots."""
 
 
 def judged_text(completion: Completion, prompt: Prompt) -> str:
@@ -28,6 +31,11 @@ def judged_text(completion: Completion, prompt: Prompt) -> str:
     if not prompt.ends_in_question and prompt.text.rstrip().endswith(THINK_OPEN):
         return prompt.text[prompt.text.rindex(THINK_OPEN) :] + completion.text
     return completion.text
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: it has only spaces, invisible characters and marks without a letter."""
+    return all(character in _BLANKS or unicodedata.category(character)[0] in "CMZ" for character in text)
 
 
 def after_thinking(text: str) -> str:

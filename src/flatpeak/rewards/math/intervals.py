@@ -63,6 +63,13 @@ class Reading:
     letter that may be written small, and for a ratio `clock` if it is a time of day, `either` if it may be one."""
 
 
+def unnamed(reading: Reading) -> Reading:
+    """The reading without the names before it: of `x = 5` that of 5."""
+    while reading.kind == "named":
+        reading = reading.items[0]
+    return reading
+
+
 def plain(text: str) -> str:
     """A text without `\\text`, spaces, dots and case, the same for two spellings of the same words."""
     bare = _NO_SUBSTANCE.sub("", _TEXT.sub(r"\1", text)).casefold()

@@ -12,7 +12,7 @@ from flatpeak.rewards.math.rule_grader import normalized
 from flatpeak.rewards.math.syntax_tree import OverLimitError
 from flatpeak.rewards.math.unevaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.workers.pool import WorkerError
-from flatpeak.utils.answers import judged_text
+from flatpeak.utils.answers import is_blank, judged_text
 
 if TYPE_CHECKING:
     from flatpeak.rewards.base import GradingBudget
@@ -57,7 +57,7 @@ def question_only_reward(
 
 
 def _unless_blank(answer: str | None) -> str | None:
-    return None if answer is None or not answer.strip() else answer
+    return None if answer is None or is_blank(answer) else answer
 
 
 def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question: str | None) -> dict[str, Score]:

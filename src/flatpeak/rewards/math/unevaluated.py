@@ -1,27 +1,29 @@
 r"""A check that an answer is evaluated as far as its gold answer is.
 
-Equal values are not enough: `\binom84` is 70, and a question that asks for it already contains a right answer. Two
+Equal values are not enough: `\binom84` is 70, and a question that asks for it already contains a right answer. Three
 kinds of answers are refused: those with operations that the gold answer does not have (functions, sums, binomials,
-integrals; sums, products and powers of numerals; products of sums beside an expanded gold), and copies from the
-question, unless they are plain numbers or have the form of the gold. Fractions, radicals, signs, units, decimals,
-scientific notation and common factors are spellings of a result.
+integrals; sums, products, powers and whole quotients of numerals; products of sums beside an expanded gold); copies
+from the question that are not in the form of the gold; and, where the question asks to rewrite a formula, those that
+are rewritten halfway. Fractions, radicals, signs, units, decimals, scientific notation and common factors are
+spellings of a result.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
 from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.extract import gold_answer
-from flatpeak.rewards.math.intervals import Reading, split
+from flatpeak.rewards.math.intervals import Reading, split, unnamed
 from flatpeak.rewards.math.normalize import clean
-from flatpeak.rewards.math.rule_grader import read_answer
+from flatpeak.rewards.math.rewriting import has_letters, is_rewritten_halfway, sides
+from flatpeak.rewards.math.rule_grader import gold_letter, read_answer
 from flatpeak.rewards.math.syntax_tree import (
     Node,
     OverLimitError,
@@ -36,6 +38,7 @@ from flatpeak.rewards.math.syntax_tree import (
     top_level_factors,
     walk,
 )
+from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES, NUMBER_WORDS
 
 _KINDS: Final = {
     **dict.fromkeys(("sin", "cos", "tan", "cot", "sec", "csc"), "trigonometric"),
@@ -49,7 +52,6 @@ _KINDS: Final = {
 }
 """Kinds of operations that replace each other; an operation not listed is a kind of its own."""
 _TRANSCENDENTAL: Final = frozenset({"trigonometric", "inverse trigonometric", "exponential"})
-_CONSTANTS: Final = frozenset({"e", "i", "pi", "infty"})
 _UNREAD: Final = re.compile(
     r"(?<![A-Za-z])\\?(sum|prod|i*int|oint|lim|max|min|gcd|lcm|[bp]?mod|det|sup|inf|cap|binom|[lr]?floor|[lr]?ceil"
     r"|(?:arc)?(?:sinh|cosh|tanh|sin|cos|tan)|cot|sec|csc|log|ln|lg|exp)(?![A-Za-z])|(!)(?!=)|([vV]matrix)"
@@ -61,11 +63,22 @@ _ONE: Final = integer(1)
 _TEN: Final = integer(10)
 _EXPANSIONS: Final = frozenset({"expansion", "expansion of a quotient"})
 """Products of sums; over denominators with letters they are customary, and refused only beside a gold without any."""
-_REPEATING: Final = re.compile(r"\.\d*\\(?:overline|bar|dot)")
+_EXPONENT: Final = re.compile(r"\d[eE][+-]?\d")
+_NOT_COPIED: Final = frozenset({"text", "unread", "inequality", "union"})
+"""Kinds of answers that conditions and choices in a question have too."""
 _EQUALS: Final = re.compile(r"\s*=\s*")
 _SEGMENT_ENDS: Final = re.compile(r"\$+|\\[()\[\]]|(?<=[.?!:;])\s|\n")
 _TOKEN: Final = re.compile(r"\\[A-Za-z]+|[A-Za-z]+|\S")
 _GOES_ON: Final = re.compile(r"[\^_!]|\.?\d")
+_COUNT: Final = r"\d[\d,]*(?:\.\d+)?|\.\d+"
+_WORDS: Final = "|".join(sorted({*NUMBER_WORDS, *MAGNITUDES, *DENOMINATORS}, key=len, reverse=True))
+_NUMERAL: Final = re.compile(
+    rf"(?<![\w.,^_{{])(?:(?:\d+\s*)?\\[dt]?frac\s*(?:\{{\d+\}}|\d)\s*(?:\{{\d+\}}|\d)|(?:\d+\s+)?\d+\s*/\s*\d+"
+    rf"|(?:{_COUNT})(?:[eE][+-]?\d+)?(?:\s*(?:\\?%|percent\b)|\s+(?:{'|'.join(MAGNITUDES)})s?\b)?)(?![\w^!])"
+    rf"|\b(?:{_WORDS})s?(?:[\s-]+(?:and\s+)?(?:{_WORDS})s?)*\b",
+    re.IGNORECASE,
+)
+"""A number in prose, as digits or in words."""
 _NO_TOKENS: Final = frozenset({"{", "}", "(", ")", "[", "]", "$", "*", r"\cdot", r"\times", r"\text"})
 """Tokens that do not change an answer."""
 
@@ -80,13 +93,15 @@ class _Structure:
     """The kinds of unevaluated operations."""
     allowed: frozenset[str]
     """For a gold answer, the kinds that an answer may leave unevaluated: its own, and those of its other spellings."""
-    compound: bool
-    """Whether it is more than a number, a letter, or their product."""
+    spelling: str
+    """The form with the percent sign that a gold answer may lack."""
+    copyable: bool
+    """Whether it answers nothing if it stands in the question; a letter alone does."""
     tokens: tuple[str, ...]
 
 
 def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
-    """Whether an extracted answer leaves no operation that the gold lacks, and is not copied from the question.
+    """Whether an extracted answer leaves no operation that the gold lacks, and is no copy or half of what is asked for.
 
     Texts beyond the limits of the grader, which never equal a gold answer, count as evaluated.
     """
@@ -100,9 +115,13 @@ def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
         return True
     if not answered.operations <= reference.allowed:
         return False
-    if answered.compound or answered.operations or (reference.operations and not answered.tokens[0].isalpha()):
-        return answered.form not in _question_formulas(question) and not _is_in(answered.tokens, question)
-    return True
+    is_letter = gold_letter(read_answer(gold)[0]) is not None  # before its option, which the question has too
+    copied = (answered.copyable or answered.operations) and _is_copied(answered, question)
+    return is_letter or not (copied or is_rewritten_halfway(answer, gold, _SEGMENT_ENDS.split(question)))
+
+
+def _is_copied(answered: _Structure, question: str) -> bool:
+    return answered.spelling in _question_spellings(question) or _is_in(answered.tokens, question)
 
 
 def only_evaluated(pairs: Iterable[tuple[str | None, str]], questions: Iterable[str]) -> list[tuple[str | None, str]]:
@@ -115,30 +134,25 @@ def only_evaluated(pairs: Iterable[tuple[str | None, str]], questions: Iterable[
 
 @lru_cache(maxsize=8192)
 def _structure(text: str) -> _Structure:
-    reading = _unnamed(read_answer(text)[1])
+    reading = unnamed(read_answer(text)[1])
     nodes = list(_nodes(reading))
     operations: frozenset[str] = frozenset().union(*map(_operations, nodes), *map(_text_operations, _unread(reading)))
+    if any(map(_is_whole_quotient, nodes)):
+        operations |= {"quotient"}
     allowed = set(operations)
     if any(each == _E for node in nodes for each in walk(node)):
         allowed.add("exponential")
     if not _EXPANSIONS.isdisjoint(operations) or any(map(_has_letters_below, nodes)):
         allowed |= _EXPANSIONS if "expansion" in operations else {"expansion of a quotient"}
-    if reading.kind == "equation" and reading.expression is not None:
-        nodes.append(reading.expression.node)
-    compound = reading.kind in ("scalar", "equation") and any(map(_is_compound, nodes))
+    form = _answer_form(reading)
     return _Structure(
-        form=_answer_form(reading),
+        form=form,
         operations=operations,
         allowed=frozenset(allowed),
-        compound=compound or _REPEATING.search(reading.text) is not None,
+        spelling=f"{form}%" if reading.percent else form,
+        copyable=reading.kind not in _NOT_COPIED and [node.kind for node in nodes] != ["symbol"],
         tokens=_tokens(reading.text),
     )
-
-
-def _unnamed(reading: Reading) -> Reading:
-    while reading.kind == "named":
-        reading = reading.items[0]
-    return reading
 
 
 def _nodes(reading: Reading) -> Iterator[Node]:
@@ -189,8 +203,9 @@ def _operations(node: Node) -> frozenset[str]:
         own = _of_product(node).union(*(_of_power(factor) for factor in factors if factor.kind == "pow"))
     else:
         operands = list(node.args)
-        free = node.kind in ("root", "degree") or (node.kind == "abs" and _has_letters(node))
+        free = node.kind in ("root", "degree") or (node.kind == "abs" and has_letters(node))
         own = set() if free else {_KINDS.get(node.kind, node.kind)}
+        own |= {"power"} if node.kind == "root" and _rational(node) is not None else set()
     return frozenset(own).union(*map(_operations, operands))
 
 
@@ -227,8 +242,8 @@ def _of_power(power: Node) -> set[str]:
     if not symbols_in(base) <= {"i"} or _is_ten(power):
         return set()
     if symbols_in(exponent):
-        return {"exponential"} if _has_letters(exponent) else set()
-    return {"power"} if integer_value(exponent) is not None or _comes_out(power) else set()
+        return {"exponential"} if has_letters(exponent) else set()
+    return {"power"} if integer_value(exponent) is not None or _rational(power) is not None else set()
 
 
 def _are_several(numerals: list[Node]) -> bool:
@@ -263,19 +278,14 @@ def _is_radical(node: Node) -> bool:
     return node.kind == "root" and not symbols_in(node)
 
 
-def _is_compound(node: Node) -> bool:
-    """Whether an expression has sums, radicals, powers of products, like factors, or a fraction to be reduced."""
-    for each in walk(node):
-        if each.kind in ("root", "abs") or (each.kind == "add" and not is_mixed_number(each)):
-            return True
-        if each.kind == "pow" and each.args[0].kind not in ("symbol", "number"):
-            return True
-    letters = Counter(each.name for each in walk(node) if each.kind == "symbol")
-    if letters and max(letters.values()) > 1:
-        return True
-    numerals = [(integer_value(factor), side) for factor, side in factors_of(node)]
-    above, below = (math.prod(value for value, exponent in numerals if value and exponent == side) for side in (1, -1))
-    return (below == 1 and any(side < 0 and value for value, side in numerals)) or math.gcd(above, below) > 1
+def _is_whole_quotient(node: Node) -> bool:
+    """Whether an expression is a division of numerals whose result is an integer, as 144/12."""
+    while node.kind == "neg":
+        node = node.args[0]
+    if node.kind != "div" or node.args[1] == _ONE or not all(map(_is_numeral, node.args)):
+        return False
+    value = _rational(node)
+    return value is not None and value.denominator == 1
 
 
 def _is_numeral(node: Node) -> bool:
@@ -288,33 +298,44 @@ def _is_numeral(node: Node) -> bool:
     return True
 
 
-def _comes_out(node: Node) -> bool:
-    """Whether the value is rational, as that of 8^(2/3)."""
+def _rational(node: Node) -> Fraction | None:
+    """The value, or None where it is not rational: that of 8^(2/3) is."""
     try:
-        return Expression(node=node).exact is not None
+        return Expression(node=node).exact
     except (OverLimitError, UndefinedError):
-        return False
-
-
-def _has_letters(node: Node) -> bool:
-    return not symbols_in(node) <= _CONSTANTS
+        return None
 
 
 def _has_letters_below(node: Node) -> bool:
-    return any(each.kind == "div" and _has_letters(each.args[1]) for each in walk(node))
+    return any(each.kind == "div" and has_letters(each.args[1]) for each in walk(node))
 
 
 def _answer_form(reading: Reading) -> str:
     """The form of an answer, without names and units."""
-    reading = _unnamed(reading)
+    reading = unnamed(reading)
     if reading.kind == "scalar":
-        return ",".join(map(canonical_form, _nodes(reading)))
+        return _scalar_form(reading)
+    if reading.kind == "equation" and reading.expression is not None:
+        return "=".join(sorted(map(canonical_form, sides(reading.expression.node))))
     items = [_answer_form(item) for item in reading.items]
     if not items:
         return "".join(reading.text.split())
     if reading.kind in ("list", "set", "union"):
         return f"{{{','.join(sorted(items))}}}"
     return f"{reading.kind} {reading.label} {','.join(items)}"
+
+
+def _scalar_form(reading: Reading) -> str:
+    nodes = list(_nodes(reading))
+    form = ",".join(map(canonical_form, nodes))
+    if any(each.kind == "div" and each.args[1].kind == "div" for node in nodes for each in walk(node)):
+        form += " by a fraction"
+    if reading.unit is not None and reading.unit.factor != 1:
+        return f"{form} of {reading.unit.factor}"
+    in_words = reading.expression is not None and reading.expression.node.kind == "number" and reading.text.isascii()
+    if in_words and not any(map(str.isdigit, reading.text)):
+        return f"{form} in words"
+    return f"{form} as a power of ten" if _EXPONENT.search(reading.text) else form
 
 
 def _tokens(text: str) -> tuple[str, ...]:
@@ -334,15 +355,15 @@ def _segments(question: str) -> tuple[tuple[str, ...], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _question_formulas(question: str) -> frozenset[str]:
-    """The forms of the formulas of a question."""
-    formulas = set()
-    for segment in _SEGMENT_ENDS.split(question):
+def _question_spellings(question: str) -> frozenset[str]:
+    """The spellings of the formulas and numbers of a question."""
+    spellings = set()
+    for text in (*_SEGMENT_ENDS.split(question), *_NUMERAL.findall(question)):
         try:
-            formulas.add(_structure(segment).form if segment.strip() else "")
+            spellings.add(_structure(text).spelling if text.strip() else "")
         except OverLimitError:
             continue
-    return frozenset(formulas)
+    return frozenset(spellings)
 
 
 def _is_in(tokens: tuple[str, ...], question: str) -> bool:

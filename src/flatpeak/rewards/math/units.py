@@ -31,9 +31,14 @@ MAGNITUDES: Final = {
     "thousand": 10**3,
     "lakh": 10**5,
     "million": 10**6,
+    "mln": 10**6,
+    "mio": 10**6,
     "crore": 10**7,
     "billion": 10**9,
+    "bn": 10**9,
+    "mrd": 10**9,
     "trillion": 10**12,
+    "trn": 10**12,
 }
 _ORDINALS: Final = (
     "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth "
@@ -128,11 +133,19 @@ _NO_UNIT_TEXT: Final = (
     "untrue was with wrong yes you"
 )
 _NO_UNIT_WORDS: Final = frozenset(_NO_UNIT_TEXT.split())
+_ANOTHER_NUMBER: Final = re.compile(
+    r"\b(?:below|googol|least|mille|most|myriad|sqrt|th|thou|too|basis points?)\b"
+    rf"|^per (?:{'|'.join(MAGNITUDES)})s?$|^point (?:{'|'.join(_SMALL)})\b"
+    rf"|\b(?:{'|'.join((*_SMALL, *MAGNITUDES))})fold\b"
+    r"|^(?:(?:square|cube|th) )?root$|\b(?:complement|conjugate|debt|deficit|excluded|extraneous|fails|fewer|grand"
+    r"|impossible|invalid|lost|opposite|overdrawn|rejected|reversed|short)$"
+)
+"""Words that give a number another value or sign, or deny it; the last ones may stand before a noun."""
 _FILLER: Final = re.compile(r"(?:^|\s)(?:in (?:total|all)|total|altogether|each|left|remaining)$", re.IGNORECASE)
 """Words after a number that are no unit."""
 _UNIT_TOKEN: Final = re.compile(r"\^\s*\{?\s*-?\d\s*\}?|\d|[^\W\d_]+|[/$€£¥₹¢]")
-_VARIABLES: Final = frozenset("xyz")
-"""Letters that are variables and never units."""
+_NO_UNITS: Final = frozenset({*"xyz", *"kMB", "mn", "tn"})
+"""Letters that are variables, or that may be magnitudes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +164,10 @@ def read_unit(words: str, exponent: str = "") -> Unit | None:
     if written and not words:
         return Unit(name="")
     tokens = _UNIT_TOKEN.findall(words.replace(".", "").replace("$", " usd ").replace(r"\cdot", " "))
-    if not tokens or tokens == ["k"] or _VARIABLES.issuperset(tokens) or any(map(str.isdigit, tokens)):
+    if not tokens or _NO_UNITS.issuperset(tokens) or any(map(str.isdigit, tokens)):
         return None
-    if tokens[0].lower() in _POWERS_AFTER or _NO_UNIT_WORDS.intersection(map(str.lower, tokens)):
+    lowered = [token.lower() for token in tokens]
+    if lowered[0] in _POWERS_AFTER or _NO_UNIT_WORDS.intersection(lowered) or _ANOTHER_NUMBER.search(" ".join(lowered)):
         return None
     factor = Fraction(1)
     while tokens and tokens[0].lower().removesuffix("s") in _FACTORS:
