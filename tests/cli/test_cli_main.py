@@ -95,6 +95,22 @@ def test_print_config_shows_the_whole_recipe_and_can_be_read_back(tmp_path):
     assert flatpeak("sft", "all.yaml", "--print-config", cwd=tmp_path).stdout == displayed.stdout
 
 
+def test_print_config_leaves_secrets_out_and_a_recipe_without_them_is_not_run(tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "model: {path: x}\nrewards: {f: {type: function, function: 'f.py:f', arguments: {token: tok-987-abc}}}\n"
+    )
+    displayed = flatpeak("train", "r.yaml", "--print-config", cwd=tmp_path)
+    assert "      token: '[redacted]'\n" in displayed.stdout
+    assert "tok-987-abc" not in displayed.stdout
+    (tmp_path / "all.yaml").write_text(displayed.stdout)
+    refused = flatpeak("train", "all.yaml", cwd=tmp_path)
+    key = "rewards.f.arguments.token"
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        f"error: {key} was left out of the run's config.yaml as a secret: give it again, {key}=...\n",
+    )
+
+
 def test_the_version_is_the_package_s():
     from flatpeak import __version__
 

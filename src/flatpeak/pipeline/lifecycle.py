@@ -39,7 +39,7 @@ from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.recorder import Recorder
 from flatpeak.utils.host_memory import keep_freed_memory
 from flatpeak.utils.huggingface import no_progress_bar
-from flatpeak.utils.redaction import redact
+from flatpeak.utils.redaction import hide_secrets_of, redact
 
 RecipeSource = RunConfig | Mapping[str, Any] | str | Path
 """A checked recipe, the mapping of one, or the path or name of one."""
@@ -295,6 +295,7 @@ def open_run(
     progress = request.progress if ranks.is_first else False
     display = as_progress(progress, metric=metric)
     bars = no_progress_bar() if progress is False else nullcontext()
+    hide_secrets_of(config.model_dump(mode="json"))
     with bars, closing(NoticeLog(failed=display.notice)) as log:
         run = Run(config, request, RecordedProgress(display, log), log, ranks)
         for notice in notices:

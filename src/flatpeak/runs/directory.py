@@ -21,11 +21,11 @@ from flatpeak.errors import UserError, nearest
 from flatpeak.runs.checkpoints import checkpoint_steps, remove_leftovers
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.manifest import check_resumable, describe_start, last_code
+from flatpeak.runs.manifest import check_resumable, describe_start, flatten, last_code
 from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
 from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import truncate_rollouts
-from flatpeak.utils.redaction import redact
+from flatpeak.utils.redaction import HIDDEN, redact
 
 _LONGEST_NAME = 255
 """Bytes of the longest file name that common file systems take."""
@@ -291,6 +291,7 @@ def check_start(
     Nothing is written and torch is not loaded, so that a mistake is reported before they are loaded. `create` checks
     again, once it holds the lock.
     """
+    check_no_secret_missing(resolved)
     path = _run_path(config, resume=resume, overwrite=overwrite)
     run = RunPaths(path)
     if not _existing_files(path):
@@ -300,6 +301,13 @@ def check_start(
     _replaces(run, resume=resume, overwrite=overwrite)
     if resume and run.config.exists():
         _check_recipe(run, _as_existing_files(resolved), chosen)
+
+
+def check_no_secret_missing(resolved: Mapping[str, Any]) -> None:
+    """Raise UserError where a recipe is that of a run, which was written without its secrets."""
+    for key, value in flatten(resolved).items():
+        if value == HIDDEN:
+            raise UserError(f"{key} was left out of the run's config.yaml as a secret: give it again, {key}=...")
 
 
 def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> dict[str, str]:
@@ -313,7 +321,7 @@ def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[st
             f"{run.config} is empty or damaged, so that the recipe cannot be compared: put it back from a copy, or "
             "delete it, and the run goes on with the recipe that is given"
         )
-    return check_resumable(content, resolved, chosen=chosen)
+    return check_resumable(redact(content), resolved, chosen=chosen)
 
 
 def _as_existing_files(resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,21 @@ def test_what_a_function_printed_before_it_hung_is_shown(capfd: pytest.CaptureFi
     assert until(capfd, bool) == f"{OUTPUT_PREFIX}before\n"
 
 
+def leak() -> None:
+    print("printing", "sk-proj-abcdefghijkl")  # noqa: T201
+    print("X-Api-Key: tok-987-abc", file=sys.stderr)  # noqa: T201
+
+
+def test_the_secrets_that_a_function_prints_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with WorkerPool(1, timeout=20.0) as pool:
+        pool.submit(leak).result()
+    text = until(capfd, lambda text: text.count("\n") == 2)
+    assert sorted(text.splitlines()) == [
+        f"{OUTPUT_PREFIX}X-Api-Key: [redacted]",
+        f"{OUTPUT_PREFIX}printing [redacted]",
+    ]
+
+
 def test_processes_that_print_leave_no_descriptor_behind() -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
