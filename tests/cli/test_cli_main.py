@@ -1,6 +1,7 @@
 """The command as users start it: a process, its output, its exit code, its time."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -131,6 +132,25 @@ def run_main(body: str, env: dict[str, str] | None = None) -> subprocess.Complet
     )
     unset = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY",)}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=unset | (env or {}))
+
+
+def test_a_command_runs_with_its_streams_closed_and_its_files_have_other_numbers(tmp_path):
+    body = f"from flatpeak.cli.common import open_progress; file = open({str(tmp_path / 'numbers')!r}, 'w')"
+    code = f"""
+from flatpeak.cli import main as module
+@module.app.command('probe')
+def probe() -> None:
+    {body}
+    with open_progress(module.sys.stderr) as progress:
+        progress.notice('seen by no one')
+    module.typer.echo('seen by no one')
+    file.write(f'{{file.fileno() > 2}} {{module.os.get_inheritable(1)}}')
+module.sys.argv[1:] = ['probe']
+module.main()
+"""
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command]).returncode == 0
+    assert (tmp_path / "numbers").read_text() == "True True"
 
 
 def test_a_user_s_error_is_one_line_even_where_it_has_several():
