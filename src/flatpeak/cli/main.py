@@ -98,7 +98,7 @@ def _open_closed_streams() -> None:
     """Open the standard streams that cron or a supervisor has closed: they lead nowhere, also in child processes."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - open until the process ends
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open until the process ends
             os.set_inheritable(stream.fileno(), True)  # it has the free number, which a run's file would have next
             setattr(sys, name, stream)
 

@@ -60,9 +60,7 @@ def _check_made_by_demo(config: RunConfig) -> None:
     run = RunPaths(Path(config.run.directory) / config.run.name)
     made_by_demo = any(start.get("command", [])[1:2] == ["demo"] for start in read_starts(run.manifest)[:1])
     if run.is_run() and not made_by_demo and not run.failed_before_first_step():
-        raise UserError(
-            f"{run.path} is a run that the demo did not make: choose another run.name, or delete it first"
-        )
+        raise UserError(f"{run.path} is a run that the demo did not make: choose another run.name, or delete it first")
 
 
 def sft(

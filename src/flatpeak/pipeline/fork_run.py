@@ -21,7 +21,7 @@ from flatpeak.pipeline.user_objects import CallerObjects
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
 from flatpeak.runs.directory import RunPaths, check_no_secret_missing
-from flatpeak.runs.manifest import changes, describe_start, last_code
+from flatpeak.runs.manifest import DIGESTS, changes, describe_start, last_digests
 from flatpeak.runs.metrics import truncate_metrics
 from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import logged_steps
@@ -195,9 +195,12 @@ def copy_run(
         changed = changes(before.model_dump(mode="json"), resolved)
         forked = {"run": str(source.path.absolute()), "step": origin.step, "changed": changed}
         # Another function is a change of the recipe, and none of the function's code.
-        before_code = last_code(json.loads(source.manifest.read_text(encoding="utf-8")))
-        code = {key: digest for key, digest in before_code.items() if key not in changed}
-        manifest = redact(describe_start(command, code=code) | {"forked": forked})
+        earlier = json.loads(source.manifest.read_text(encoding="utf-8"))
+        code, data = (
+            {key: digest for key, digest in last_digests(earlier, kind).items() if key not in changed}
+            for kind in DIGESTS
+        )
+        manifest = redact(describe_start(command, code=code, data=data) | {"forked": forked})
         paths = RunPaths(temporary)
         paths.config.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
         paths.manifest.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

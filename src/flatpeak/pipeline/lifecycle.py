@@ -20,6 +20,7 @@ from flatpeak.distributed.ranks import ALONE, Ranks, SharedStopSignals, lost_ran
 from flatpeak.errors import DivergedError, ReportedElsewhereError, RunError, StoppedError, UserError, explain
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator
+from flatpeak.pipeline.data_digests import data_digests
 from flatpeak.pipeline.progress import as_progress
 from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, read_prompt_record
 from flatpeak.pipeline.resume_point import ResumePoint, read_resume_point
@@ -148,7 +149,7 @@ class Run:
         if self.directory.resumed:
             self.directory.rewind(newest.step if newest else None, stage=point.stage, evaluated=point.evaluated)
         self._open_trackers_and_notices()
-        self._announce_changed_code()
+        self._announce_changes()
         self.recorder = Recorder(
             self.directory,
             config=self.config.run,
@@ -197,13 +198,15 @@ class Run:
             section, facts, earlier=lambda: read_metrics(self.directory.metrics), notice=self.progress.notice
         )
 
-    def _announce_changed_code(self) -> None:
-        """Give a notice of each function of the user's whose code has changed since an earlier start of the run."""
-        for key in self.directory.changed_code:
-            self.progress.notice(
-                f"the code of {key}={flatten(self._resolved)[key]} has changed since the run was last started: what "
-                "follows is another run than it was; put the code back, or give the changed one a run of its own"
-            )
+    def _announce_changes(self) -> None:
+        """Give a notice of each setting whose code or data has changed since an earlier start of the run."""
+        for kind, keys in self.directory.changed.items():
+            for key in keys:
+                self.progress.notice(
+                    f"the {kind} of {key}={flatten(self._resolved)[key]} has changed since the run was last started: "
+                    f"what follows is another run than it was; put the {kind} back, or give the changed one a run of "
+                    "its own"
+                )
 
     def _directory(
         self, prepare: Callable[[], None], decoder: str | None, code: Mapping[str, str] | None
@@ -220,6 +223,7 @@ class Run:
                 before=prepare,
                 decoder=decoder,
                 code=code,
+                data=data_digests(self.config),
             )
         )
 
