@@ -198,7 +198,7 @@ class RunDirectory(RunPaths):
                 f"{path} cannot be written ({error.strerror}): choose another run.directory or run.name"
             ) from error
         try:
-            run = cls(path, lock, resumed=resume and RunPaths(path).config.exists())
+            run = cls(path, lock, resumed=resume and RunPaths(path).is_run())
             replaced = _replaces(run, resume=resume, overwrite=overwrite)
             before()
             if replaced:
@@ -301,7 +301,7 @@ def check_start(
     with suppress(PermissionError):  # `create` reports it
         check_unlocked(path / _LOCK)
     _replaces(run, resume=resume, overwrite=overwrite)
-    if resume and run.config.exists():
+    if resume:
         _check_recipe(run, _as_existing_files(resolved), chosen)
 
 
@@ -313,7 +313,12 @@ def check_no_secret_missing(resolved: Mapping[str, Any]) -> None:
 
 
 def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> dict[str, str]:
-    """The keys that the recipe of a resumed run changes; UserError where it may not, or where there is none to read."""
+    """The keys that the recipe of a resumed run changes; UserError where it may not, or where it cannot be read.
+
+    A run whose config.yaml was deleted goes on with any recipe.
+    """
+    if not run.config.exists():
+        return {}
     try:
         content = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):

@@ -58,7 +58,7 @@ _CHANGEABLE_SECTIONS = re.compile(
     r"|tracking(\..+)?"
 )
 DigestKind = Literal["code", "data"]
-"""What a digest is of: the user's functions, or the files of data that a recipe names."""
+"""The content that a digest is of: the user's functions, or the files of data that a recipe names."""
 DIGESTS: Final[tuple[DigestKind, ...]] = ("code", "data")
 _ABSENT = "(absent)"
 _GIB = 2**30
