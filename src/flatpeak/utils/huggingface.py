@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -224,3 +224,18 @@ def _problem() -> str | None:
     except Exception as error:  # the session's library is a private choice of the client, and so are its errors
         return f"{constants.ENDPOINT} cannot be reached ({str(error).strip() or type(error).__name__})"
     return None
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write a tokenizer with the same bytes wherever it was loaded from: transformers marks one from a directory."""
+    for mark in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(mark, None)
+    tokenizer.save_pretrained(directory)
+
+
+def share_weights(directory: Path) -> None:
+    """Make weights as readable as their directory: safetensors lets only their owner read them, whatever the umask."""
+    mode = directory.stat().st_mode & 0o666
+    for path in directory.rglob("*.safetensors"):
+        with suppress(PermissionError):  # a network file system without modes
+            path.chmod(mode)
