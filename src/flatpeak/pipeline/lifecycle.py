@@ -29,7 +29,7 @@ from flatpeak.report.page import write_report
 from flatpeak.runs.checkpoints import CheckpointError
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.manifest import flatten
-from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.metrics import missing_steps, read_metrics
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary, Status
@@ -150,6 +150,7 @@ class Run:
             self.directory.rewind(newest.step if newest else None, stage=point.stage, evaluated=point.evaluated)
         self._open_trackers_and_notices()
         self._announce_changes()
+        self._announce_missing_steps()
         self.recorder = Recorder(
             self.directory,
             config=self.config.run,
@@ -207,6 +208,19 @@ class Run:
                     f"what follows is another run than it was; put the {kind} back, or give the changed one a run of "
                     "its own"
                 )
+
+    def _announce_missing_steps(self) -> None:
+        """Give a notice where metrics.jsonl lacks steps of the checkpoint that the run goes on from."""
+        newest = self.resume_point.newest
+        if newest is None or not self.directory.resumed:
+            return
+        missing = missing_steps(self.directory.metrics, step=newest.step, stage=self.resume_point.stage)
+        if missing:
+            self.progress.notice(
+                f"{self.directory.metrics} has no row of {len(missing)} of the {newest.step} steps before this start, "
+                f"the first is step {missing[0]}: a power cut or a full disk lost them; {newest.path.name} is whole, "
+                "and the run goes on from it"
+            )
 
     def _directory(
         self, prepare: Callable[[], None], decoder: str | None, code: Mapping[str, str] | None
