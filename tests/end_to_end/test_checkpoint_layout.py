@@ -96,8 +96,8 @@ def test_a_resumed_run_says_which_rows_its_log_has_lost(recipe: Recipe, train: T
     train(recipe(**settings), reward=odd, resume=True)
     lost = [row["text"] for row in read_notices(run / "notices.jsonl") if "has no row" in row["text"]]
     assert lost == [
-        f"{run / 'metrics.jsonl'} has no row of 1 of the 3 steps before this start, the first is step 2: a power cut or "
-        "a full disk lost them; step_000003 is whole, and the run goes on from it"
+        f"{run / 'metrics.jsonl'} has no row of 1 of the 3 steps before this start, the first is step 2: a power cut "
+        "or a full disk lost them; step_000003 is whole, and the run goes on from it"
     ]
 
 

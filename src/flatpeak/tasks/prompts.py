@@ -152,8 +152,6 @@ def prompt_texts(examples: Sequence[Example], config: PromptConfig) -> list[str]
 def word_messages(tokenizer: Tokenizer, messages: Sequence[Message], config: PromptConfig) -> tuple[str, list[int]]:
     """A conversation in the tokenizer's chat template, up to and including the header of the assistant's turn, as text
     and as token ids. UserError where the template cannot be used."""
-    from jinja2.exceptions import TemplateError  # imported here: slow, and recipes are checked without it
-
     if not tokenizer.chat_template:
         raise UserError(
             "prompt.template=chat: this tokenizer has no chat template; use prompt.template=r1_zero, plain or a file, "
@@ -165,7 +163,7 @@ def word_messages(tokenizer: Tokenizer, messages: Sequence[Message], config: Pro
     kwargs: dict[str, Any] = {**config.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
     try:
         text = tokenizer.apply_chat_template(list(messages), **kwargs)
-    except TemplateError as error:
+    except Exception as error:  # a template may raise anything, not only jinja2's errors
         raise UserError(
             f"prompt.template=chat: the chat template refuses the messages ({error}); remove prompt.system or "
             "change prompt.chat_template_kwargs"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flatpeak.rewards.workers.pool import WorkerPool
+from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.rewards.workers.process import OUTPUT_PREFIX
 from support.runs import tiny_recipe
 
@@ -68,6 +68,21 @@ def test_the_secrets_that_a_function_prints_are_not_shown(capfd: pytest.CaptureF
         f"{OUTPUT_PREFIX}X-Api-Key: [redacted]",
         f"{OUTPUT_PREFIX}printing [redacted]",
     ]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_function_that_raises_an_interrupt_costs_its_answer_and_no_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with WorkerPool(1, timeout=20.0) as pool:
+        with pytest.raises(WorkerError, match=r"^KeyboardInterrupt") as caught:
+            pool.submit(interrupt).result()
+        assert caught.value.reason == "raised"
+        pool.submit(chatter, "a", 1).result()
+    assert until(capfd, lambda text: "ends" in text) == f"{OUTPUT_PREFIX}{'a' * 20} 0\n{OUTPUT_PREFIX}a ends\n"
 
 
 def test_processes_that_print_leave_no_descriptor_behind() -> None:
