@@ -102,6 +102,20 @@ def test_the_demo_ends_with_accuracy_after_sft_and_after_rl(monkeypatch):
     assert options["resume"] is False
 
 
+@pytest.mark.parametrize(("command", "overwritten"), [("demo", True), ("train", False), ("sft", False)])
+def test_the_demo_overwrites_only_a_run_that_the_demo_made(monkeypatch, tmp_path, command, overwritten):
+    section = RunSectionConfig(directory=str(tmp_path), name="mine")
+    RunDirectory.create(section, {}, command=["flatpeak", command, "run.name=mine"]).close()
+    settings = (f"run.directory={tmp_path}", "run.name=mine")
+    library, done = run(monkeypatch, "demo", *settings)
+    assert [options["overwrite"] for _, _, options in library.calls] == [True] * overwritten
+    if not overwritten:
+        text = f"{tmp_path}/mine is a run that the demo did not make: choose another run.name, or delete it first"
+        assert str(done.exception) == text
+    RunDirectory.create(section, {}, resume=True, command=["flatpeak", "demo"]).close()
+    assert bool(run(monkeypatch, "demo", *settings)[0].calls) is overwritten  # whatever resumed it
+
+
 def test_train_hands_on_what_it_was_given(monkeypatch, recipe):
     library, done = run(monkeypatch, "train", recipe, "optimizer.learning_rate=1e-5", "--resume")
     assert done.exit_code == 0

@@ -1,6 +1,7 @@
 """The command as users start it: a process, its output, its exit code, its time."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -95,6 +96,22 @@ def test_print_config_shows_the_whole_recipe_and_can_be_read_back(tmp_path):
     assert flatpeak("sft", "all.yaml", "--print-config", cwd=tmp_path).stdout == displayed.stdout
 
 
+def test_print_config_leaves_secrets_out_and_a_recipe_without_them_is_not_run(tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "model: {path: x}\nrewards: {f: {type: function, function: 'f.py:f', arguments: {token: tok-987-abc}}}\n"
+    )
+    displayed = flatpeak("train", "r.yaml", "--print-config", cwd=tmp_path)
+    assert "      token: '[redacted]'\n" in displayed.stdout
+    assert "tok-987-abc" not in displayed.stdout
+    (tmp_path / "all.yaml").write_text(displayed.stdout)
+    refused = flatpeak("train", "all.yaml", cwd=tmp_path)
+    key = "rewards.f.arguments.token"
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        f"error: {key} was left out of the run's config.yaml as a secret: give it again, {key}=...\n",
+    )
+
+
 def test_the_version_is_the_package_s():
     from flatpeak import __version__
 
@@ -115,6 +132,25 @@ def run_main(body: str, env: dict[str, str] | None = None) -> subprocess.Complet
     )
     unset = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY",)}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=unset | (env or {}))
+
+
+def test_a_command_runs_with_its_streams_closed_and_its_files_have_other_numbers(tmp_path):
+    body = f"from flatpeak.cli.common import open_progress; file = open({str(tmp_path / 'numbers')!r}, 'w')"
+    code = f"""
+from flatpeak.cli import main as module
+@module.app.command('probe')
+def probe() -> None:
+    {body}
+    with open_progress(module.sys.stderr) as progress:
+        progress.notice('seen by no one')
+    module.typer.echo('seen by no one')
+    file.write(f'{{file.fileno() > 2}} {{module.os.get_inheritable(1)}}')
+module.sys.argv[1:] = ['probe']
+module.main()
+"""
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command]).returncode == 0
+    assert (tmp_path / "numbers").read_text() == "True True"
 
 
 def test_a_user_s_error_is_one_line_even_where_it_has_several():

@@ -21,6 +21,7 @@ from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.checkpoints import read_checkpoint
+from flatpeak.runs.notices import read_notices
 from flatpeak.types import Example, Prompt, SamplingParams
 from support.resumes import Death, Run, as_before, assert_same, die, outcome, steps_of
 from support.reward_functions import odd
@@ -64,6 +65,40 @@ def test_the_top_folder_of_a_trained_checkpoint_holds_the_models_tensors_alone(r
     kept = load_file(checkpoints[-1] / "trainer" / "state.safetensors")
     assert any(name.startswith("reference.") for name in kept)
     assert len(kept) > 20
+
+
+def test_a_checkpoint_is_as_readable_as_its_directory_and_follows_its_logs_to_the_disk(
+    recipe: Recipe, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name))
+    before = os.umask(0o027)
+    try:
+        run = train(recipe(run={"log_rollouts_every": 1}, training={"steps": 1})).path
+    finally:
+        os.umask(before)
+    assert synced.count("manifest.json") == 2
+    assert synced.index("metrics.jsonl") < synced.index("model.safetensors")
+    last = len(synced) - synced[::-1].index("model.safetensors")
+    for name in ("metrics.jsonl", "notices.jsonl", "step_000001.jsonl", "rollouts"):
+        assert name in synced[:last]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run / "checkpoints" / "last").rglob("*")}
+    assert modes.pop("trainer") == 0o750
+    assert {"model.safetensors", "state.safetensors"} <= modes.keys()
+    assert set(modes.values()) == {0o640}
+
+
+def test_a_resumed_run_says_which_rows_its_log_has_lost(recipe: Recipe, train: Train) -> None:
+    run = finished(recipe, train)
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(row for row in rows if '"step": 2, "stage": "train"' not in row))
+    settings = {"run": {"name": "first", "checkpoint_every": 1, "keep_checkpoints": 9}, "training": {"steps": 4}}
+    train(recipe(**settings), reward=odd, resume=True)
+    lost = [row["text"] for row in read_notices(run / "notices.jsonl") if "has no row" in row["text"]]
+    assert lost == [
+        f"{run / 'metrics.jsonl'} has no row of 1 of the 3 steps before this start, the first is step 2: a power cut "
+        "or a full disk lost them; step_000003 is whole, and the run goes on from it"
+    ]
 
 
 @pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("train", 3), ("train", 5)])

@@ -53,6 +53,12 @@ def change(directory, seed):
     (directory / "seen").write_text(str(neighbour.seen))
 
 
+def leak(directory, seed, token):
+    print("sent", token, "hf", "hf_abcdefghijKLMNOP1234")
+    print("not ended by a line", end="", flush=True)
+    raise RuntimeError(f"{token} refused")
+
+
 def silence(directory, seed):
     sys.stdout = open(os.devnull, "w")
     sys.stdout.close()
@@ -79,6 +85,15 @@ def test_a_call_fills_its_directory_and_its_output_is_in_its_log(tmp_path: Path)
     assert 0 <= outcome["seconds"] < 60
     assert (tmp_path / "out" / "file").read_text() == "rows 3"
     assert (tmp_path / "job.log").read_text() == "printed\n"
+
+
+def test_what_a_job_prints_and_raises_has_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_job(job(tmp_path, "leak", token="tok-987-abc"))
+    assert outcome["reason"] == "RuntimeError: [redacted] refused"
+    printed = capsys.readouterr()
+    assert printed.out == "sent [redacted] hf [redacted]\nnot ended by a line"
+    assert printed.err.endswith("RuntimeError: [redacted] refused\n" * 2)
+    assert "tok-987-abc" not in printed.err
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_second_pass_that_is_not_finite_is_left_out_and_checked_another_time()
         pass_count.append(None)
         return [regression(model)() * (math.nan if len(pass_count) == 2 else 1.0)]
 
-    ours = regularizer(model, **CHECKED)
+    ours = regularizer(model, **CHECKED, notice=lambda text: None)
     assert ours.accumulate(losses).skipped == "the second pass is not finite"
     model.zero_grad()
     assert ours.accumulate(one(regression(model))).consistency > 0.99

@@ -182,7 +182,14 @@ def test_a_second_pass_that_is_not_finite_leaves_g1_everywhere(bad, part, outsid
     model = network()
     loss = regression(model)
     before, g1 = values(model), joined(gradient(model.parameters(), loss))
-    report = regularizer(model, outside=outside).accumulate(turning_bad(getattr(model, part), loss, bad))
+    notices = []
+    ours = regularizer(model, outside=outside, notice=notices.append)
+    report = ours.accumulate(turning_bad(getattr(model, part), loss, bad))
+    assert notices == [
+        "gradient regularization: 1 penalty so far left out (now in update 1), because the second pass was NaN or "
+        "infinite; lower gradient_regularization.step if gradreg/skipped goes on rising"
+    ]
+    assert ours.state()["guard_lost"] == 1
     assert report.skipped == "the second pass is not finite"
     assert report.pass_count == 1
     assert report.metrics()["gradreg/skipped"] == 1

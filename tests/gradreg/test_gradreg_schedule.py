@@ -103,7 +103,7 @@ def test_a_second_pass_that_is_not_finite_is_not_remembered():
         calls.append(None)
         return [model.loss() * (float("inf") if len(calls) == 2 else 1.0)]
 
-    ours = regularizer(model, every=2, step=0.1)
+    ours = regularizer(model, every=2, step=0.1, notice=lambda text: None)
     assert ours.accumulate(losses).skipped == "the second pass is not finite"
     assert ours.tensors() == {}
     model.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -182,13 +183,41 @@ class Call:
         return Path.touch, (self.path,)
 
 
-def test_a_model_that_lacks_weights_is_refused_by_their_names(tmp_path: Path) -> None:
+def test_a_model_that_lacks_weights_is_refused_by_their_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     save_tiny(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "all.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks weights of \w+: model\.layers\.0\.mlp\.up_proj\.weight; name a comp"):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+    assert not caplog.records  # transformers' table of the same
+    save_file(load_file(tmp_path / "all.safetensors") | {"other": torch.ones(1)}, tmp_path / "model.safetensors")
+    load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+    assert "LOAD REPORT" in caplog.text
+
+
+def test_weights_that_are_nan_are_refused_as_damaged(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"NaN before any step: its weights are damaged, .* or name another model$"):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_a_model_with_code_of_its_own_names_the_setting_that_runs_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError, match=r"code of its own, .*: set model\.trust_remote_code=true if you trust it$"):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_model_of_another_architecture_is_refused(tmp_path: Path) -> None:

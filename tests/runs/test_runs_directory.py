@@ -16,7 +16,7 @@ import flatpeak
 from flatpeak.errors import UserError
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
-from flatpeak.runs.manifest import git_commit
+from flatpeak.runs.manifest import git_commit, read_starts
 
 RESOLVED = {
     "run": {"name": "one", "checkpoint_every": 50},
@@ -262,6 +262,15 @@ def test_a_damaged_recipe_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_p
     assert len(str(error.value).splitlines()) == 1
     run.config.unlink()
     create(tmp_path, resume=True).close()
+
+
+def test_a_run_whose_recipe_was_deleted_is_resumed_and_keeps_its_history(tmp_path):
+    with create(tmp_path, command=["flatpeak", "train"]) as run:
+        run.config.unlink()
+    with create(tmp_path, resume=True, command=["flatpeak", "again"]) as run:
+        assert run.resumed
+        starts = read_starts(run.manifest)
+    assert [start["command"][1] for start in starts] == ["train", "again"]
 
 
 def test_a_name_may_have_folders(tmp_path):

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from flatpeak.runs.metrics import MetricsWriter, read_metrics, truncate_metrics
+from flatpeak.runs.metrics import MetricsWriter, missing_steps, read_metrics, truncate_metrics
 
 
 class Recorder:
@@ -49,6 +49,16 @@ def test_a_reopened_file_is_appended_to(tmp_path):
         with MetricsWriter(path) as writer:
             writer.write(step, "train", {"x": float(step)})
     assert [row["x"] for row in read_metrics(path)] == [1.0, 2.0]
+
+
+def test_steps_without_a_row_are_missing_whatever_other_stages_have(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert missing_steps(path, step=2, stage="train") == [1, 2]
+    with MetricsWriter(path) as writer:
+        for stage, step in (("sft", 2), ("eval", 3), ("train", 1), ("train", 4)):
+            writer.write(step, stage, {})
+    assert missing_steps(path, step=4, stage="train") == [2, 3]
+    assert missing_steps(path, step=1, stage="train") == []
 
 
 def test_every_tracker_gets_the_metrics_as_they_are(tmp_path):

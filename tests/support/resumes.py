@@ -129,6 +129,8 @@ def outcome(path: Path) -> dict[str, Any]:
         "weights": load_file(last / "model.safetensors"),
         "optimizer": load_file(last / "trainer" / "state.safetensors"),
         "state": state,
+        "files": {file.name: file.read_bytes() for file in last.glob("*config.json")}
+        | {file.name: file.read_bytes() for file in last.glob("tokenizer*")},
         "metrics": [
             {name: value for name, value in row.items() if not name.startswith(TIMES)}
             for row in read_metrics(path / "metrics.jsonl")
@@ -147,5 +149,5 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert actual[what].keys() == expected[what].keys()
         for name, tensor in expected[what].items():
             assert torch.equal(actual[what][name], tensor), (what, name)
-    for what in ("metrics", "notices", "state", "rollouts", "evaluations", "summary", "links"):
+    for what in ("metrics", "notices", "state", "files", "rollouts", "evaluations", "summary", "links"):
         assert actual[what] == expected[what], what

@@ -175,6 +175,12 @@ def test_a_chat_template_that_refuses_a_system_message_is_an_error_with_a_way_ou
         build("Q", template="chat", system="S", tokenizer=make_tokenizer(chat_template=refuses))
 
 
+@pytest.mark.parametrize("template", ["{% for i in range(10**9) %}x{% endfor %}", "{{ messages[0].content + 1 }}"])
+def test_whatever_a_chat_template_raises_is_an_error_of_one_line(template):
+    with pytest.raises(UserError, match=r"^prompt.template=chat: the chat template refuses the messages \(.*[^\n]$"):
+        build("Q", template="chat", tokenizer=make_tokenizer(chat_template=template))
+
+
 def test_overlong_prompts_are_an_error_that_counts_them_and_names_the_fixes():
     with pytest.raises(UserError) as caught:
         build("12345", "1234", "123456789", max_tokens=5)

@@ -2,7 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak.utils.redaction import Secret, local_roots, redact, redact_command, without_local_paths
+from flatpeak.config.load import RECIPES, load_recipe, parse_config, parse_file
+from flatpeak.utils import redaction
+from flatpeak.utils.redaction import (
+    Secret,
+    hide_secrets_of,
+    local_roots,
+    redact,
+    redact_command,
+    without_local_paths,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +36,23 @@ from flatpeak.utils.redaction import Secret, local_roots, redact, redact_command
         ("url?key%3dsk-abcdefghijkl", "url?key%3d[redacted]"),
         ("a task-oriented-dialog, risk-adjusted-returns-2024", "a task-oriented-dialog, risk-adjusted-returns-2024"),
         ("the bearer instruments", "the bearer instruments"),
+        ("(AKIAABCDEFGHIJKLMNOP)", "([redacted])"),
+        ("xoxb-1234567890-abc", "[redacted]"),
+        ("glpat-abcdefghijkl", "[redacted]"),
+        ("rk_live_abcdefghijkl", "[redacted]"),
+        ("got eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.ab-_c.", "got [redacted]."),
+        ("a\n-----BEGIN RSA PRIVATE KEY-----\nMII+/=\n-----END RSA PRIVATE KEY-----\nb", "a\n[redacted]\nb"),
+        ("redis://:hunter2@host", "redis://[redacted]@host"),
+        ("see https://h/x?access_token=abc&n=1", "see https://h/x?access_token=[redacted]&n=1"),
+        ("url=https://h/x?n=1&key=abc", "url=https://h/x?n=1&key=[redacted]"),
+        ("f(**{'token': 'tok-987-abc', 'n': 1})", "f(**{'token': '[redacted]', 'n': 1})"),
+        ('{"body": "{\\"accessKey\\": \\"tok-987-abc\\"}"}', '{"body": "{\\"accessKey\\": \\"[redacted]\\"}"}'),
+        ("sent X-Api-Key: tok-987-abc to it", "sent X-Api-Key: [redacted] to it"),
+        ("Authorization: Basic abc", "Authorization: [redacted]"),
+        ("MY_TOKEN=abc", "MY_TOKEN=[redacted]"),
+        ("token = tokens[0]; password = input()", "token = tokens[0]; password = input()"),
+        ("The secret: 24 is even. Token: 2", "The secret: 24 is even. Token: 2"),
+        ("max_tokens=123456789, key_path=/x/1234567", "max_tokens=123456789, key_path=/x/1234567"),
     ],
 )
 def test_text_shaped_like_a_secret_is_hidden_in_runs_and_in_judges_replies(text, clean):
@@ -66,6 +92,90 @@ def test_fields_named_like_secrets_are_hidden_and_others_are_not():
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "token",
+        "api_token",
+        "access_key",
+        "private_key",
+        "credential",
+        "credentials",
+        "passphrase",
+        "pat",
+        "webhook",
+        "webhook_url",
+        "cookie",
+        "authorization",
+        "bearer",
+        "session_key",
+        "client_secret",
+        "connection_string",
+        "dsn",
+        "aws_secret_access_key",
+        "github_token",
+        "pwd",
+        "accessToken",
+        "privateKey",
+        "APIKey",
+        "clientSecret",
+        "connectionString",
+        "X-Api-Key",
+        "Set-Cookie",
+        "api-token",
+        "judge.api.key",
+        "db.password",
+    ],
+)
+def test_the_usual_names_of_secrets_are_known_in_every_spelling(name: str) -> None:
+    nested = {"arguments": [{"headers": {name: "plain"}}], name: ["one", {"two": "three"}]}
+    assert redact(nested) == {
+        "arguments": [{"headers": {name: "[redacted]"}}],
+        name: ["[redacted]", {"two": "[redacted]"}],
+    }
+    assert redact_command([f"rewards.f.arguments.{name}=plain"]) == [f"rewards.f.arguments.{name}=[redacted]"]
+
+
+def test_settings_that_only_resemble_secrets_stay() -> None:
+    settings = {
+        "max_tokens": 5,
+        "tokens_per_minute": 1000,
+        "token_mean": "x",
+        "token_limit": "x",
+        "normalization": "token_mean",
+        "ratio": "token",
+        "stop_token": "x",
+        "eos_token": "END",
+        "pad_token": "x",
+        "token": "</think>",
+        "token_id": 3,
+        "pat": r"(\d+)",
+        "api_key_env": "OPENAI_API_KEY",
+        "private_key_path": "/x/id",
+        "key": "answer",
+        "answer_key": "gold",
+        "password": None,
+        "secret": False,
+        "rewards": {"secret": {"type": "number", "extraction": "whole"}},
+    }
+    assert redact(settings) == settings
+
+
+def test_nothing_in_a_shipped_recipe_or_among_the_defaults_is_taken_for_a_secret() -> None:
+    recipes = [parse_file(path) for path in sorted(RECIPES.rglob("*.yaml"))]
+    assert len(recipes) > 30
+    assert redact(recipes) == recipes
+    whole = parse_config(load_recipe("flatpeak:demo")).model_dump(mode="json")
+    assert redact(whole) == whole
+
+
+def test_a_recipes_secrets_are_hidden_wherever_they_stand_once_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_recipe_secrets", set())
+    arguments = {"token": "tok-987-abc", "password": "word", "n": "plain-987-abc"}
+    hide_secrets_of({"rewards": {"f": {"arguments": arguments}}})
+    assert redact("tok-987-abc refused, a word, plain-987-abc") == "[redacted] refused, a word, plain-987-abc"
+
+
+@pytest.mark.parametrize(
     ("argument", "clean"),
     [
         ("rewards.f.arguments.api_key=plain, value}", "rewards.f.arguments.api_key=[redacted]"),
@@ -76,6 +186,9 @@ def test_fields_named_like_secrets_are_hidden_and_others_are_not():
         ('rewards.f={"my_password": "pl,ain", "k": 2}', 'rewards.f={"my_password": [redacted], "k": 2}'),
         ("judge.backend.api_key_env=MY_KEY", "judge.backend.api_key_env=MY_KEY"),
         ("model.new={tokenizer: {eos_token: </s>}}", "model.new={tokenizer: {eos_token: </s>}}"),
+        ("f={arguments: {credentials: {user: a, id: b}, k: 2}}", "f={arguments: {credentials: [redacted], k: 2}}"),
+        ("f.headers={Authorization: Bearer abc, k: 2}", "f.headers={Authorization: [redacted], k: 2}"),
+        ("objective={ratio: token, normalization: token_mean}", "objective={ratio: token, normalization: token_mean}"),
         ("--json", "--json"),
     ],
 )

@@ -54,10 +54,12 @@ def read_config(recipe: str, overrides: Sequence[str] | None) -> RunConfig:
 
 
 def print_config(config: RunConfig) -> None:
-    """Print the whole recipe as YAML."""
+    """Print the whole recipe as YAML, without secrets."""
     import yaml
 
-    typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
+    from flatpeak.utils.redaction import redact
+
+    typer.echo(yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True), nl=False)
 
 
 def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> None:

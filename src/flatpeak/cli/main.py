@@ -60,6 +60,7 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 a bad command or recipe, 130 and 143 stopped by a signal."""
     warnings.formatwarning = _format_warning
+    _open_closed_streams()
     try:
         if (code := run_directly(sys.argv[1:])) is not None:
             sys.exit(code)
@@ -77,6 +78,15 @@ def main() -> None:
     except Exception as error:
         line = explanation(error)
         _fail(traceback.format_exc().rstrip() if line is None else f"error: {' '.join(line.split())}", code=1)
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that cron or a supervisor has closed: they lead nowhere, also in child processes."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open until the process ends
+            os.set_inheritable(stream.fileno(), True)  # it has the free number, which a run's file would have next
+            setattr(sys, name, stream)
 
 
 def _format_warning(

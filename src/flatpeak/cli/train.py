@@ -25,8 +25,10 @@ from flatpeak.cli.common import (
     start_processes,
 )
 from flatpeak.distributed.launch import check_alone
+from flatpeak.errors import UserError
 
 if TYPE_CHECKING:
+    from flatpeak.config.run_config import RunConfig
     from flatpeak.runs.summary import RunSummary
 
 DEMO = "flatpeak:demo"
@@ -40,12 +42,25 @@ def demo(overrides: Overrides = None, resume: Resume = False) -> None:
     """
     config = read_config(DEMO, overrides)
     overwrite = not resume
+    if overwrite:
+        _check_made_by_demo(config)
     check_start(config, resume=resume, overwrite=overwrite)
     start_processes(config)
     output = RunOutput(label="demo", metric=config.evaluation.metric, resumed_by=["demo", *(overrides or ())])
     with output.progress() as progress:
         result = flatpeak.train(config, progress=progress, resume=resume, overwrite=overwrite, command=command_line())
     output.finish(result, last_line("demo", result.summary, since="sft", report=result.report))
+
+
+def _check_made_by_demo(config: RunConfig) -> None:
+    """UserError where the demo would overwrite a run that another command or recipe has made."""
+    from flatpeak.runs.directory import RunPaths
+    from flatpeak.runs.manifest import read_starts
+
+    run = RunPaths(Path(config.run.directory) / config.run.name)
+    made_by_demo = any(start.get("command", [])[1:2] == ["demo"] for start in read_starts(run.manifest)[:1])
+    if run.is_run() and not made_by_demo and not run.failed_before_first_step():
+        raise UserError(f"{run.path} is a run that the demo did not make: choose another run.name, or delete it first")
 
 
 def sft(

@@ -8,6 +8,7 @@ out for that.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import queue
@@ -21,12 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError, brief
 from flatpeak.experiments.records import prune_checkpoints
-from flatpeak.utils.redaction import redact
+from flatpeak.utils.redaction import hide_secrets_of, redact
 from flatpeak.utils.user_code import load_function, user_files
 
 Job = Mapping[str, Any]
@@ -147,6 +148,7 @@ def _place(module: Any) -> Path | None:
 def run_job(job: Job) -> Outcome:
     """Run one job, its prints in its own log. Whatever it raises is its outcome."""
     started = time.perf_counter()
+    hide_secrets_of(job)
     with _output_in(Path(job["log"])), _stoppable():
         try:
             status, reason = "stopped" if _CALLS[job["kind"]](job) else "done", None
@@ -159,9 +161,9 @@ def run_job(job: Job) -> Outcome:
             status, reason = "failed", f"{type(error).__name__}: {brief(error)}"
         if reason is not None:
             # Names of files that are no text have letters that cannot be printed.
-            reason = reason.encode("utf-8", "backslashreplace").decode("utf-8")
+            reason = redact(reason.encode("utf-8", "backslashreplace").decode("utf-8"))
             sys.stderr.write(f"{reason}\n")
-    return {"status": status, "reason": redact(reason), "seconds": time.perf_counter() - started}
+    return {"status": status, "reason": reason, "seconds": time.perf_counter() - started}
 
 
 def _train(job: Job) -> bool:
@@ -215,9 +217,39 @@ def _stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+class _RedactedLines(io.TextIOBase):
+    """A stream that passes text on in whole lines, without secrets: `print` writes each of its arguments by itself."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._begun = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """Pass on the lines that end here."""
+        with self._lock:
+            lines, newline, self._begun = (self._begun + text).rpartition("\n")
+            self._stream.write(redact(lines) + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on a line that has not ended, too."""
+        with self._lock:
+            begun, self._begun = self._begun, ""
+            self._stream.write(redact(begun))
+            self._stream.flush()
+
+    def fileno(self) -> int:
+        """The descriptor, for what writes to it directly."""
+        return self._stream.fileno()
+
+
 @contextmanager
 def _output_in(log: Path) -> Iterator[None]:
-    """Append this process's standard output and errors, and those of its children, to a file."""
+    """Append this process's standard output and errors, and those of its children, to a file.
+
+    What Python prints is redacted; a child writes to the file itself.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     saved = [os.dup(1), os.dup(2)]
     streams = sys.stdout, sys.stderr
@@ -226,12 +258,14 @@ def _output_in(log: Path) -> Iterator[None]:
         sys.stderr.flush()
         for number in (1, 2):
             os.dup2(file.fileno(), number)
+    redacted = _RedactedLines(streams[0]), _RedactedLines(streams[1])
+    sys.stdout, sys.stderr = redacted
     try:
         yield
     finally:
         sys.stdout, sys.stderr = streams
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in redacted:
+            stream.flush()
         for number, copy in zip((1, 2), saved, strict=True):
             os.dup2(copy, number)
             os.close(copy)

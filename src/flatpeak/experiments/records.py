@@ -177,6 +177,7 @@ def check_functions(cell: PrefixStep | PlannedRun) -> None:
 def _changed(old: Mapping[str, Any], recipe: RunConfig) -> dict[str, str]:
     """The changed keys that can change a result; one that an older version did not know counts if it is no default."""
     new = redact(json.loads(json.dumps(recipe.model_dump(mode="json"))))
+    old = redact(old)
     chosen, known = flatten(recipe.model_dump(mode="json", exclude_defaults=True)), flatten(old)
     return {
         key: change

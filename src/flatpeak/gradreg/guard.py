@@ -99,6 +99,8 @@ class Guard:
         """The last update whose consistency was measured; None before the first, which is refused where it is bad."""
         self.inconsistent = 0
         """The number of measurements below NOTICE_BELOW."""
+        self.lost = 0
+        """The number of penalties left out because the second pass was not finite."""
 
     def probe(self, perturbation: Perturbation, config: GradientRegularizationConfig) -> None:
         """Check the perturbation along a random direction, before anything is spent on a run.
@@ -134,6 +136,16 @@ class Guard:
         if not self.warned:
             self.notice(message)
             self.warned = True
+
+    def report_lost_penalty(self, *, update: int) -> None:
+        """Give a notice of the first, 10th, 100th, ... penalty that is left out because it is not finite."""
+        self.lost += 1
+        if math.log10(self.lost).is_integer():
+            penalties = "1 penalty" if self.lost == 1 else f"{self.lost} penalties"
+            self.notice(
+                f"gradient regularization: {penalties} so far left out (now in update {update}), because the second "
+                "pass was NaN or infinite; lower gradient_regularization.step if gradreg/skipped goes on rising"
+            )
 
     def is_due(self, update: int) -> bool:
         """Whether the consistency of an informative update is to be measured."""
@@ -192,6 +204,7 @@ class Guard:
             "guard_coarse": self.coarse,
             "guard_checked": self.checked,
             "guard_inconsistent": self.inconsistent,
+            "guard_lost": self.lost,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -201,6 +214,7 @@ class Guard:
         self.coarse = state.get("guard_coarse", False)
         self.checked = state.get("guard_checked", 0 if self.passed else None)
         self.inconsistent = state.get("guard_inconsistent", 0)
+        self.lost = state.get("guard_lost", 0)
 
 
 def rounding_message(

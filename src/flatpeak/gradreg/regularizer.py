@@ -270,6 +270,7 @@ class _Update:
         )
         if not math.isfinite(size + outside):
             self.outside = {}
+            owner.guard.report_lost_penalty(update=owner.schedule.updates)
             return Report(
                 skipped="the second pass is not finite", g1_norm=g1_norm, pass_count=self.pass_count, kept=self.kept
             )

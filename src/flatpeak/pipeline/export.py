@@ -27,7 +27,7 @@ from flatpeak.runs.checkpoints import TRAINING_FILES, checkpoint_name, verify_ch
 from flatpeak.runs.directory import RunPaths
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG
 from flatpeak.utils.adapters import load_adapter
-from flatpeak.utils.huggingface import no_progress_bar, no_warnings
+from flatpeak.utils.huggingface import no_progress_bar, no_warnings, save_tokenizer, share_weights
 
 DType = Literal["float32", "bfloat16"]
 MOST_LOST: Final = 0.5
@@ -72,7 +72,7 @@ def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", 
         cast_weights(model, kind)
         with whole_or_absent(target) as temporary:
             model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            save_tokenizer(tokenizer, temporary)
             if (source / REWARD_MODEL).is_file():
                 shutil.copy(source / REWARD_MODEL, temporary)
             record = read_prompt_record(source)
@@ -90,6 +90,7 @@ def whole_or_absent(target: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        share_weights(temporary)
         temporary.rename(target.absolute())
     except OSError as error:  # shutil.Error is one
         raise UserError(f"{target} cannot be written ({error}): free space or fix the cause") from error

@@ -20,12 +20,12 @@ from flatpeak.pipeline.train import train
 from flatpeak.pipeline.user_objects import CallerObjects
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
-from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.manifest import changes, describe_start, flatten, last_code
+from flatpeak.runs.directory import RunPaths, check_no_secret_missing
+from flatpeak.runs.manifest import DIGESTS, changes, describe_start, last_digests
 from flatpeak.runs.metrics import truncate_metrics
 from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import logged_steps
-from flatpeak.utils.redaction import HIDDEN, redact
+from flatpeak.utils.redaction import redact
 
 FIXED_SETTINGS = {
     "model.path": "the model",
@@ -139,9 +139,7 @@ def _check_fork(source: RunPaths, origin: CheckpointState, before: RunConfig, co
     levels = Path(config.run.name).parts
     if not levels or Path(config.run.name).is_absolute() or ".." in levels:
         raise UserError(f"--name {config.run.name}: give a name such as my-fork")
-    hidden = [key for key, value in flatten(config.model_dump(mode="json")).items() if value == HIDDEN]
-    if hidden:
-        raise UserError(f"{hidden[0]} was left out of {source.config} as a secret: give it again, {hidden[0]}=...")
+    check_no_secret_missing(config.model_dump(mode="json"))
     if "cursors" not in origin.state["stage"]:
         raise UserError(f"{source.path} is a run of a reward model, which cannot be forked: start a new one")
     fixed = dict(FIXED_SETTINGS)
@@ -197,9 +195,12 @@ def copy_run(
         changed = changes(before.model_dump(mode="json"), resolved)
         forked = {"run": str(source.path.absolute()), "step": origin.step, "changed": changed}
         # Another function is a change of the recipe, and none of the function's code.
-        before_code = last_code(json.loads(source.manifest.read_text(encoding="utf-8")))
-        code = {key: digest for key, digest in before_code.items() if key not in changed}
-        manifest = redact(describe_start(command, code=code) | {"forked": forked})
+        earlier = json.loads(source.manifest.read_text(encoding="utf-8"))
+        code, data = (
+            {key: digest for key, digest in last_digests(earlier, kind).items() if key not in changed}
+            for kind in DIGESTS
+        )
+        manifest = redact(describe_start(command, code=code, data=data) | {"forked": forked})
         paths = RunPaths(temporary)
         paths.config.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
         paths.manifest.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ from flatpeak.distributed.ranks import ALONE, Ranks, SharedStopSignals, lost_ran
 from flatpeak.errors import DivergedError, ReportedElsewhereError, RunError, StoppedError, UserError, explain
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import Evaluator
+from flatpeak.pipeline.data_digests import data_digests
 from flatpeak.pipeline.progress import as_progress
 from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, read_prompt_record
 from flatpeak.pipeline.resume_point import ResumePoint, read_resume_point
@@ -28,7 +29,7 @@ from flatpeak.report.page import write_report
 from flatpeak.runs.checkpoints import CheckpointError
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.manifest import flatten
-from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.metrics import missing_steps, read_metrics
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary, Status
@@ -39,7 +40,7 @@ from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.recorder import Recorder
 from flatpeak.utils.host_memory import keep_freed_memory
 from flatpeak.utils.huggingface import no_progress_bar
-from flatpeak.utils.redaction import redact
+from flatpeak.utils.redaction import hide_secrets_of, redact
 
 RecipeSource = RunConfig | Mapping[str, Any] | str | Path
 """A checked recipe, the mapping of one, or the path or name of one."""
@@ -148,7 +149,8 @@ class Run:
         if self.directory.resumed:
             self.directory.rewind(newest.step if newest else None, stage=point.stage, evaluated=point.evaluated)
         self._open_trackers_and_notices()
-        self._announce_changed_code()
+        self._announce_changes()
+        self._announce_missing_steps()
         self.recorder = Recorder(
             self.directory,
             config=self.config.run,
@@ -197,12 +199,27 @@ class Run:
             section, facts, earlier=lambda: read_metrics(self.directory.metrics), notice=self.progress.notice
         )
 
-    def _announce_changed_code(self) -> None:
-        """Give a notice of each function of the user's whose code has changed since an earlier start of the run."""
-        for key in self.directory.changed_code:
+    def _announce_changes(self) -> None:
+        """Give a notice of each setting whose code or data has changed since an earlier start of the run."""
+        for kind, keys in self.directory.changed.items():
+            for key in keys:
+                self.progress.notice(
+                    f"the {kind} of {key}={flatten(self._resolved)[key]} has changed since the run was last started: "
+                    f"what follows is another run than it was; put the {kind} back, or give the changed one a run of "
+                    "its own"
+                )
+
+    def _announce_missing_steps(self) -> None:
+        """Give a notice where metrics.jsonl lacks steps of the checkpoint that the run goes on from."""
+        newest = self.resume_point.newest
+        if newest is None or not self.directory.resumed:
+            return
+        missing = missing_steps(self.directory.metrics, step=newest.step, stage=self.resume_point.stage)
+        if missing:
             self.progress.notice(
-                f"the code of {key}={flatten(self._resolved)[key]} has changed since the run was last started: what "
-                "follows is another run than it was; put the code back, or give the changed one a run of its own"
+                f"{self.directory.metrics} has no row of {len(missing)} of the {newest.step} steps before this start, "
+                f"the first is step {missing[0]}: a power cut or a full disk lost them; {newest.path.name} is whole, "
+                "and the run goes on from it"
             )
 
     def _directory(
@@ -220,6 +237,7 @@ class Run:
                 before=prepare,
                 decoder=decoder,
                 code=code,
+                data=data_digests(self.config),
             )
         )
 
@@ -295,6 +313,7 @@ def open_run(
     progress = request.progress if ranks.is_first else False
     display = as_progress(progress, metric=metric)
     bars = no_progress_bar() if progress is False else nullcontext()
+    hide_secrets_of(config.model_dump(mode="json"))
     with bars, closing(NoticeLog(failed=display.notice)) as log:
         run = Run(config, request, RecordedProgress(display, log), log, ranks)
         for notice in notices:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flatpeak.errors import DIVERGED, DivergedError
+from flatpeak.errors import UserError
 from flatpeak.policy.kv_cache import KeyValueCache
 from flatpeak.policy.linears import Head
 from flatpeak.policy.packing import PackedRow, pack_prompts
@@ -132,7 +132,10 @@ def probe(policy: Probed) -> str | None:
             ids = torch.tensor([tokens], device=policy.device)
             plain = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
         if bool(plain.isnan().any()):
-            raise DivergedError(f"the model's logits are NaN: its weights have diverged or are damaged; {DIVERGED}")
+            raise UserError(
+                "the model's logits are NaN before any step: its weights are damaged, or had diverged when they were "
+                "saved; fetch them again, or name another model"
+            )
         ours = torch.cat([packed[start : start + len(tokens) - 1], decoded[index : index + 1]])
         start += len(tokens) - 1
         gap = (ours - plain).abs().max().item()

@@ -26,6 +26,7 @@ from flatpeak.utils.huggingface import (
     load_errors,
     load_tokenizer,
     local_or_hub,
+    no_load_report_before_errors,
     pick_device,
 )
 from flatpeak.utils.quantization import disable_repacking, loading_options
@@ -143,22 +144,36 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
     path = local_or_hub(config.path)
     source = {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
     adapter = Path(config.lora.adapter).expanduser() if config.lora and config.lora.adapter else None
-    with load_errors(config.path, where="model.path"):
-        if adapter is not None and has_tokenizer(adapter):
-            tokenizer = load_tokenizer(str(adapter), trust_remote_code=config.trust_remote_code)
-        else:
-            tokenizer = load_tokenizer(path, **source)
-        settings = AutoConfig.from_pretrained(path, **source)
-        _check_writes(settings)
-        quantized = is_quantized(settings, config)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            **source,
-            dtype=dtype,
-            **loading_options(config.quantization, dtype=dtype, device=device, done=quantized),
-            output_loading_info=True,
-            ignore_mismatched_sizes=not quantized,  # else the error names none of them; packed weights have other sizes
+    with no_load_report_before_errors():
+        with load_errors(config.path, where="model.path"):
+            if adapter is not None and has_tokenizer(adapter):
+                tokenizer = load_tokenizer(str(adapter), trust_remote_code=config.trust_remote_code)
+            else:
+                tokenizer = load_tokenizer(path, **source)
+            settings = AutoConfig.from_pretrained(path, **source)
+            _check_writes(settings)
+            quantized = is_quantized(settings, config)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                **source,
+                dtype=dtype,
+                **loading_options(config.quantization, dtype=dtype, device=device, done=quantized),
+                output_loading_info=True,
+                # Else the error names none of them; packed weights have other sizes.
+                ignore_mismatched_sizes=not quantized,
+            )
+        _check_complete(config, model, report)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UserError(
+            f"model.path={config.path} is an adapter: set model.path to its base and model.lora.adapter={config.path}"
         )
+    disable_repacking(model)
+    move_to_own_memory(model)
+    return model, tokenizer
+
+
+def _check_complete(config: ModelConfig, model: Any, report: Mapping[str, Any]) -> None:
+    """Raise a UserError where weights of a model are missing in its files, or have other shapes there."""
     for name, in_file, by_config in sorted(report["mismatched_keys"]):
         raise UserError(
             f"model.path={config.path} does not load: {name} is {list(in_file)} in its files and {list(by_config)} by "
@@ -172,13 +187,6 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
             f"model.path={config.path} lacks weights of {type(model).__name__}: {names}; name a complete checkpoint of "
             "a causal language model"
         )
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise UserError(
-            f"model.path={config.path} is an adapter: set model.path to its base and model.lora.adapter={config.path}"
-        )
-    disable_repacking(model)
-    move_to_own_memory(model)
-    return model, tokenizer
 
 
 def is_quantized(shape: Any, config: ModelConfig) -> bool:

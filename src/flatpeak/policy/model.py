@@ -46,7 +46,7 @@ from flatpeak.protocols import Tokenizer
 from flatpeak.types import PackedCompletions
 from flatpeak.utils.adapters import dropout_modules, save_adapter
 from flatpeak.utils.host_memory import HostMemory, OffloadedWeights
-from flatpeak.utils.huggingface import no_progress_bar
+from flatpeak.utils.huggingface import no_progress_bar, save_tokenizer
 
 
 class Policy:
@@ -365,7 +365,7 @@ class Policy:
     def save(self, directory: Path) -> None:
         """Write model and tokenizer in Hugging Face format; of a model with adapters these alone, in peft's."""
         self.save_weights(directory)
-        self.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
+        save_tokenizer(self.tokenizer, directory)
 
     def save_weights(self, directory: Path, *, head: bool = False) -> None:
         """Write the same without the tokenizer; `head`: an output layer tied to the embeddings by itself too."""

@@ -32,6 +32,7 @@ from flatpeak.utils.huggingface import (
     load_tokenizer,
     no_progress_bar,
     no_warnings,
+    save_tokenizer,
 )
 from flatpeak.utils.quantization import disable_repacking, loading_options
 
@@ -351,7 +352,7 @@ class Classifier:
                 save_adapter(self.model, directory)
             else:
                 self.model.save_pretrained(directory)
-        self.wording.tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
+        save_tokenizer(self.wording.tokenizer, directory)
         Record(template=self.wording.template, max_tokens=self.wording.max_tokens, scores=scores).write(directory)
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from flatpeak.errors import RunError, UserError
 from flatpeak.runs.files import fsync_path
 from flatpeak.runs.notices import warn
+from flatpeak.utils.huggingface import share_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +96,7 @@ def write_checkpoint(
     temporary.mkdir()
     try:
         _write_files(temporary, save_model=save_model, tensors=tensors, state=state)
+        share_weights(temporary)
         for name, text in (texts or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
         write_manifest(temporary, step=step)

@@ -21,11 +21,11 @@ from flatpeak.errors import UserError, nearest
 from flatpeak.runs.checkpoints import checkpoint_steps, remove_leftovers
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.manifest import check_resumable, describe_start, last_code
+from flatpeak.runs.manifest import DIGESTS, DigestKind, check_resumable, describe_start, flatten, last_digests
 from flatpeak.runs.metrics import STAGES, read_metrics, truncate_metrics
 from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import truncate_rollouts
-from flatpeak.utils.redaction import redact
+from flatpeak.utils.redaction import HIDDEN, redact
 
 _LONGEST_NAME = 255
 """Bytes of the longest file name that common file systems take."""
@@ -162,8 +162,8 @@ class RunDirectory(RunPaths):
         """Whether an earlier start of this run is being continued."""
         self.checkpoint_texts: Mapping[str, str] = {}
         """Contents of the files that every checkpoint has beside its model's, by name."""
-        self.changed_code: tuple[str, ...] = ()
-        """The settings whose functions of the user's have other code than when this run was last started."""
+        self.changed: dict[DigestKind, list[str]] = {}
+        """The settings whose code or data is another than when this run was last started."""
 
     @classmethod
     def create(
@@ -178,6 +178,7 @@ class RunDirectory(RunPaths):
         before: Callable[[], None] = lambda: None,
         decoder: str | None = None,
         code: Mapping[str, str] | None = None,
+        data: Mapping[str, str] | None = None,
     ) -> RunDirectory:
         """Take `config.directory/config.name` and write config.yaml and manifest.json.
 
@@ -185,7 +186,7 @@ class RunDirectory(RunPaths):
         refused without `resume` or `overwrite`; with `resume`, a run that does not exist yet is started, so that one
         command can be repeated until it is done. A run that failed before its first step was done is replaced.
         `before` is called once the lock is taken and before anything is deleted or written: an error in it leaves an
-        earlier run as it was. `decoder` and `code` are for the manifest.
+        earlier run as it was. `decoder`, `code` and `data` are for the manifest.
         Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
         """
         path = _run_path(config, resume=resume, overwrite=overwrite)
@@ -197,12 +198,12 @@ class RunDirectory(RunPaths):
                 f"{path} cannot be written ({error.strerror}): choose another run.directory or run.name"
             ) from error
         try:
-            run = cls(path, lock, resumed=resume and RunPaths(path).config.exists())
+            run = cls(path, lock, resumed=resume and RunPaths(path).is_run())
             replaced = _replaces(run, resume=resume, overwrite=overwrite)
             before()
             if replaced:
                 run._clear()
-            facts = describe_start(command, decoder=decoder, code=code)
+            facts = describe_start(command, decoder=decoder, code=code, data=data)
             run._start(_as_existing_files(resolved), facts, chosen)
         except BaseException:
             lock.release()
@@ -222,8 +223,9 @@ class RunDirectory(RunPaths):
         if self.resumed:
             changed = _check_recipe(self, resolved, chosen)
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
-            before, now = last_code(manifest), start.get("code", {})
-            self.changed_code = tuple(key for key in now if before.get(key, now[key]) != now[key])
+            for kind in DIGESTS:
+                before, now = last_digests(manifest, kind), start.get(kind, {})
+                self.changed[kind] = [key for key in now if before.get(key, now[key]) != now[key]]
             steps = (*checkpoint_steps(self.checkpoints), *checkpoint_steps(self.sft_checkpoints))
             start |= {"changed": changed, "anew": not any(steps)}
             manifest.setdefault("resumed", []).append(start)
@@ -291,6 +293,7 @@ def check_start(
     Nothing is written and torch is not loaded, so that a mistake is reported before they are loaded. `create` checks
     again, once it holds the lock.
     """
+    check_no_secret_missing(resolved)
     path = _run_path(config, resume=resume, overwrite=overwrite)
     run = RunPaths(path)
     if not _existing_files(path):
@@ -298,12 +301,24 @@ def check_start(
     with suppress(PermissionError):  # `create` reports it
         check_unlocked(path / _LOCK)
     _replaces(run, resume=resume, overwrite=overwrite)
-    if resume and run.config.exists():
+    if resume:
         _check_recipe(run, _as_existing_files(resolved), chosen)
 
 
+def check_no_secret_missing(resolved: Mapping[str, Any]) -> None:
+    """Raise UserError where a recipe is that of a run, which was written without its secrets."""
+    for key, value in flatten(resolved).items():
+        if value == HIDDEN:
+            raise UserError(f"{key} was left out of the run's config.yaml as a secret: give it again, {key}=...")
+
+
 def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> dict[str, str]:
-    """The keys that the recipe of a resumed run changes; UserError where it may not, or where there is none to read."""
+    """The keys that the recipe of a resumed run changes; UserError where it may not, or where it cannot be read.
+
+    A run whose config.yaml was deleted goes on with any recipe.
+    """
+    if not run.config.exists():
+        return {}
     try:
         content = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -313,7 +328,7 @@ def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[st
             f"{run.config} is empty or damaged, so that the recipe cannot be compared: put it back from a copy, or "
             "delete it, and the run goes on with the recipe that is given"
         )
-    return check_resumable(content, resolved, chosen=chosen)
+    return check_resumable(redact(content), resolved, chosen=chosen)
 
 
 def _as_existing_files(resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,10 @@ class LineWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._torn = False
 
+    def sync(self) -> None:
+        """Force the lines to the disk, where a power cut leaves them too."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file, whose lines are all written."""
         self._file.close()

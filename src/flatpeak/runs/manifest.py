@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import flatpeak
 from flatpeak.errors import UserError
@@ -57,17 +57,25 @@ _CHANGEABLE_SECTIONS = re.compile(
     r"|(budget|breaker)\..+|backend\.(base_url|api_key_env|price_input|price_output|device))"
     r"|tracking(\..+)?"
 )
+DigestKind = Literal["code", "data"]
+"""The content that a digest is of: the user's functions, or the files of data that a recipe names."""
+DIGESTS: Final[tuple[DigestKind, ...]] = ("code", "data")
 _ABSENT = "(absent)"
 _GIB = 2**30
 
 
 def describe_start(
-    command: Sequence[str] | None, *, decoder: str | None = None, code: Mapping[str, str] | None = None
+    command: Sequence[str] | None,
+    *,
+    decoder: str | None = None,
+    code: Mapping[str, str] | None = None,
+    data: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The facts of one start of a run, as JSON; `command` is the command line, None for a start from Python.
 
     The command is kept without the values of secret settings. `decoder` is what draws its rollouts: torch, a library of
-    native kernels, generate, vllm, or a caller's sampler. `code` has digests of the user's functions, by setting.
+    native kernels, generate, vllm, or a caller's sampler. `code` and `data` have digests of the user's functions and
+    files, by setting.
     """
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -79,13 +87,14 @@ def describe_start(
     }
     if decoder is not None:
         facts["decoder"] = decoder
-    return facts | {"code": dict(code)} if code else facts
+    digests = {"code": code, "data": data}
+    return facts | {kind: dict(by_setting) for kind, by_setting in digests.items() if by_setting}
 
 
-def last_code(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """The digests of the user's functions at the last start of a run; empty where its version kept none."""
-    code: dict[str, str] = ([manifest, *manifest.get("resumed", [])][-1]).get("code", {})
-    return code
+def last_digests(manifest: Mapping[str, Any], kind: DigestKind) -> dict[str, str]:
+    """The digests by setting at the last start of a run; empty where its version kept none."""
+    digests: dict[str, str] = ([manifest, *manifest.get("resumed", [])][-1]).get(kind, {})
+    return digests
 
 
 def read_starts(path: Path) -> list[Mapping[str, Any]]:

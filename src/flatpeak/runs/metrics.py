@@ -53,6 +53,10 @@ class MetricsWriter:
             self._noticed.add(key)
             self._notice(text)
 
+    def sync(self) -> None:
+        """Force the rows to the disk."""
+        self._lines.sync()
+
     def close(self) -> None:
         """Close the file; the trackers stay open for the report, which comes after the last row."""
         self._lines.close()
@@ -69,6 +73,12 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Row]:
     """The rows of a metrics.jsonl, in order; lines that a crash or a full disk left torn are skipped."""
     return [row for _, row in read_lines(path)]
+
+
+def missing_steps(path: Path, *, step: int, stage: str) -> list[int]:
+    """The steps of a stage up to `step` that have no row."""
+    present = {row["step"] for row in read_metrics(path) if row["stage"] == stage}
+    return sorted(set(range(1, step + 1)) - present)
 
 
 def truncate_metrics(path: Path, *, step: int | None, stage: str, evaluated: bool = True) -> None:

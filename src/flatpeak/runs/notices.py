@@ -81,6 +81,11 @@ class NoticeLog:
             failed, self._failed = self._failed, lambda text: None
             failed(f"{self._path}: {error.strerror}; notices are not kept until there is room again")
 
+    def sync(self) -> None:
+        """Force the notices to the disk."""
+        if self._lines is not None:
+            self._lines.sync()
+
     def close(self) -> None:
         """Close the file; later notices are not kept."""
         lines, self._lines = self._lines, None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatpeak.errors import UserError, brief
+from flatpeak.runs.files import fsync_path
 from flatpeak.runs.notices import warn
 from flatpeak.types import Group, Scores
 from flatpeak.utils.redaction import redact
@@ -56,6 +57,7 @@ class RolloutLog:
         self._size: int | None = None
         """Bytes of the latest file; None before the first."""
         self._announced = False
+        self._unsynced: list[Path] = []
 
     def announce_size(self, step: int, *, total: int, every: int) -> None:
         """Give one notice, after the first file, where files like it, one every so many steps, add up to much."""
@@ -86,11 +88,20 @@ class RolloutLog:
                     file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
             self._size = temporary.stat().st_size
             temporary.replace(path)
+            self._unsynced.append(path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if not self._noticed:
                 self._noticed = True
                 self._notice(f"{path}: {error.strerror}; rollouts are not logged until there is room again")
+
+    def sync(self) -> None:
+        """Force the files that were written since the last call to the disk."""
+        unsynced, self._unsynced = self._unsynced, []
+        for path in unsynced:
+            fsync_path(path)
+        if unsynced:
+            fsync_path(self.directory)
 
 
 def read_rollouts(path: Path) -> list[Row]:

@@ -176,8 +176,6 @@ def word_messages(
     The contents of `messages` are part of the template but for what is quoted in them. UserError where the template
     cannot be used.
     """
-    from jinja2.exceptions import TemplateError  # imported here: slow, and recipes are checked without it
-
     tokenizer = encoder.tokenizer
     if not tokenizer.chat_template:
         raise UserError(
@@ -190,7 +188,7 @@ def word_messages(
     kwargs: dict[str, Any] = {**config.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
     try:
         text = tokenizer.apply_chat_template(list(messages), **kwargs)
-    except TemplateError as error:
+    except Exception as error:  # a template may raise anything, not only jinja2's errors
         raise UserError(
             f"prompt.template=chat: the chat template refuses the messages ({error}); remove prompt.system or "
             "change prompt.chat_template_kwargs"

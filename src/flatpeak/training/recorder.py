@@ -27,7 +27,7 @@ from flatpeak.runs.checkpoints import (
 )
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
-from flatpeak.runs.files import write_atomic
+from flatpeak.runs.files import fsync_path, write_atomic
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.notices import NoticeLog
 from flatpeak.runs.rollout_log import RolloutLog, rollout_rows
@@ -284,6 +284,7 @@ class Recorder:
     ) -> None:
         """Write the checkpoint of a step, link it, and delete those that are no longer kept."""
         stage, step = done.stage, done.step
+        self._sync_logs()
         parent = self.run.checkpoints if stage.name == "train" else self.run.checkpoints / stage.name
         path = write_checkpoint(
             parent,
@@ -304,6 +305,17 @@ class Recorder:
         if stage.name == "train" and history.best_step == step:
             link_checkpoint(parent, BEST, path)
         prune(parent, keep=self.config.keep_checkpoints)
+
+    def _sync_logs(self) -> None:
+        """Force the logs to the disk: after a power cut a checkpoint must not be ahead of them."""
+        try:
+            for log in (self.metrics, self.notices, self.rollout_log):
+                log.sync()
+            for directory in (self.run.path, self.run.evaluations):
+                if directory.exists():
+                    fsync_path(directory)
+        except OSError as error:  # a log is worth less than the run
+            self.progress.notice(f"{self.run.path}: {error.strerror}; a power cut may take the last rows of its logs")
 
     def point_at(self, newest: Path) -> None:
         """Set the links of a resumed run again: a kill may have come between a checkpoint and its links.

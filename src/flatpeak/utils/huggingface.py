@@ -6,8 +6,9 @@ Importing it loads neither torch nor transformers.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,15 +40,20 @@ def load_errors(path: str, *, where: str, kind: str = "") -> Iterator[None]:
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
             reason = (
-                f"it is no directory here, {problem}; name one, or check the network" if problem else _reason(error)
+                f"it is no directory here, {problem}; name one, or check the network"
+                if problem
+                else _reason(error, where=where)
             )
             raise UserError(f"{where}={path} does not load{kind and f' as {kind}'}: {reason}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, *, where: str) -> str:
     """The reason of a failed load, with the fix where the files are known to be at fault."""
     from safetensors import SafetensorError
 
+    if "trust_remote_code" in str(error):
+        fix = "set model.trust_remote_code=true if you trust it" if where == "model.path" else "name a model without"
+        return f"it comes with code of its own, which is not run: {fix}"
     if isinstance(error, SafetensorError):
         return f"{brief(error)}; a file of weights is cut short, damaged, or a pointer of Git LFS: fetch it again"
     if isinstance(error, json.JSONDecodeError):
@@ -146,16 +152,44 @@ def no_progress_bar() -> Iterator[None]:
 
 
 @contextmanager
+def no_load_report_before_errors() -> Iterator[None]:
+    """A context without transformers' table of weights that do not fit a model where a UserError of its own says so.
+
+    In all other cases the table is logged at the end; an error of transformers may refer to it.
+    """
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in record.getMessage()
+        if is_report:
+            held.append(record)
+        return not is_report
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(hold)
+    try:
+        yield
+    except UserError as error:
+        if error.__cause__ is None:
+            held.clear()
+        raise
+    finally:
+        logger.removeFilter(hold)
+        for record in held:
+            logger.handle(record)
+
+
+@contextmanager
 def no_warnings() -> Iterator[None]:
     """A context in which transformers logs errors only."""
-    from transformers.utils import logging
+    from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
+    level = get_verbosity()
+    set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        set_verbosity(level)
 
 
 def pick_device(name: str, *, where: str) -> torch.device:
@@ -224,3 +258,18 @@ def _problem() -> str | None:
     except Exception as error:  # the session's library is a private choice of the client, and so are its errors
         return f"{constants.ENDPOINT} cannot be reached ({str(error).strip() or type(error).__name__})"
     return None
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write a tokenizer with the same bytes wherever it was loaded from: transformers marks one from a directory."""
+    for mark in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(mark, None)
+    tokenizer.save_pretrained(directory)
+
+
+def share_weights(directory: Path) -> None:
+    """Make weights as readable as their directory: safetensors lets only their owner read them, whatever the umask."""
+    mode = directory.stat().st_mode & 0o666
+    for path in directory.rglob("*.safetensors"):
+        with suppress(PermissionError):  # a network file system without modes
+            path.chmod(mode)

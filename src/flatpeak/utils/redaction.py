@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,25 +15,56 @@ NO_KEY: Final = "none"
 """The key of a request that names none: local servers want some text."""
 # Rollouts are redacted too, so ordinary words ("task-oriented-dialog", "a bearer instrument") must not look like keys.
 _PATTERNS: Final = re.compile(
-    r"""(?<=://)[^/\s:@]+:[^/\s@]+(?=@)                # user:password@ in a URL; first, for a user shaped like a token
+    r"""(?<=://)[^/\s:@"']*:[^/\s@"']+(?=@)            # user:password@ in a URL; first, for a user shaped like a token
     |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # within a word none begins, but for a percent-escape before it
-        (?:sk-|hf_|gsk_|AIza|xai-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Hugging Face, Groq, Google, xAI; starred out
+        (?:sk-|hf_|gsk_|AIza|xai-|nvapi-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Hugging Face, Groq, Google, xAI
+    |   (?<![A-Za-z])[sr]k_(?:live|test)_[A-Za-z0-9]{12,}  # Stripe
     |   gh[pousr]_[A-Za-z0-9]{20,}                     # GitHub
     |   github_pat_[A-Za-z0-9_]{20,}                   # GitHub, fine-grained
+    |   glpat-[A-Za-z0-9_-]{12,}                       # GitLab
+    |   (?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])  # Amazon
+    |   xox[a-z]-[A-Za-z0-9-]{10,}                     # Slack
+    |   eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?           # a JSON Web Token
+    |   -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----(?:(?!-----END)[A-Za-z0-9+/=\s\\:,-])*
+        (?:-----END\ [A-Z ]*PRIVATE\ KEY-----)?
     |   (?<=hooks\.slack\.com/services/)[A-Za-z0-9/]+   # incoming webhooks, whose address is the key
     |   (?<=/api/webhooks/)[0-9]+/[A-Za-z0-9._-]+      # Discord
     |   (?i:bearer)\s+(?=\S*[0-9*=])[A-Za-z0-9._~+/=*-]{8,}  # an Authorization header
     """,
     re.VERBOSE,
 )
-_SECRET_VARIABLE: Final = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|PAT|CREDENTIALS?)(_|$)")
-_SECRET_FIELD: Final = re.compile(r"(^|_)(api_?key|secret|password|passwd|(access|auth|hf|bearer)_?token)$")
-_SECRET_ENTRY: Final = re.compile(
-    r"""(?i)((?<![a-z])(?:\w+_)?(?:api_?key|secret|password|passwd|(?:access|auth|hf|bearer)_?token)["']?\s*:\s*)
-        ("[^"]*"|'[^']*'|[^\s,}\]"'][^,}\]]*)""",
+_SECRET_VARIABLE: Final = re.compile(
+    r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|PAT|CREDENTIALS?|WEBHOOK|COOKIE|DSN|AUTHORIZATION)"
+    r"(_(?!PATH$|FILE$|DIR$|DIRECTORY$)|$)"
+)
+_WORD_BOUNDARY: Final = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_SECRET_NAME: Final = re.compile(
+    r"""(?:^|_)(?:
+        (?:api|access|private|secret|session|signing|encryption|master|account|service|subscription|auth|ssh|deploy
+          |openai|anthropic|wandb|hf|azure|aws|gemini|openrouter|mistral|judge|endpoint|server)_?keys?
+    |   (?:api|access|auth|hf|hub|bearer|refresh|session|security|personal|bot)_?tokens?
+    |   token | pat | secrets? | pass(?:word|wd|phrase|code)s? | pwd | credentials? | creds
+    |   webhooks?(?:_ur[il])? | cookies? | auth | authorization | bearer | jwt | dsn | conn(?:ection)?_?str(?:ing)?
+    )$""",
     re.VERBOSE,
 )
-"""An entry of a YAML or JSON mapping within a text whose key is that of a secret."""
+"""The end of a name of a secret, its words joined by underscores; `token` alone is one, `max_tokens` is none."""
+_SPECIAL_TOKEN: Final = re.compile(
+    r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|special|think|answer|image|first|last|next|new)_token$"
+)
+_QUERY_NAMES: Final = frozenset({"key", "sig", "signature", "x_amz_signature", "x_amz_credential"})
+"""Further names of secrets in the query of a URL."""
+_NAMED: Final = re.compile(r"""(?<![\w.-])-{0,2}(?P<name>[A-Za-z_][\w.-]*+)\\*+["']?\s*+[:=]\s*""")
+"""A name within a text, up to its value: of a mapping in YAML, JSON or Python, of a command, or of a URL's query."""
+_VALUE: Final = re.compile(
+    r"""(?P<quote>\\["']|["']|)
+        (?P<content>(?<=\\["'])[^"'\\]*|(?<=")(?:[^"\\]|\\.)*|(?<=')(?:[^'\\]|\\.)*
+                   |(?:(?i:basic|bearer|token)\s+)?[^\s,;&}\])"'<>({\[\\]+)""",
+    re.VERBOSE,
+)
+_VALUE_IN_COMMAND: Final = re.compile(
+    r"""(?P<quote>)(?P<content>"[^"]*"|'[^']*'|\{[^{}]*\}|\[[^\[\]]*\]|[^\s,}\]"'{\[][^,}\]]*)"""
+)
 HIDDEN_DIRECTORY: Final = "path/to"
 """The replacement for the directories of a local path."""
 _ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+|~[^/\s]*)(?:/[^/]+)+/?")
@@ -41,33 +72,59 @@ _ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+|~[^/\s]*)(?:/[^/]+)+/?")
 _LONGEST_PATH: Final = 4096
 """Characters of the longest text that may be a path."""
 _SHORTEST_VARIABLE: Final = 8
-"""Characters of a variable's value that make it a secret: shorter ones ("1", "true") are flags and ordinary text."""
+"""Characters of a value that make it a secret wherever it stands: shorter ones ("1", "true") are ordinary text."""
+_LONGEST_WORD: Final = 16
+"""Characters of a recipe's secret that is one wherever it stands though no digit is in it."""
 _SHORTEST_KEY: Final = 6
 """Characters of an endpoint's key that make it a secret."""
+
+_recipe_secrets: set[str] = set()
+"""The secrets of the recipes that this process has run. Like those of its environment, none may leave it."""
 
 
 def redact(value: Any, *, secrets: Sequence[str] = ()) -> Any:
     """Replace every secret in `value` (text, or any nesting of mappings and lists) by `[redacted]`.
 
     Secrets are those given, the values of environment variables with names like HF_TOKEN or OPENAI_API_KEY, text
-    shaped like a token (`hf_...`, `sk-...`, `Bearer ...`, `user:password@` in a URL), and texts under a key such as
-    `api_key`.
+    shaped like a token (`hf_...`, `sk-...`, `Bearer ...`, `user:password@` in a URL), what stands under a key such as
+    `api_key` or `accessToken`, and what a text has behind such a name.
     """
     # The longest first: a secret that contains another is replaced whole.
-    known = sorted({*secrets, *_environment_secrets()}, key=len, reverse=True)
+    known = sorted({*secrets, *_recipe_secrets, *_environment_secrets()}, key=len, reverse=True)
     return _redact(value, known)
+
+
+def hide_secrets_of(recipe: Mapping[str, Any]) -> None:
+    """Let `redact` hide a recipe's secrets wherever they stand from now on: in an error's text, say, or a print.
+
+    Short words stay: they would be hidden in ordinary text too.
+    """
+    _recipe_secrets.update(text for text in _texts_of_secrets(recipe) if _is_distinctive(text))
+
+
+def _texts_of_secrets(value: Any, *, named: bool = False) -> Iterator[str]:
+    if isinstance(value, str) and named:
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts_of_secrets(item, named=named or is_secret(key, item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_of_secrets(item, named=named)
+
+
+def _is_distinctive(text: str) -> bool:
+    return len(text) >= _LONGEST_WORD or _looks_like_a_key(text)
 
 
 def _redact(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, str):
         for secret in secrets:
             value = value.replace(secret, HIDDEN)
-        return _PATTERNS.sub(HIDDEN, value)
+        return _redact_entries(_PATTERNS.sub(HIDDEN, value))
     if isinstance(value, Mapping):
         return {
-            _redact(key, secrets): HIDDEN
-            if isinstance(key, str) and isinstance(item, str) and item and _SECRET_FIELD.search(key.lower())
-            else _redact(item, secrets)
+            _redact(key, secrets): _hide(item) if is_secret(key, item) else _redact(item, secrets)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -75,17 +132,86 @@ def _redact(value: Any, secrets: Sequence[str]) -> Any:
     return value
 
 
+def is_secret(name: object, value: Any) -> bool:
+    """Whether a value is a secret by its name, in any spelling (`api_key`, `apiKey`, `X-API-Key`).
+
+    The markers of a tokenizer and the patterns of an expression are none, and neither is a number under `token`.
+    """
+    if not isinstance(name, str) or isinstance(value, bool) or not value:
+        return False
+    spelled = _spelled(name)
+    if not _SECRET_NAME.search(spelled) or _SPECIAL_TOKEN.search(spelled):
+        return False
+    if isinstance(value, Mapping):
+        return "type" not in value  # a section of the recipe: a reward of that name, say
+    if not spelled.endswith(("token", "pat")):
+        return True
+    if isinstance(value, list | tuple):
+        return any(isinstance(item, str) for item in value)
+    return isinstance(value, str) and value[0] not in "<[" and "\\" not in value
+
+
+def _spelled(name: str) -> str:
+    """The words of a name in lower case, joined by underscores."""
+    return "_".join(filter(None, _WORD_BOUNDARY.split(name))).lower()
+
+
+def _hide(value: Any) -> Any:
+    """`[redacted]` in place of a value, or of every value in a mapping or list."""
+    if isinstance(value, Mapping):
+        return {key: _hide(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hide(item) for item in value]
+    return value if value is None or isinstance(value, bool) or value == "" else HIDDEN
+
+
+def _redact_entries(text: str) -> str:
+    """The text without the values behind the names of secrets, as far as these look like keys.
+
+    In a text that is one entry as a whole, such as a header or a variable, any value does.
+    """
+
+    def is_hidden(name: re.Match[str], value: re.Match[str]) -> bool:
+        content = value["content"]
+        in_query = text[max(0, name.start() - 1)] in "?&"
+        is_named = is_secret(name["name"], content) or (in_query and _spelled(name["name"]) in _QUERY_NAMES)
+        is_whole = name.start() == 0 and value.end() + len(value["quote"]) == len(text)
+        return is_named and (is_whole or in_query or _looks_like_a_key(content))
+
+    return _replace_values(text, _VALUE, is_hidden)
+
+
+def _looks_like_a_key(value: str) -> bool:
+    """Whether a value is one long word with a digit: what follows `token = ` or `Password: ` in prose is not."""
+    return len(value) >= _SHORTEST_VARIABLE and any(character.isdigit() for character in value)
+
+
+def _replace_values(
+    text: str, pattern: re.Pattern[str], is_hidden: Callable[[re.Match[str], re.Match[str]], bool]
+) -> str:
+    """The text with `[redacted]` in place of the values, matched by a pattern behind their names, that are hidden."""
+    pieces, end = [], 0
+    for name in _NAMED.finditer(text):
+        value = pattern.match(text, name.end()) if name.start() >= end else None
+        if value is not None and value["content"] != HIDDEN and is_hidden(name, value):
+            pieces += [text[end : value.start("content")], HIDDEN]
+            end = value.end()
+    return "".join([*pieces, text[end:]])
+
+
 def redact_command(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command without the values of settings that `redact` hides in a recipe.
 
     Both `rewards.f.arguments.api_key=VALUE` and `rewards.f={arguments: {api_key: VALUE}}` are settings of this kind.
     """
-    hidden = []
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        is_secret = equals and _SECRET_FIELD.search(name.rpartition(".")[2].lower())
-        hidden.append(f"{name}={HIDDEN}" if is_secret else _SECRET_ENTRY.sub(rf"\g<1>{HIDDEN}", argument))
-    return hidden
+    return [_redact_argument(argument) for argument in arguments]
+
+
+def _redact_argument(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    if equals and is_secret(name, value):
+        return f"{name}={HIDDEN}"
+    return _replace_values(argument, _VALUE_IN_COMMAND, lambda name, value: is_secret(name["name"], value["content"]))
 
 
 def _environment_secrets() -> set[str]:

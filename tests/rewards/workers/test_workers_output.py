@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flatpeak.rewards.workers.pool import WorkerPool
+from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
 from flatpeak.rewards.workers.process import OUTPUT_PREFIX
 from support.runs import tiny_recipe
 
@@ -55,6 +55,36 @@ def test_what_a_function_printed_before_it_hung_is_shown(capfd: pytest.CaptureFi
     with WorkerPool(1, timeout=0.5) as pool, pytest.raises(Exception, match="no answer"):
         pool.submit(endless, "before").result()
     assert until(capfd, bool) == f"{OUTPUT_PREFIX}before\n"
+
+
+def leak() -> None:
+    print("printing", "sk-proj-abcdefghijkl")  # noqa: T201
+    print("X-Api-Key: tok-987-abc", file=sys.stderr)  # noqa: T201
+
+
+def test_the_secrets_that_a_function_prints_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with WorkerPool(1, timeout=20.0) as pool:
+        pool.submit(leak).result()
+    text = until(capfd, lambda text: text.count("\n") == 2)
+    assert sorted(text.splitlines()) == [
+        f"{OUTPUT_PREFIX}X-Api-Key: [redacted]",
+        f"{OUTPUT_PREFIX}printing [redacted]",
+    ]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_function_that_raises_an_interrupt_costs_its_answer_and_no_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with WorkerPool(1, timeout=20.0) as pool:
+        with pytest.raises(WorkerError, match=r"^KeyboardInterrupt") as caught:
+            pool.submit(interrupt).result()
+        assert caught.value.reason == "raised"
+        pool.submit(chatter, "a", 1).result()
+    assert until(capfd, lambda text: "ends" in text) == f"{OUTPUT_PREFIX}{'a' * 20} 0\n{OUTPUT_PREFIX}a ends\n"
 
 
 def test_processes_that_print_leave_no_descriptor_behind() -> None:

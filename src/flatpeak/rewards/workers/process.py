@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
+from flatpeak.utils.redaction import redact
 from flatpeak.utils.user_code import OneLineError
 
 SPARE_SECONDS: Final = 1.0
@@ -163,14 +164,16 @@ def _pass_on(source: int) -> None:
     with os.fdopen(source, "rb", buffering=0) as pipe:
         while chunk := pipe.read(_CHUNK):
             *lines, rest = (rest + chunk).split(b"\n")
-            _print(lines)
+            if lines:
+                _print(lines)
     if rest:
         _print([rest])
 
 
 def _print(lines: list[bytes]) -> None:
-    """Write lines at once, because a live display redraws itself after every write."""
-    text = "".join(f"{OUTPUT_PREFIX}{line.decode(errors='replace')}\n" for line in lines)
+    """Write lines without their secrets, at once, because a live display redraws itself after every write."""
+    printed = redact("\n".join(line.decode(errors="replace") for line in lines))
+    text = "".join(f"{OUTPUT_PREFIX}{line}\n" for line in printed.split("\n"))
     # Looked up each time: a live display replaces it while it lasts. Nothing can be done where it is closed.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)

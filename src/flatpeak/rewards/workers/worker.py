@@ -122,7 +122,7 @@ def _answer(function: Callable[..., Any], message: bytes) -> bytes:
         return pickle.dumps(("refused", str(error)))
     except MemoryError:
         return _OUT_OF_MEMORY
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:  # the function's own: signals interrupt no worker
         return pickle.dumps(("raised", one_line(error)))
 
 
