@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,13 @@ from flatpeak.utils.redaction import (
 def test_text_shaped_like_a_secret_is_hidden_in_runs_and_in_judges_replies(text, clean):
     assert redact(text) == clean
     assert Secret("none").scrub(text) == clean
+
+
+@pytest.mark.parametrize("unit", ["eyJ", "://a:"])
+def test_no_text_takes_long(unit: str) -> None:
+    started = time.process_time()
+    redact(unit * (150_000 // len(unit)))
+    assert time.process_time() - started < 3  # 6 to 8 s where time grows by the square
 
 
 def test_a_judges_key_is_hidden_beside_the_secrets_of_the_environment(monkeypatch):

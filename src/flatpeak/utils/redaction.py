@@ -24,7 +24,7 @@ _PATTERNS: Final = re.compile(
     |   glpat-[A-Za-z0-9_-]{12,}                       # GitLab
     |   (?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])  # Amazon
     |   xox[a-z]-[A-Za-z0-9-]{10,}                     # Slack
-    |   eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?           # a JSON Web Token
+    |   (?:(?<![\w-])|(?<=%[0-9a-f]{2}))eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?  # a JSON Web Token
     |   -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----(?:(?!-----END)[A-Za-z0-9+/=\s\\:,-])*
         (?:-----END\ [A-Z ]*PRIVATE\ KEY-----)?
     |   (?<=hooks\.slack\.com/services/)[A-Za-z0-9/]+   # incoming webhooks, whose address is the key
@@ -58,10 +58,11 @@ _NAMED: Final = re.compile(r"""(?<![\w.-])-{0,2}(?P<name>[A-Za-z_][\w.-]*+)\\*+[
 """A name within a text, up to its value: of a mapping in YAML, JSON or Python, of a command, or of a URL's query."""
 _VALUE: Final = re.compile(
     r"""(?P<quote>\\["']|["']|)
-        (?P<content>(?<=\\["'])[^"'\\]*|(?<=")(?:[^"\\]|\\.)*|(?<=')(?:[^'\\]|\\.)*
-                   |(?:(?i:basic|bearer|token)\s+)?[^\s,;&}\])"'<>({\[\\]+)""",
+        (?P<content>(?<=\\["'])[^"'\\]{0,2000}|(?<=")(?:[^"\\]|\\.){0,2000}|(?<=')(?:[^'\\]|\\.){0,2000}
+                   |(?:(?i:basic|bearer|token)\s+)?[^\s,;&}\])"'<>({\[\\]{1,2000})""",
     re.VERBOSE,
 )
+"""A value within a text; its length is bounded, since a text may name any number of them."""
 _VALUE_IN_COMMAND: Final = re.compile(
     r"""(?P<quote>)(?P<content>"[^"]*"|'[^']*'|\{[^{}]*\}|\[[^\[\]]*\]|[^\s,}\]"'{\[][^,}\]]*)"""
 )
