@@ -137,7 +137,7 @@ def _in_another_section(
 
 
 def _keys_named(name: str, schema: type[BaseModel]) -> list[str]:
-    """Known keys by their last word, the least nested first: one of every reward of every curriculum is seldom meant."""
+    """Known keys by their last word, the least nested first, since those of a curriculum are seldom meant."""
     named = (key for key in known_keys(schema) if key.rpartition(".")[2] == name)
     return sorted(named, key=lambda key: key.count("."))
 
