@@ -210,6 +210,16 @@ def test_overrides_set_merge_and_index():
     assert base["task"]["train"][1]["path"] == "b"
 
 
+def test_the_first_element_of_a_missing_list_makes_it():
+    overrides = ["task.train.0.path=a.jsonl", "task.type=rows", "task.train.0.answer=label", "rollout.stop.0=x"]
+    assert apply_overrides({"task": {"type": "gsm8k"}}, overrides) == {
+        "task": {"type": "rows", "train": [{"path": "a.jsonl", "answer": "label"}]},
+        "rollout": {"stop": ["x"]},
+    }
+    with pytest.raises(UserError, match=r"must be a list; its first element is task\.train\.0$"):
+        parse_config(apply_overrides(MODEL, ["task.type=rows", "task.train.1.path=a.jsonl"]))
+
+
 def test_a_type_given_after_its_settings_does_not_lose_them():
     base = {"task": {"type": "arithmetic", "max_value": 9}}
     assert apply_overrides(base, ["task.path=x", "task.type=gsm8k"]) == {"task": {"type": "gsm8k", "path": "x"}}

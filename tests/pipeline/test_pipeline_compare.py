@@ -112,7 +112,7 @@ def test_a_recipe_with_a_task_leaves_nothing_of_how_the_run_was_judged() -> None
     run = load_recipe("flatpeak:camel_ai_judge")
     config = parse_config(evaluated_by(load_recipe("flatpeak:tasks/mmlu_pro"), run))
     assert list(config.rewards) == ["correctness", "robust"]
-    assert (config.evaluation.accuracy, config.evaluation.metric) == ("correctness", "accuracy")
+    assert (config.evaluation.accuracy_part, config.evaluation.metric) == ("correctness", "accuracy")
     assert (config.prompt.template, config.prompt.chat_template_kwargs) == ("plain", {})
     assert config.rollout.stop == ("Question:",)
     assert config.model.path == "Qwen/Qwen3-4B"

@@ -68,8 +68,9 @@ def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: s
             text = f"{key}={_shortened(problem['input'])}: must be a section with keys of its own"
         case "tuple_type" | "list_type":
             value = _shortened(problem["input"])
-            broken = value.startswith(("[", "{"))
-            text = f"{key}={value}: must be a list{'; its brackets do not match' if broken else f', such as [{value}]'}"
+            hint = "; its brackets do not match" if value.startswith(("[", "{")) else f", such as [{value}]"
+            hint = f"; its first element is {key}.0" if isinstance(problem["input"], Mapping) else hint
+            text = f"{key}={value}: must be a list{hint}"
         case "string_type":
             text = f"{key}={_shortened(problem['input'])}: must be a text{_quoted(key, problem['input'])}"
         case "too_short":
