@@ -70,8 +70,8 @@ class Chart:
     """Patterns of metric names to leave out."""
     absent_is_zero: bool = False
     """Whether a step without the metric counts as 0, as for counts of events that are only written where they occur."""
-    unlike: str | None = None
-    """A metric that other charts draw: the chart is left out where it is the same at every step."""
+    beside: str | None = None
+    """A metric without which the chart is left out; None: there is none."""
     unless_zero: bool = False
     """Whether to leave out a metric that is 0 at every step."""
     note: str = ""
@@ -158,7 +158,7 @@ CHARTS: Final = (
     Chart(
         title="Gradient norm without penalty",
         metrics="gradreg/g1_norm",
-        unlike="policy/grad_norm",
+        beside="gradreg/penalty_ratio",
         note="Of the parameters that gradient regularization perturbs, or would: what it lowers.",
     ),
     Chart(
@@ -203,7 +203,8 @@ def charts(
     falls = sharpness_curves(evaluations)
     if falls:
         drawn.append({"svg": curve_svg("Sharpness", falls, unit="reward lost", legend=True), "note": _SHARPNESS_NOTE})
-    by_chart = ((chart, metric_curves(rows, chart)) for chart in CHARTS if not _is_drawn_elsewhere(rows, chart))
+    known = {None, *(name for row in rows for name in row)}
+    by_chart = ((chart, metric_curves(rows, chart)) for chart in CHARTS if chart.beside in known)
     return drawn + [
         # A pattern's curves are named after metrics, so even a single one needs a legend.
         {"svg": curve_svg(chart.title, curves, unit=chart.unit, legend="*" in chart.metrics), "note": chart.note}
@@ -233,14 +234,6 @@ def metric_curves(rows: Sequence[Row], chart: Chart) -> list[Curve]:
         else:
             curves[same] = replace(curves[same], label=f"{curves[same].label} = {name}")
     return curves
-
-
-def _is_drawn_elsewhere(rows: Sequence[Row], chart: Chart) -> bool:
-    """Whether the chart's curve is that of the metric that it should be unlike."""
-    if chart.unlike is None:
-        return False
-    curves, others = metric_curves(rows, chart), metric_curves(rows, replace(chart, metrics=chart.unlike))
-    return bool(curves and others) and _coincide(others[0], curves[0].steps, curves[0].values)
 
 
 def _coincide(curve: Curve, steps: Sequence[float], values: Sequence[float]) -> bool:
