@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from flatpeak.experiments.plan import SweepPlan
 
 
+_NO_SCIPY = 'flatpeak report needs SciPy to compare the arms: pip install "flatpeak[experiments]"'
+
+
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A sweep file, see docs/sweeps.md.")],
     overrides: Annotated[
@@ -47,9 +50,7 @@ def sweep(
     from flatpeak.experiments.sweep import run_sweep
 
     if find_spec("scipy") is None:
-        typer.echo(
-            'sweep: flatpeak report needs SciPy to compare the arms: pip install "flatpeak[experiments]"', err=as_json
-        )
+        typer.echo(f"sweep: {_NO_SCIPY}", err=as_json)
 
     stream = sys.stderr if as_json else sys.stdout
     with redirect_stdout(stream):

@@ -21,7 +21,15 @@ _CRITIC: Final = f"{_NONE}: baselines are those of a group, without a critic"
 _LIGER: Final = f"{_NONE}: logits are computed in chunks, training.micro_batch_tokens bounds the memory of a pass"
 _SHARDS: Final = f"{_NONE}: distributed.strategy=fsdp2 shards weights and optimizer"
 _NO_PENALTY: Final = f"{_NONE}: rollout.top_p and rollout.top_k narrow the sampling"
-_ALGORITHMS: Final = ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce", "rloo")
+_ALGORITHMS: Final = {
+    "cispo": "flatpeak:algorithms/cispo",
+    "dapo": "flatpeak:algorithms/dapo",
+    "dr_grpo": "flatpeak:algorithms/dr_grpo",
+    "grpo": "flatpeak:algorithms/grpo",
+    "gspo": "flatpeak:algorithms/gspo",
+    "reinforce": "flatpeak:algorithms/reinforce",
+    "rloo": "flatpeak:algorithms/rloo",
+}
 
 FOREIGN_NAMES: Final = {
     "actor_learning_rate": "optimizer.learning_rate",
@@ -168,9 +176,9 @@ FOREIGN_NAMES: Final = {
     "vllm_mode": "the command flatpeak serve MODEL, whose --sleep shares one GPU, and rollout.engine.type=vllm",
     "warmup_ratio": "optimizer.warmup_steps",
 } | {
-    f"{key}={algorithm}": f"a recipe: extends: flatpeak:algorithms/{algorithm}"
+    f"{key}={algorithm}": f"a recipe: extends: {recipe}"
     for key in ("adv_estimator", "advantage_estimator", "loss_type", "objective.loss")
-    for algorithm in _ALGORITHMS
+    for algorithm, recipe in _ALGORITHMS.items()
     if (key, algorithm) != ("loss_type", "dapo")
 }
 """Keys elsewhere and the settings here: the whole path of a key, its last two words, its last word, or with `.*` its

@@ -59,7 +59,7 @@ class PolicyEvaluator(Evaluator):
     sharpness: SharpnessProbe | None = None
     """Measures the policy that the sampler draws from under perturbed weights, at every evaluation."""
     may_lack_accuracy: bool = False
-    """Whether a function's scores other than 0 and 1 are marked, since nobody named it as what says right or wrong."""
+    """Whether a function's scores other than 0 and 1 are marked: no setting says that they are right or wrong."""
 
     def __post_init__(self) -> None:
         """ValueError where answers by rank have no ranker."""

@@ -71,10 +71,10 @@ def without_verdicts(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def no_accuracy(part: str) -> str:
+def no_accuracy(reward: str) -> str:
     """The notice of an accuracy that is not measured, because the scores of this function say more."""
     return (
-        f"reward {part!r} gives scores other than 0 and 1: there is no accuracy (evaluation.accuracy={part} counts "
+        f"reward {reward!r} gives scores other than 0 and 1: there is no accuracy (evaluation.accuracy={reward} counts "
         "scores of at least 1 as right)"
     )
 

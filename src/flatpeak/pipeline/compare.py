@@ -113,13 +113,18 @@ def compare_checkpoints(
         with open_evaluation(config, progress=progress) as evaluator:
             evaluations.append(evaluator.evaluate(size=_evaluation_size(config, overrides), robustness=True))
         del evaluator  # else this model would still be in memory while the next one loads
-    graded_by = next((evaluation.graded_by for evaluation in evaluations if evaluation.graded_by), None)
-    if graded_by is not None:
-        notices.append(no_accuracy(graded_by))
-        evaluations = [evaluation.without_verdicts() for evaluation in evaluations]
+    evaluations, ungraded = _without_graded_accuracy(evaluations)
     evaluations, left_out = _on_common_questions(evaluations)
-    labels = [model.label for model in models]
-    return Comparison(labels=labels, evaluations=evaluations, notices=list(dict.fromkeys([*notices, *left_out])))
+    notices = list(dict.fromkeys([*notices, *ungraded, *left_out]))
+    return Comparison(labels=[model.label for model in models], evaluations=evaluations, notices=notices)
+
+
+def _without_graded_accuracy(evaluations: list[Evaluation]) -> tuple[list[Evaluation], list[str]]:
+    """The evaluations without accuracy, and the notice of it, where a function grades the answers of any model."""
+    graded_by = next((evaluation.graded_by for evaluation in evaluations if evaluation.graded_by), None)
+    if graded_by is None:
+        return evaluations, []
+    return [evaluation.without_verdicts() for evaluation in evaluations], [no_accuracy(graded_by)]
 
 
 def _on_common_questions(evaluations: list[Evaluation]) -> tuple[list[Evaluation], list[str]]:

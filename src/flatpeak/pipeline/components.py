@@ -261,10 +261,10 @@ def batch_invariant(
 
 def check_accuracy(config: EvaluationConfig, reward: RewardSet) -> None:
     """UserError where `evaluation.accuracy` is none of the rewards."""
-    part = config.accuracy_part
-    if part is not None and part not in reward.weights:
+    name = config.accuracy_part
+    if name is not None and name not in reward.weights:
         raise UserError(
-            f"evaluation.accuracy={part} names no reward: choose one of {', '.join(reward.weights)}, or null where "
+            f"evaluation.accuracy={name} names no reward: choose one of {', '.join(reward.weights)}, or null where "
             "none says right or wrong"
         )
 
