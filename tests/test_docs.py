@@ -19,6 +19,7 @@ from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.plan import build_plan
 from flatpeak.policy.compatibility import PROVEN
 from flatpeak.rewards.base import ComponentScores, Scorer
+from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
@@ -118,9 +119,12 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
     reward = {PARTS[0]: varied, PARTS[1]: (Faulty(), 0)}
     rows = read_metrics(train(config, task=task, reward=reward).path / "metrics.jsonl")
     corrected = recipe(
-        objective={"sampler_correction": {"type": "truncate"}}, training={"steps": 1}, evaluation={"every": 0}
+        objective={"sampler_correction": {"type": "truncate"}},
+        training={"steps": 1},
+        evaluation={"every": 0, "samples": 2},
     )
-    again = train(corrected, task=task, reward=reward, sampler=Versioned, overwrite=True)
+    extracted = {PARTS[0]: NumberReward(), PARTS[1]: (varied, 1)}
+    again = train(corrected, task=task, reward=extracted, sampler=Versioned, overwrite=True)
     rows += read_metrics(again.path / "metrics.jsonl")
     assert {row["stage"] for row in rows} == {"sft", "train", "eval"}
     defined = defined_metrics()

@@ -70,9 +70,27 @@ def test_a_typo_in_a_recipe_is_one_line_and_exit_code_2(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train"], "Missing argument"),
+        (
+            ["train"],
+            "error: RECIPE is missing: give a YAML file or a shipped recipe, such as flatpeak:demo, ",
+        ),
+        (["plan", "--json"], "error: RECIPE is missing"),
         (["trian"], "No such command 'trian'"),
+        (["compare", "a", "b"], "error: no command compare: flatpeak report RUN RUN compares runs, flatpeak eval"),
+        (["version"], "error: no command version: flatpeak --version"),
         (["train", "r.yaml", "--resum"], "No such option: --resum"),
+        (
+            ["train", "r.yaml", "--learning_rate", "1e-5"],
+            "error: --learning_rate: settings are key=value, without dashes; unknown key learning_rate: did you mean "
+            "optimizer.learning_rate",
+        ),
+        (
+            ["train", "r.yaml", "--num-generations=8"],
+            "without dashes; unknown key num_generations: here it is",
+        ),
+        (["train", "r.yaml", "--lr", "1e-5"], "without dashes; unknown key lr: here it is optimizer.learning_rate"),
+        (["plan", "r.yaml", "--training.steps=3"], "settings are key=value, without dashes: training.steps=3"),
+        (["eval", "here", "--evaluation.size", "8"], "settings are key=value, without dashes: evaluation.size=8"),
         (["train", "nothing.yaml"], "error: recipe nothing.yaml not found"),
         (["report", "nowhere"], "error: nowhere is not a run's directory"),
         (["report", "--csv", "nowhere"], "error: nowhere/summary.json does not exist"),

@@ -85,8 +85,19 @@ def test_an_evaluation_is_always_shown_and_its_accuracy_stays_in_sight():
         "sft 1/9 (0 s): loss 2.500",
         "eval at step 0: accuracy 0.250",
         "notice [bold]",
-        "train 50/80 (0 s): accuracy 0.250, reward 1.000",
+        "train 50/80 (30 s, 900 s left): accuracy 0.250, reward 1.000",
     ]
+
+
+def test_the_time_of_a_stage_has_that_of_its_first_step():
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, clock=clock)
+    clock.now = 100.0  # the model is loaded, and the base evaluated
+    progress.update("eval", step=0, total=0, metrics={})
+    for step in (1, 2):
+        clock.now += 20.0
+        progress.update("train", step=step, total=10, metrics={})
+    assert stream.getvalue().splitlines()[1:] == ["train 1/10 (20 s, 180 s left): ", "train 2/10 (40 s, 160 s left): "]
 
 
 def test_time_left_is_measured_from_the_first_step_seen_as_after_a_resume():

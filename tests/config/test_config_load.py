@@ -210,6 +210,16 @@ def test_overrides_set_merge_and_index():
     assert base["task"]["train"][1]["path"] == "b"
 
 
+def test_the_first_element_of_a_missing_list_makes_it():
+    overrides = ["task.train.0.path=a.jsonl", "task.type=rows", "task.train.0.answer=label", "rollout.stop.0=x"]
+    assert apply_overrides({"task": {"type": "gsm8k"}}, overrides) == {
+        "task": {"type": "rows", "train": [{"path": "a.jsonl", "answer": "label"}]},
+        "rollout": {"stop": ["x"]},
+    }
+    with pytest.raises(UserError, match=r"must be a list; its first element is task\.train\.0$"):
+        parse_config(apply_overrides(MODEL, ["task.type=rows", "task.train.1.path=a.jsonl"]))
+
+
 def test_a_type_given_after_its_settings_does_not_lose_them():
     base = {"task": {"type": "arithmetic", "max_value": 9}}
     assert apply_overrides(base, ["task.path=x", "task.type=gsm8k"]) == {"task": {"type": "gsm8k", "path": "x"}}
@@ -500,28 +510,74 @@ def test_a_key_of_another_type_is_not_offered_as_what_was_meant():
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "hint"),
     [
-        ("scale_rewards=false", "unknown key scale_rewards: here it is advantage.scale"),
-        ("optimizer.lr=1e-5", "unknown key optimizer.lr: here it is optimizer.learning_rate"),
-        ("kl.beta=0.1", "unknown key kl.beta: here it is kl.coefficient"),
-        ("actor_rollout_ref.rollout.n=8", "unknown key actor_rollout_ref: the sections of a recipe are"),
-        ("rollout.n=8", "unknown key rollout.n: here it is rollout.group_size"),
-        ("training.batch_size=4", "unknown key training.batch_size: here it is rollout.prompts_per_step times"),
-        ("push_to_hub=true", "unknown key push_to_hub: here it is the command flatpeak push RUN"),
+        ("beta=0.04", "here it is kl.coefficient"),
+        ("kl.beta=0.1", "here it is kl.coefficient"),
+        ("optimizer.lr=1e-5", "here it is optimizer.learning_rate"),
+        ("rollout.n=8", "here it is rollout.group_size"),
+        ("training.batch_size=4", "here it is rollout.prompts_per_step times"),
+        ("push_to_hub=true", "here it is the command flatpeak push RUN"),
+        ("scale_rewards=false", "here it is advantage.scale=none"),
+        ("scale_rewards=group", "here it is advantage.scale"),
+        ("loss_type=dr_grpo", "here it is a recipe: extends: flatpeak:algorithms/dr_grpo"),
+        ("peft_config.r=16", "here it is model.lora"),
+        ("tools=x", "not in flatpeak: no tools"),
+        ("actor_rollout_ref.rollout.n=8", "here it is rollout.group_size"),
+        ("actor_rollout_ref.rollout.name=vllm", "here it is rollout.engine.type=vllm"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.001", "here it is kl.coefficient"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "here it is optimizer.learning_rate"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "here it is objective.normalization=token_mean"),
+        ("actor_rollout_ref.model.path=x", "did you mean model.path?"),
+        ("actor_rollout_ref.rollout.temperature=1", "did you mean rollout.temperature?"),
+        ("algorithm.adv_estimator=rloo", "here it is a recipe: extends: flatpeak:algorithms/rloo"),
+        ("algorithm.kl_ctrl.kl_coef=0.001", "here it is kl.coefficient"),
+        ("algorithm.filter_groups.enable=true", "here it is training.dynamic_sampling.max_resamples"),
+        ("data.train_batch_size=128", "here it is rollout.prompts_per_step"),
+        ("trainer.n_gpus_per_node=8", "here it is distributed.processes"),
+        ("critic.optim.lr=1e-5", "not in flatpeak: baselines are those of a group"),
+        ("reward_model.reward_manager=dapo", "here it is rewards.NAME.type"),
+        ("rolout.group_size=4", "did you mean rollout.group_size?"),
+        ("trainer.steps=4", "did you mean training.steps?"),
     ],
 )
-def test_the_words_of_other_tools_are_translated(override, message):
+def test_a_key_of_another_tool_is_translated_by_its_whole_path(override, hint):
     with pytest.raises(UserError) as error:
         parse_config(load_recipe("flatpeak:demo", [override]))
-    assert str(error.value).startswith(message)
+    assert str(error.value).startswith(f"unknown key {override.partition('=')[0]}: {hint}")
+
+
+def test_a_misspelled_section_with_several_keys_is_one_hint():
+    with pytest.raises(UserError, match=r"^unknown key optimzer: did you mean optimizer\?$"):
+        parse_config(MODEL | {"optimzer": {"learning_rate": 1e-5, "eps": 1e-8}})
+
+
+def test_keys_of_another_tool_in_one_section_are_each_translated():
+    with pytest.raises(UserError) as error:
+        parse_config(MODEL | {"actor_rollout_ref": {"rollout": {"n": 8, "strange": 1}, "ref": {"odd": 1}}})
+    first, second = str(error.value).split("; ")
+    assert first == "unknown key actor_rollout_ref.rollout.n: here it is rollout.group_size"
+    assert second.startswith("unknown key actor_rollout_ref: the sections of a recipe are run, model")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("objective.loss=dapo", "objective.loss=dapo: here it is a recipe: extends: flatpeak:algorithms/dapo"),
+        ("rollout.engine=vllm", "rollout.engine=vllm: here it is rollout.engine.type=vllm"),
+    ],
+)
+def test_a_value_that_another_key_takes_is_told_with_that_key(override, message):
+    with pytest.raises(UserError) as error:
+        parse_config(load_recipe("flatpeak:demo", [override]))
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("name", sorted(FOREIGN_NAMES))
 def test_every_translation_names_keys_that_there_are(name):
     known = {*known_keys()}
-    assert name not in {key for key in known if "." not in key}
-    named = re.findall(r"[a-z_]+(?:\.[A-Za-z_]+)+", FOREIGN_NAMES[name].replace("docs/algorithms.md", ""))
+    assert name.partition(".*")[0] not in known
+    named = re.findall(r"[a-z_]+(?:\.[A-Za-z0-9_]+)+", re.sub(r"docs/\S+|file\.py\S*", "", FOREIGN_NAMES[name]))
     written = [key.replace("NAME", "<name>") for key in named]
-    assert [key for key in written if key not in known and key != "rollout.engine.type"] == []
+    assert [key for key in written if key not in known] == []
     assert written or "flatpeak" in FOREIGN_NAMES[name]

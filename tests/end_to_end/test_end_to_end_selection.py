@@ -79,3 +79,54 @@ def test_without_a_baseline_equal_rewards_teach(
     config = recipe(advantage={"baseline": "none", "scale": "none"})
     train(config, reward=lambda completion: 1.0, progress=seen)
     assert min(seen.values("policy/grad_norm")) > 0
+
+
+def test_a_graded_function_has_no_accuracy_and_the_reward_chooses_the_best_checkpoint(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    judge = Judge({0: 2.8, 1: 1.0, 2: 3.5})
+    seen = watch(judge.at(2))
+    config = recipe(training={"steps": 2}, evaluation={"every": 1, "samples": 2})
+    result = train(config, reward=judge, progress=seen)
+    assert [row.metrics["reward"] for row in result.summary.evaluations] == pytest.approx([2.8, 1.0, 3.5])
+    verdicts = {"accuracy", "sampled/accuracy", "pass@1", "maj@1", "extraction_failed"}
+    assert not any(verdicts & row.metrics.keys() for row in result.summary.evaluations)
+    assert (result.summary.metric, result.summary.best_step) == ("reward", 2)
+    assert [text for text in seen.notices if "no accuracy" in text] == [
+        "reward 'correctness' gives scores other than 0 and 1: there is no accuracy (evaluation.accuracy=correctness "
+        "counts scores of at least 1 as right); the reward chooses the best checkpoint"
+    ]
+
+
+def test_scores_that_are_graded_later_end_the_accuracy_of_the_whole_run(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+) -> None:
+    judge = Judge({0: 0.0, 1: 1.0, 2: 0.4, 3: 1.0, 4: 0.0, 5: 1.5})
+    config = recipe(training={"steps": 3}, evaluation={"every": 1})
+    first = train(config, reward=judge, progress=watch(judge.at(3)))
+    assert not any("accuracy" in row.metrics for row in first.summary.evaluations)
+    # Step 1 was the best by accuracy, and stays it by the reward, which 0/1 scores make the same.
+    assert (first.summary.metric, first.summary.best_step) == ("reward", 1)
+    # A resumed run says nothing twice, and goes on from the best reward, whatever its scores are.
+    seen = watch(judge.at(5))
+    more = train({**config, "training": {"steps": 5}}, reward=judge, progress=seen, resume=True)
+    assert not any("no accuracy" in text for text in seen.notices)
+    assert [row.metrics["reward"] for row in more.summary.evaluations] == pytest.approx([0, 1, 0.4, 1, 0, 1.5])
+    assert not any("accuracy" in row.metrics for row in more.summary.evaluations)
+    assert (more.summary.metric, more.summary.best_step) == ("reward", 5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"evaluation": {"every": 1, "accuracy": "correctness"}},
+        {"evaluation": {"every": 1}, "training": {"steps": 1, "stop_at": 1.0}},
+    ],
+)
+def test_a_graded_function_that_the_recipe_calls_right_keeps_its_accuracy(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any], changes: dict[str, Any]
+) -> None:
+    judge = Judge({0: 0.4, 1: 1.0})
+    result = train(recipe(**{"training": {"steps": 1}, **changes}), reward=judge, progress=watch(judge.at(1)))
+    assert [row.metrics["accuracy"] for row in result.summary.evaluations] == [0.0, 1.0]
+    assert (result.summary.metric, result.summary.best_step) == ("accuracy", 1)

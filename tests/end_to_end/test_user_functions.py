@@ -282,7 +282,7 @@ def test_the_example_trains_and_is_explained(recipe: Runs, train: Runs) -> None:
         assert completion.row["advantage"] == pytest.approx((completion.row["reward"] - mean) / mean, rel=1e-5)
     texts = [str(line) for line in render(explanation).renderables]
     assert any(f"advantages by {EXAMPLE}:max_rl" in text for text in texts)
-    assert any(f"A token's loss is w times {EXAMPLE}:spo_with_statistics." in text for text in texts)
+    assert any(f"A token's loss is its weight times {EXAMPLE}:spo_with_statistics." in text for text in texts)
 
 
 def test_the_example_prints_the_gradients_of_both_losses(capsys: pytest.CaptureFixture[str]) -> None:

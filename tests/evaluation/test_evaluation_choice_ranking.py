@@ -183,6 +183,9 @@ def test_a_question_without_options_and_a_reward_that_reads_no_letter_are_refuse
         def answer(self, name: str, completion: Any, prompt: Any) -> str | None:
             return None
 
+        def is_function(self, name: str) -> bool:
+            return False
+
         def check(self) -> None:
             pass
 

@@ -95,7 +95,6 @@ def test_greedy_figures_are_means_over_the_questions() -> None:
             "correctness": 0.3,
             "length": (1 + 1 + 2 + 4) / 4,
             "truncated": 0.25,
-            "extraction_failed": 0.0,
             "missing": 0.0,
             "timeouts": 0.0,
         }
@@ -176,6 +175,9 @@ def test_an_answer_that_ran_out_of_time_is_wrong_and_counted() -> None:
         def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
             return completion.text
 
+        def is_function(self, name: str) -> bool:
+            return False
+
         def check(self) -> None:
             pass
 
@@ -197,6 +199,9 @@ class Reads:
     def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
         assert name == "correctness"
         return completion.text[:1] if completion.text[:1].isdigit() else None
+
+    def is_function(self, name: str) -> bool:
+        return False
 
     def check(self) -> None:
         pass

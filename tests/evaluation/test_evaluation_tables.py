@@ -109,6 +109,14 @@ def test_models_stand_side_by_side_with_paired_differences() -> None:
     assert lines[-1] == "mind the gap"
 
 
+@pytest.mark.parametrize(("verdict", "told"), [(0.0, False), (None, True)])
+def test_a_mean_of_fewer_questions_is_explained_where_there_is_one(verdict: float | None, told: bool) -> None:
+    values = {"accuracy": [1.0, 0.0, verdict]}
+    evaluation = Evaluation(task="sums", size=3, values=values, ids=["a", "b", "c"], rows=[{}, {}, {}])
+    text = Comparison(labels=["base"], evaluations=[evaluation]).render()
+    assert ("] of 2" in text, "'of 98' marks a mean of fewer questions" in text) == (told, told)
+
+
 def test_figures_say_what_they_are() -> None:
     assert format_estimate(estimate([], metric="accuracy")) == "-"
     assert format_estimate(estimate([None, 1.0], metric="accuracy"), of=2) == "1 of 1"

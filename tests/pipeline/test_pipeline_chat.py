@@ -270,6 +270,16 @@ def test_characters_without_a_token_are_named(make_run: Any, asked: Asked) -> No
     assert len(asked.prompts) == 1
 
 
+def test_a_question_of_which_the_model_sees_nothing_gets_no_answer(make_run: Any, asked: Asked) -> None:
+    session = Session("hello")
+    chat_loop(str(make_run()), console=session.console)
+    assert session.notes[-2:] == [
+        "not in this model's vocabulary: 'h' 'e' 'l' 'o'",
+        "the model would see nothing of this question, and is not asked",
+    ]
+    assert asked.prompts == []
+
+
 def test_a_checkpoint_that_was_moved_says_that_its_wording_is_unknown(
     make_run: Any, asked: Asked, tmp_path: Path
 ) -> None:

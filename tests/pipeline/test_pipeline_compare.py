@@ -82,6 +82,17 @@ def test_overrides_change_what_is_evaluated(finished: Path) -> None:
     assert "pass@1" not in comparison.evaluations[0].values
 
 
+def test_models_that_a_function_grades_are_compared_without_accuracy(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "graded.py").write_text("def half(completion):\n    return 0.5\n", encoding="utf-8")
+    rewards = ["rewards.correctness.type=function", f"rewards.correctness.function={tmp_path}/graded.py:half"]
+    comparison = compare_checkpoints([str(finished)], [*rewards, "evaluation.size=2", "run.grading_workers=0"])
+    assert comparison.evaluations[0].mean("reward") == 0.5
+    assert not {"accuracy", "extraction_failed"} & comparison.evaluations[0].values.keys()
+    assert [notice.partition(":")[0] for notice in comparison.notices] == [
+        "reward 'correctness' gives scores other than 0 and 1"
+    ]
+
+
 def test_a_size_given_here_counts_for_more_than_the_final_size_of_the_run(finished: Path, tmp_path: Path) -> None:
     run = other_run(finished, tmp_path, evaluation={"size": 2, "final_size": 7})
     sizes = [
@@ -102,7 +113,7 @@ def test_a_recipe_with_a_task_leaves_nothing_of_how_the_run_was_judged() -> None
     run = load_recipe("flatpeak:camel_ai_judge")
     config = parse_config(evaluated_by(load_recipe("flatpeak:tasks/mmlu_pro"), run))
     assert list(config.rewards) == ["correctness", "robust"]
-    assert (config.evaluation.accuracy, config.evaluation.metric) == ("correctness", "accuracy")
+    assert (config.evaluation.accuracy_part, config.evaluation.metric) == ("correctness", "accuracy")
     assert (config.prompt.template, config.prompt.chat_template_kwargs) == ("plain", {})
     assert config.rollout.stop == ("Question:",)
     assert config.model.path == "Qwen/Qwen3-4B"

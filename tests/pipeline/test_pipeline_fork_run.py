@@ -210,6 +210,15 @@ def test_a_fork_whose_best_checkpoint_is_gone_takes_the_best_of_those_at_hand(re
     assert forked.best.resolve().name == f"step_{forked.summary.best_step:06d}"
 
 
+def test_a_fork_of_a_run_without_accuracy_has_none_and_cannot_name_one(recipe: Recipe, train: Train) -> None:
+    first = Path(train(recipe(run={"name": "first"}, training={"steps": 2}), reward=lambda completion: 0.5).path)
+    with pytest.raises(UserError, match=r"^evaluation\.accuracy cannot change .* the best reward so far"):
+        flatpeak.fork(first, 0, name="other", settings={"evaluation.accuracy": "correctness"})
+    forked = flatpeak.fork(first, 0, name="second", reward=lambda completion: 1.0).summary
+    assert (forked.metric, [row.metrics["reward"] for row in forked.evaluations]) == ("reward", [0.5, 1.0])
+    assert not any("accuracy" in row.metrics for row in forked.evaluations)
+
+
 def test_the_command_forks_a_run_by_its_name(
     recipe: Recipe, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,3 +143,10 @@ def test_falls_of_the_total_reward_have_a_curve_for_each_radius():
     drawn = charts([], evaluations)
     assert any(">Sharpness</text>" in chart["svg"] and ">radius 0.6</text>" in chart["svg"] for chart in drawn)
     assert not any(">Sharpness</text>" in chart["svg"] for chart in charts([], [evaluation("start", 0, accuracy=1.0)]))
+
+
+def test_the_gradient_norm_of_a_run_without_a_penalty_is_drawn_once() -> None:
+    rows = trained({"policy/grad_norm": 0.5, "gradreg/g1_norm": 0.4}, {"policy/grad_norm": 0.7, "gradreg/g1_norm": 0.6})
+    assert list(drawn(rows)) == ["Gradient norm"]
+    rows[1]["gradreg/penalty_ratio"] = 0.1
+    assert list(drawn(rows)) == ["Gradient norm", "Penalty ratio", "Gradient norm without penalty"]

@@ -126,11 +126,21 @@ def test_no_figure_is_cut_on_a_terminal_of_any_width(width: int) -> None:
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert "…" not in text
-    names = ("reward", "advantage", "w per token", "tokens", "ended by", *PARTS)
+    names = ("reward", "advantage", "weight per token", "tokens", "ended by", *PARTS)
     values = ("0.001234", "-1.235", "0.0001235", "length", "0.1235", "0.25", "-2.5")
     assert [one for one in (*names, *values) if one not in text] == []
     assert "gold [7]" in text
     assert "[/bold] 3+4=" in text
+
+
+def test_equal_completions_are_one_line_with_their_count() -> None:
+    completions = (told({"format": 0.0}), told({"format": 1.0}), told({"format": 0.0}))
+    console = Console(width=120, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(render(Explanation(step=1, config=RunConfig(), completions=completions)))
+    rows = [line.replace("│", " ").split() for line in capture.get().splitlines() if line.startswith("│")]
+    assert [(row[:2], row[-1]) for row in rows] == [(["0", "2"], "0"), (["1", "1"], "1")]
+    assert [line.split()[0] for line in capture.get().splitlines() if "x1.00" in line] == ["0", "1"]
 
 
 def test_the_name_of_a_reward_that_is_wider_than_the_terminal_goes_on_in_the_next_line() -> None:
@@ -151,7 +161,7 @@ def test_output_that_is_piped_has_every_figure_in_one_table(runs: dict[str, Path
     assert lines[0].startswith("step 3, group ")
     assert "…" not in done.stdout
     (head,) = (line for line in lines if "advantage " in line and "reward" in line)
-    assert all(name in head for name in ("w per token", "tokens", "ended by", "correctness"))
+    assert all(name in head for name in ("weight per token", "tokens", "ended by", "correctness"))
 
 
 class Decoder:

@@ -145,23 +145,47 @@ def test_all_parts_are_closed_whatever_one_raises():
     assert [scorer.closed for scorer in scorers] == [True, True, True]
 
 
-def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch):
+@pytest.mark.parametrize(
+    ("timeout", "way_out"),
+    [
+        (None, "`timeout: SECONDS` in a recipe calls it in a process that can be killed"),
+        (
+            "auto",
+            "no process that can be killed calls it, since it is a lambda, a closure or an object: define a function "
+            "in a module",
+        ),
+    ],
+)
+def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch, timeout, way_out):
     monkeypatch.setattr(reward_set, "SLOW_SECONDS", 0.05)
     messages = threading.Event()
     notices = []
 
-    def slow(completions):
+    def slow(completion):
         messages.wait(30)
-        return [1.0 for _ in completions]
+        return 1.0
 
     def notice(text):
         notices.append(text)
         messages.set()
 
-    reward = RewardSet([Component(name="mine", weight=1.0, scorer=FunctionReward(slow))], notice=notice)
+    scorer = FunctionReward(slow, timeout=timeout)
+    reward = RewardSet([Component(name="mine", weight=1.0, scorer=scorer)], notice=notice)
+    assert notices == []  # a function that is fast enough is told of nowhere
     assert reward([group("a", "b")]).total == [[1.0, 1.0]]
-    assert len(notices) == 1
-    assert "reward 'mine' has been at work for 0.05 s" in notices[0]
+    assert notices == [f"reward 'mine' has been at work for 0.05 s, and the run waits for it; {way_out}"]
+
+
+def test_an_error_that_ends_the_run_is_told_once(group):
+    notices = []
+
+    def broken(completion):
+        raise KeyError("gold")
+
+    reward = RewardSet([Component(name="mine", weight=1.0, scorer=FunctionReward(broken))], notice=notices.append)
+    with pytest.raises(UserError, match="reward 'mine' failed on all 2 completions: KeyError"):
+        reward([group("a"), group("b")])
+    assert notices == []
 
 
 def test_a_function_that_comes_back_is_not(group, monkeypatch):

@@ -12,6 +12,7 @@ import typer
 
 from flatpeak.cli import evaluate, export, plan, push, report, serve, settings, sweep, train
 from flatpeak.cli.doctor import doctor, run_directly
+from flatpeak.cli.usage import CommandGroup, SettingsCommand
 from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, job_size
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation
 
@@ -19,6 +20,7 @@ _python_format = warnings.formatwarning
 
 app = typer.Typer(
     name="flatpeak",
+    cls=CommandGroup,
     help="GRPO post-training that climbs to flat reward peaks. A recipe is a YAML file, or a shipped one such as "
     "flatpeak:demo; key.path=value changes any of its settings.",
     add_completion=False,
@@ -28,14 +30,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # Where the first sentence of a help text is cut short in the list of commands, a shorter one stands there.
-app.command("demo")(train.demo)
-app.command("plan", short_help="Show what a recipe will run, and whether it fits.")(plan.plan)
-app.command("sft")(train.sft)
-app.command("train", short_help="Train by reinforcement learning, after SFT if set.")(train.train)
-app.command("fork", short_help="Train on from a checkpoint, with changed settings.")(train.fork)
-app.command("sweep", short_help="Run arms, axes and seeds in parallel, into one table.")(sweep.sweep)
-app.command("reward-model")(train.reward_model)
-app.command("eval")(evaluate.evaluate)
+app.command("demo", cls=SettingsCommand)(train.demo)
+app.command("plan", cls=SettingsCommand, short_help="Show what a recipe will run, and whether it fits.")(plan.plan)
+app.command("sft", cls=SettingsCommand)(train.sft)
+app.command("train", cls=SettingsCommand, short_help="Train by reinforcement learning, after SFT if set.")(train.train)
+app.command("fork", cls=SettingsCommand, short_help="Train on from a checkpoint, with changed settings.")(train.fork)
+app.command("sweep", cls=SettingsCommand, short_help="Run arms, axes and seeds in parallel, into one table.")(
+    sweep.sweep
+)
+app.command("reward-model", cls=SettingsCommand)(train.reward_model)
+app.command("eval", cls=SettingsCommand)(evaluate.evaluate)
 app.command("chat")(evaluate.chat)
 app.command("grade", short_help="Grade answers against gold answers.")(evaluate.grade)
 app.command("export", short_help="Write a run's model as one Hugging Face directory.")(export.export)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,9 @@ from flatpeak.cli.common import AsJson, command_line
 
 if TYPE_CHECKING:
     from flatpeak.experiments.plan import SweepPlan
+
+
+_NO_SCIPY = 'flatpeak report needs SciPy to compare the arms: pip install "flatpeak[experiments]"'
 
 
 def sweep(
@@ -44,6 +48,9 @@ def sweep(
         _print_plan(plan, as_json=as_json)
         return
     from flatpeak.experiments.sweep import run_sweep
+
+    if find_spec("scipy") is None:
+        typer.echo(f"sweep: {_NO_SCIPY}", err=as_json)
 
     stream = sys.stderr if as_json else sys.stdout
     with redirect_stdout(stream):

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel
 
-from flatpeak.config.foreign_names import translate
+from flatpeak.config.foreign_names import translate, translate_value
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.schema_types import alternatives, elements, literals, models_of, tagged_models
 from flatpeak.errors import nearest
@@ -47,15 +47,18 @@ def _is_consequence(problem: Mapping[str, Any], problems: Sequence[Mapping[str, 
 def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: str) -> str:
     path, annotation = _locate(problem["loc"], schema)
     key, context = ".".join(path), problem.get("ctx", {})
+    foreign = translate_value(path, problem["input"]) if schema is RunConfig else None
     match problem["type"]:
         case "extra_forbidden" | "invalid_key":
-            text = _unknown_key(path, annotation, schema, kind)
+            text = _unknown_keys(path, problem["input"], annotation, schema, kind)
         case "missing":
             text = f"{key} is missing: give it in {kind.replace('a ', 'the ', 1)} or as an override"
         case "union_tag_not_found":
             text = f"{key}.type is missing: give one of {', '.join(tagged_models(annotation))}"
         case "union_tag_invalid":
             text = _not_allowed(f"{key}.type", context["tag"], list(tagged_models(annotation)))
+        case "literal_error" | "value_error" if foreign is not None:
+            text = f"{key}={problem['input']}: {foreign}"
         case "literal_error":
             text = _not_allowed(key, problem["input"], literals(annotation))
         case "value_error" | "assertion_error":
@@ -65,8 +68,9 @@ def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: s
             text = f"{key}={_shortened(problem['input'])}: must be a section with keys of its own"
         case "tuple_type" | "list_type":
             value = _shortened(problem["input"])
-            broken = value.startswith(("[", "{"))
-            text = f"{key}={value}: must be a list{'; its brackets do not match' if broken else f', such as [{value}]'}"
+            hint = "; its brackets do not match" if value.startswith(("[", "{")) else f", such as [{value}]"
+            hint = f"; its first element is {key}.0" if isinstance(problem["input"], Mapping) else hint
+            text = f"{key}={value}: must be a list{hint}"
         case "string_type":
             text = f"{key}={_shortened(problem['input'])}: must be a text{_quoted(key, problem['input'])}"
         case "too_short":
@@ -96,23 +100,64 @@ def known_keys(annotation: Any = RunConfig, prefix: str = "") -> Iterator[str]:
         yield from known_keys(inner, f"{prefix}{element}.")
 
 
-def _unknown_key(path: Sequence[str], model: Any, schema: type[BaseModel], kind: str) -> str:
-    dotted, name, section = ".".join(path), path[-1], ".".join(path[:-1])
+def _unknown_keys(path: Sequence[str], value: Any, model: Any, schema: type[BaseModel], kind: str) -> str:
+    """The unknown keys, each with the right one; `path` ends at the first part that is unknown, `value` is below it."""
     known = list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
-    foreign = translate(path) if schema is RunConfig else None
-    if foreign is not None:
-        return f"unknown key {dotted}: here it is {foreign}"
-    near = [".".join((*path[:-1], close)) for close in nearest(name, known)]
-    # The least nested first: a key that every reward of every curriculum may have is seldom meant.
+    leaves = list(_leaves(path, value))
+    translated = [_translated(path, typed, leaf, schema) for typed, leaf in leaves]
+    moved = _in_another_section(path, leaves[0][0], known, schema) if len(leaves) == 1 else None
+    texts = [text or moved or _unknown_key(path, known, model, schema, kind) for text in translated]
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _leaves(path: Sequence[str], value: Any) -> Iterator[tuple[Sequence[str], Any]]:
+    """The values at and below a path, each with its whole path."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves((*path, str(name)), inner)
+    else:
+        yield path, value
+
+
+def _translated(path: Sequence[str], typed: Sequence[str], value: Any, schema: type[BaseModel]) -> str | None:
+    foreign = (translate(typed, value) or translate(path)) if schema is RunConfig else None
+    return None if foreign is None else f"unknown key {'.'.join(typed)}: {foreign}"
+
+
+def _in_another_section(
+    path: Sequence[str], typed: Sequence[str], known: Sequence[str], schema: type[BaseModel]
+) -> str | None:
+    """The hint at known keys with the end of a path whose section is unknown; None where there are none."""
+    if len(typed) == len(path):
+        return None
+    keys, whole = list(known_keys(schema)), ".".join(typed)
+    near = [".".join((*path[:-1], close, *typed[len(path) :])) for close in nearest(path[-1], known)]
+    ends = [key for key in keys if "." in key and whole.endswith(f".{key}")]
+    meant = [key for key in near if key in keys] or ends or _keys_named(typed[-1], schema)
+    return _did_you_mean(whole, meant) if meant else None
+
+
+def _keys_named(name: str, schema: type[BaseModel]) -> list[str]:
+    """Known keys by their last word, the least nested first, since those of a curriculum are seldom meant."""
     named = (key for key in known_keys(schema) if key.rpartition(".")[2] == name)
-    elsewhere = sorted(named, key=lambda key: key.count("."))
+    return sorted(named, key=lambda key: key.count("."))
+
+
+def _did_you_mean(dotted: str, keys: Sequence[str]) -> str:
+    return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(keys))[:3])}?"
+
+
+def _unknown_key(path: Sequence[str], known: Sequence[str], model: Any, schema: type[BaseModel], kind: str) -> str:
+    dotted, name, section = ".".join(path), path[-1], ".".join(path[:-1])
+    near = [".".join((*path[:-1], close)) for close in nearest(name, known)]
+    elsewhere = _keys_named(name, schema)
     if not near and any(_matches(key, path) for key in elsewhere):
         own = [field for field in known if field != "type"]
         type_ = model.model_fields["type"].default
         return f"unknown key {dotted}: {section}.type={type_} has no {name}, but {', '.join(own)}"
     other = [key for key in elsewhere if not _matches(key, path)]  # itself, which another type has
     if near or other:
-        return f"unknown key {dotted}: did you mean {' or '.join(list(dict.fromkeys(near + other))[:3])}?"
+        return _did_you_mean(dotted, near + other)
     where = f"the keys of {section} are" if section else f"the sections of {kind} are"
     return (
         f"unknown key {dotted}: {where} {', '.join(known)}{_reference(section, model) if schema is RunConfig else ''}"

@@ -1,65 +1,215 @@
-"""Keys of TRL, verl and others by which a user may look for a setting, and where flatpeak has it."""
+"""Keys of TRL, verl, OpenRLHF and others by which a user may look for a setting, and where flatpeak has it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
+_NONE: Final = "not in flatpeak"
 _LOSS: Final = "a recipe: extends: flatpeak:algorithms/dapo, or another of docs/algorithms.md"
 _BATCH: Final = "rollout.prompts_per_step times rollout.group_size, split by training.minibatches"
+_CLIP: Final = "objective.clip_low and objective.clip_high"
 _MEMORY: Final = "training.micro_batch_tokens, which bounds the memory of a pass"
 _PROCESSES: Final = "distributed.processes"
-_STEPS: Final = "run.checkpoint_every"
+_STEPS: Final = "training.steps, each with rollout.prompts_per_step questions"
+_CHECKPOINTS: Final = "run.checkpoint_every"
+_TRACKERS: Final = "tracking.wandb, tracking.tensorboard, tracking.trackio or tracking.mlflow"
+_FUNCTION: Final = "rewards.NAME.type=function and rewards.NAME.function=file.py:name"
+_ROWS: Final = "task.type=rows and task.train.0.path"
+_SERVER: Final = "an argument of the server: flatpeak serve MODEL -- --"
+_CRITIC: Final = f"{_NONE}: baselines are those of a group, without a critic"
+_LIGER: Final = f"{_NONE}: logits are computed in chunks, training.micro_batch_tokens bounds the memory of a pass"
+_SHARDS: Final = f"{_NONE}: distributed.strategy=fsdp2 shards weights and optimizer"
+_NO_PENALTY: Final = f"{_NONE}: rollout.top_p and rollout.top_k narrow the sampling"
+_ALGORITHMS: Final = {
+    "cispo": "flatpeak:algorithms/cispo",
+    "dapo": "flatpeak:algorithms/dapo",
+    "dr_grpo": "flatpeak:algorithms/dr_grpo",
+    "grpo": "flatpeak:algorithms/grpo",
+    "gspo": "flatpeak:algorithms/gspo",
+    "reinforce": "flatpeak:algorithms/reinforce",
+    "rloo": "flatpeak:algorithms/rloo",
+}
 
 FOREIGN_NAMES: Final = {
+    "actor_learning_rate": "optimizer.learning_rate",
     "adv_estimator": _LOSS,
+    "adv_estimator=gae": _CRITIC,
+    "advantage_estimator": _LOSS,
+    "advantage_estimator=gae": _CRITIC,
+    "advantage_estimator=group_norm": "a recipe: extends: flatpeak:algorithms/grpo",
     "batch_size": _BATCH,
     "beta": "kl.coefficient",
     "bf16": "model.dtype=bfloat16",
-    "epsilon": "objective.clip_low and objective.clip_high",
+    "chat_template": "prompt.template=chat, which takes the tokenizer's",
+    "clip_ratio": _CLIP,
+    "clip_ratio_c": "objective.dual_clip",
+    "clip_ratio_high": "objective.clip_high",
+    "clip_ratio_low": "objective.clip_low",
+    "critic.*": _CRITIC,
+    "critic_learning_rate": _CRITIC,
+    "custom_reward_function": _FUNCTION,
+    "custom_reward_function.name": _FUNCTION,
+    "custom_reward_function.path": _FUNCTION,
+    "data.train_batch_size": "rollout.prompts_per_step",
+    "dataset_config": "task.train.0.hub_config",
+    "dataset_name": "task.type=rows and task.train.0.hub",
+    "dataset_train_split": "task.train.0.split",
+    "deepspeed": _SHARDS,
+    "disable_dropout": "model.dropout, which is off by default",
+    "entropy_coeff": "objective.entropy_coefficient",
+    "eps_clip": _CLIP,
+    "eps_clip_low_high": _CLIP,
+    "epsilon": _CLIP,
     "epsilon_high": "objective.clip_high",
     "eval_steps": "evaluation.every",
+    "eval_strategy": "evaluation.every",
+    "fast_inference": "rollout.engine.type=vllm",
+    "filter_groups": "training.dynamic_sampling.max_resamples",
+    "filter_groups.enable": "training.dynamic_sampling.max_resamples",
+    "filter_groups.max_num_gen_batches": "training.dynamic_sampling.max_resamples",
+    "fp16": f"{_NONE}: model.dtype=bfloat16 halves the memory of the weights too",
+    "fsdp": "distributed.strategy=fsdp2",
+    "generate_max_len": "rollout.max_new_tokens",
     "generation_batch_size": _BATCH,
+    "gpu_memory_utilization": f"{_SERVER}gpu-memory-utilization",
     "gradient_accumulation_steps": _MEMORY,
     "gradient_checkpointing": "training.activation_checkpointing",
+    "importance_sampling_level": "objective.ratio",
+    "importance_sampling_level=sequence": "objective.ratio=sequence",
+    "init_kl_coef": "kl.coefficient",
     "kl_coef": "kl.coefficient",
     "kl_loss_coef": "kl.coefficient",
-    "load_in_4bit": "model.quantization",
-    "load_in_8bit": "model.quantization",
+    "load_in_4bit": "model.quantization=nf4",
+    "load_in_8bit": f"{_NONE}: model.quantization=nf4 has 4 bits",
     "log_completions": "run.log_rollouts_every",
+    "log_prob_micro_batch_size_per_gpu": _MEMORY,
+    "logger": _TRACKERS,
+    "logging_steps": f"{_NONE}: metrics are logged at every step, completions by run.log_rollouts_every",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "lora_r": "model.lora.rank",
+    "lora_rank": "model.lora.rank",
+    "lora_target_modules": "model.lora.target_modules",
+    "loss_agg_mode": "objective.normalization",
+    "loss_agg_mode=seq-mean-token-mean": "objective.normalization=sequence_mean",
+    "loss_agg_mode=seq-mean-token-sum": "objective.normalization=sequence_sum",
+    "loss_agg_mode=seq-mean-token-sum-norm": "objective.normalization=constant",
+    "loss_agg_mode=token-mean": "objective.normalization=token_mean",
     "loss_type": _LOSS,
+    "loss_type=dapo": "objective.normalization=token_mean; for all of DAPO extends: flatpeak:algorithms/dapo",
     "lr": "optimizer.learning_rate",
     "lr_scheduler_type": "optimizer.schedule",
+    "mask_truncated_completions": "objective.truncated=mask",
     "max_completion_length": "rollout.max_new_tokens",
     "max_prompt_length": "prompt.max_tokens and prompt.overlong",
     "max_response_length": "rollout.max_new_tokens",
+    "max_seq_length": "prompt.max_tokens and rollout.max_new_tokens",
+    "max_steps": "training.steps",
     "micro_batch_size": _MEMORY,
+    "micro_rollout_batch_size": "rollout.max_rows",
+    "micro_train_batch_size": _MEMORY,
+    "min_p": _NO_PENALTY,
     "model_name_or_path": "model.path",
     "n": "rollout.group_size",
     "n_gpus_per_node": _PROCESSES,
+    "n_samples_per_prompt": "rollout.group_size",
+    "norm_adv_by_std_in_grpo": "advantage.scale",
+    "norm_adv_by_std_in_grpo=false": "advantage.scale=none",
     "nproc_per_node": _PROCESSES,
+    "num_episodes": _STEPS,
     "num_generations": "rollout.group_size",
     "num_iterations": "training.epochs_per_rollout",
+    "num_train_epochs": _STEPS,
+    "optim": "optimizer.name",
+    "optim=adamw_8bit": "optimizer.name=adamw_8bit",
     "output_dir": "run.directory and run.name",
+    "overlong_buffer.enable": "objective.truncated=soft_penalty",
+    "overlong_buffer.len": "objective.overlong_buffer",
     "peft_config": "model.lora",
+    "per_device_eval_batch_size": "rollout.max_rows",
     "per_device_train_batch_size": _BATCH,
     "ppo_epochs": "training.epochs_per_rollout",
+    "ppo_max_token_len_per_gpu": _MEMORY,
     "ppo_micro_batch_size": _MEMORY,
-    "ppo_mini_batch_size": _BATCH,
+    "ppo_micro_batch_size_per_gpu": _MEMORY,
+    "ppo_mini_batch_size": "rollout.prompts_per_step divided by training.minibatches",
+    "prompt_max_len": "prompt.max_tokens and prompt.overlong",
     "push_to_hub": "the command flatpeak push RUN --repo OWNER/NAME, after the run",
     "ref_model_sync_steps": "reference.reset_every",
-    "report_to": "tracking.wandb, tracking.tensorboard, tracking.trackio or tracking.mlflow",
+    "remote_rm_url": f"{_FUNCTION}, which may ask a server",
+    "remove_unused_columns": f"{_NONE}: a function of rewards.NAME.function gets every column of its row",
+    "repetition_penalty": _NO_PENALTY,
+    "report_to": _TRACKERS,
+    "reward_funcs": _FUNCTION,
+    "reward_manager": "rewards.NAME.type",
     "reward_weights": "rewards.NAME.weight",
-    "save_steps": _STEPS,
-    "save_freq": _STEPS,
+    "rollout.engine=vllm": "rollout.engine.type=vllm",
+    "rollout.name=vllm": "rollout.engine.type=vllm",
+    "rollout_batch_size": "rollout.prompts_per_step",
+    "save_freq": _CHECKPOINTS,
+    "save_steps": _CHECKPOINTS,
+    "save_total_limit": "run.keep_checkpoints",
     "scale_rewards": "advantage.scale",
+    "scale_rewards=batch": "advantage.scale=batch_std",
+    "scale_rewards=false": "advantage.scale=none",
+    "scale_rewards=none": "advantage.scale=none",
+    "steps_per_generation": "training.minibatches",
+    "sync_ref_model": "reference.reset_every",
+    "system_prompt": "prompt.system",
+    "tensor_model_parallel_size": f"{_SERVER}tensor-parallel-size",
+    "test_freq": "evaluation.every",
+    "tis_imp_ratio_cap": "objective.sampler_correction.type=truncate and objective.sampler_correction.cap",
+    "tools": f"{_NONE}: no tools and no episodes of several turns",
+    "total_epochs": _STEPS,
+    "total_training_steps": "training.steps",
     "train_batch_size": _BATCH,
+    "train_files": _ROWS,
+    "use_kl_in_reward": "kl.placement=reward",
+    "use_kl_loss": "kl.coefficient, above 0",
+    "use_liger_kernel": _LIGER,
+    "use_liger_loss": _LIGER,
+    "use_peft": "model.lora={}",
     "use_vllm": "rollout.engine.type=vllm",
+    "val_files": "task.test.0.path",
+    "vllm_importance_sampling_cap": "objective.sampler_correction.cap",
+    "vllm_mode": "the command flatpeak serve MODEL, whose --sleep shares one GPU, and rollout.engine.type=vllm",
     "warmup_ratio": "optimizer.warmup_steps",
+} | {
+    f"{key}={algorithm}": f"a recipe: extends: {recipe}"
+    for key in ("adv_estimator", "advantage_estimator", "loss_type", "objective.loss")
+    for algorithm, recipe in _ALGORITHMS.items()
+    if (key, algorithm) != ("loss_type", "dapo")
 }
-"""The last part of a key elsewhere, and its setting here."""
+"""Keys elsewhere and the settings here: the whole path of a key, its last two words, its last word, or with `.*` its
+first word; each with `=value` where the answer depends on the value."""
 
 
-def translate(path: Sequence[str]) -> str | None:
+def translate(path: Sequence[str], value: Any = None) -> str | None:
     """The setting for which another tool has this key, in words; None where none is known."""
-    return FOREIGN_NAMES.get(path[-1].lower().replace("-", "_"))
+    for name in _names(path):
+        for key in (_with_value(name, value), name):
+            if key in FOREIGN_NAMES:
+                text = FOREIGN_NAMES[key]
+                return text if text.startswith(_NONE) else f"here it is {text}"
+    return None
+
+
+def translate_value(path: Sequence[str], value: Any) -> str | None:
+    """The setting for which another tool has this value of a key that flatpeak has too; None where none is known."""
+    text = FOREIGN_NAMES.get(_with_value(".".join(path), value))
+    return None if text is None else f"here it is {text}"
+
+
+def _names(path: Sequence[str]) -> Iterator[str]:
+    """The names by which the table may have a key, the longest first."""
+    words = [word.lower().replace("-", "_") for word in path]
+    yield ".".join(words)
+    if len(words) > 1:
+        yield f"{words[0]}.*"
+        yield ".".join(words[-2:])
+    yield words[-1]
+
+
+def _with_value(name: str, value: Any) -> str:
+    return f"{name}={str(value).lower()}"

@@ -237,6 +237,8 @@ def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...
         index = int(key)
         new = _set(target[index], rest, value, done=(*done, key)) if rest else value
         return [*target[:index], new, *target[index + 1 :]]
+    if target is None and key == "0":  # the first element makes the list
+        return [_set(None, rest, value, done=(*done, key)) if rest else value]
     if target is None or (isinstance(target, str) and path == ("type",)):  # a section in the place of a name
         target = {}
     if not isinstance(target, Mapping):

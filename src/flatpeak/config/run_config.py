@@ -144,13 +144,24 @@ class RunConfig(StrictConfig):
             )
         return self
 
+    @property
+    def may_lack_accuracy(self) -> bool:
+        """Whether accuracy is measured by default only: no setting names its part or needs right and wrong."""
+        goal = self.training.stop_at if self.evaluation.metric == "accuracy" else None
+        rates = (*self._pass_rates.values(), goal)
+        return self.evaluation.may_lack_accuracy and all(rate is None for rate in rates)
+
+    @property
+    def _pass_rates(self) -> dict[str, float | None]:
+        until = self.curriculum.until_pass_rate if self.curriculum else None
+        return {"sft.stop_at": self.sft.stop_at, "curriculum.until_pass_rate": until}
+
     @model_validator(mode="after")
     def _measured_accuracy(self) -> RunConfig:
         """Refuse thresholds of accuracy in a run that measures none."""
         if self.evaluation.accuracy is not None:
             return self
-        until = self.curriculum.until_pass_rate if self.curriculum else None
-        for option, rate in (("sft.stop_at", self.sft.stop_at), ("curriculum.until_pass_rate", until)):
+        for option, rate in self._pass_rates.items():
             if rate is not None:
                 raise ValueError(
                     f"{option}={rate} with evaluation.accuracy=null: nothing says which answers are right; remove it, "

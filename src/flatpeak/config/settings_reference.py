@@ -309,7 +309,7 @@ def _unknown(wanted: str) -> str:
     """The error of a key that there is not: the setting that another tool has under this name, or the nearest ones."""
     foreign = translate(wanted.split("."))
     if foreign is not None:
-        return f"unknown setting {wanted}: here it is {foreign}"
+        return f"unknown setting {wanted}: {foreign}"
     known = list(dict.fromkeys(known_keys()))
     name = wanted.rpartition(".")[2]
     # The least nested first: a key that every reward of every curriculum may have is seldom meant.

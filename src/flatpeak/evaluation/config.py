@@ -13,6 +13,12 @@ Perturbation = Literal["numbers", "distractor", "framing", "paraphrase", "rename
 CURRENT_NAMES: dict[Perturbation, Perturbation] = {"paraphrase": "framing"}
 """Old names of perturbations, still read, with a notice."""
 ChoiceAnswers = Literal["generate", "rank"]
+AUTO = "auto"
+
+
+def is_verdict(metric: str) -> bool:
+    """Whether a metric counts right answers, and needs a reward part that says which are."""
+    return metric.removeprefix("sampled/").startswith(("accuracy", "pass@", "maj@"))
 
 
 class SharpnessConfig(StrictConfig):
@@ -79,9 +85,10 @@ class EvaluationConfig(StrictConfig):
     """The number of held-out questions, from the first on; null is all."""
     final_size: Annotated[int, Field(ge=1)] | None = None
     """The number of held-out questions after SFT, before RL, and at the end; null is `size`."""
-    accuracy: str | None = "correctness"
-    """The reward part that says whether a completion is right (1) or not; null where none does, as in RLHF: then
-    `metric` is reward or a reward part."""
+    accuracy: str | None = AUTO
+    """The reward part that says whether a completion is right, by a score of at least 1. auto: `correctness`; if it is
+    a function and gives other scores than 0 and 1, there is no accuracy and the reward chooses the best checkpoint.
+    null: no part, as in RLHF; then `metric` is reward or a reward part."""
     metric: str = "accuracy"
     """The metric that chooses the best checkpoint, the highest value: accuracy, reward, pass@k, or a reward part."""
     greedy: bool = True
@@ -128,8 +135,7 @@ class EvaluationConfig(StrictConfig):
         if not self.greedy and self.metric == "accuracy" and self.accuracy is not None:
             raise ValueError("metric=accuracy is of greedy answers: with greedy=false set metric=sampled/accuracy")
         if self.accuracy is None:
-            right = self.metric.removeprefix("sampled/")
-            if right.startswith(("accuracy", "pass@", "maj@")):
+            if is_verdict(self.metric):
                 raise ValueError(
                     f"metric={self.metric} with accuracy=null: nothing says which answers are right; set "
                     "evaluation.metric to reward or a reward part, or name the part in evaluation.accuracy"
@@ -140,3 +146,14 @@ class EvaluationConfig(StrictConfig):
                     "does in evaluation.accuracy, or leave robustness empty"
                 )
         return self
+
+    @property
+    def accuracy_part(self) -> str | None:
+        """The reward part that says right or wrong; None: no part does."""
+        return "correctness" if self.accuracy == AUTO else self.accuracy
+
+    @property
+    def may_lack_accuracy(self) -> bool:
+        """Whether accuracy is measured by default only: no setting names its part or needs right and wrong."""
+        needed = self.metric != "accuracy" and is_verdict(self.metric)
+        return self.accuracy == AUTO and not (needed or self.robustness or self.choices == "rank")

@@ -58,6 +58,8 @@ class PolicyEvaluator(Evaluator):
     ranker: Ranker | None = None
     sharpness: SharpnessProbe | None = None
     """Measures the policy that the sampler draws from under perturbed weights, at every evaluation."""
+    may_lack_accuracy: bool = False
+    """Whether a function's scores other than 0 and 1 are marked: no setting says that they are right or wrong."""
 
     def __post_init__(self) -> None:
         """ValueError where answers by rank have no ranker."""
@@ -83,14 +85,17 @@ class PolicyEvaluator(Evaluator):
     def _evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
         rows: list[dict[str, Any]] = [_row(prompt) for prompt in prompts]
         values: Values = {}
+        graded = False
         if self.config.greedy:
             answers = self._greedy(prompts)
             values |= _greedy_values(answers)
+            graded |= answers.graded
             for row, answer_columns in zip(rows, _greedy_rows(answers), strict=True):
                 row.update(answer_columns)
         if self.config.samples:
             answers = self._sampled(prompts)
             values |= _sampled_values(answers, self.config.k)
+            graded |= answers.graded
             for row, answer_columns in zip(rows, _sampled_rows(answers, texts=not self.config.greedy), strict=True):
                 row.update(answer_columns)
         _add_far_from_training(values, prompts)
@@ -102,6 +107,7 @@ class PolicyEvaluator(Evaluator):
             rows=rows,
             subsets=[prompt.example.subsets for prompt in prompts],
             choices=self.config.choices if any("options" in prompt.example.columns for prompt in prompts) else None,
+            graded_by=self.config.accuracy_part if graded and self.may_lack_accuracy else None,
         )
 
     def _with_robustness(self, evaluation: Evaluation, prompts: Sequence[Prompt]) -> Evaluation:
@@ -174,7 +180,7 @@ class PolicyEvaluator(Evaluator):
         answers = self._grade([ranking.group for ranking in ranked])
         for ranking, (answer,) in zip(ranked, answers.texts or (), strict=True):
             if answer != ranking.letter:
-                accuracy = self.config.accuracy
+                accuracy = self.config.accuracy_part
                 raise UserError(
                     f"evaluation.choices=rank: the reward {accuracy} reads {answer!r} where the answer is "
                     f"the letter {ranking.letter}; set rewards.{accuracy}.type=choice with extraction=letter"
@@ -183,7 +189,7 @@ class PolicyEvaluator(Evaluator):
 
     def _grade(self, groups: Sequence[Group]) -> _Answers:
         scores = self.reward(groups)
-        name = self.config.accuracy
+        name = self.config.accuracy_part
         if name is None:
             return _Answers(groups=groups, scores=scores, correct=None, texts=None)
         if name not in scores.parts:
@@ -193,7 +199,15 @@ class PolicyEvaluator(Evaluator):
             )
         correct = [[_is_right(score) for score in row] for row in scores.parts[name]]
         texts = [[self.reward.answer(name, c, group.prompt) for c in group.completions] for group in groups]
-        return _Answers(groups=groups, scores=scores, correct=correct, texts=texts)
+        by_function = self.reward.is_function(name)
+        return _Answers(
+            groups=groups,
+            scores=scores,
+            correct=correct,
+            texts=texts,
+            by_function=by_function,
+            graded=by_function and any(score not in (None, 0, 1) for row in scores.parts[name] for score in row),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +220,10 @@ class _Answers:
     """1 or 0, None where the grader failed. The whole is None where no part says right or wrong."""
     texts: list[list[str | None]] | None
     """The extracted answers, None where none was extracted."""
+    by_function: bool = False
+    """Whether a function of the user's grades whole texts: it extracts no answers."""
+    graded: bool = False
+    """Whether that function gives other scores than 0 and 1."""
     ranked: Sequence[Ranked] = ()
     """The letters' log-probabilities, where answers are by rank."""
 
@@ -237,7 +255,7 @@ def _greedy_values(answers: _Answers) -> Values:
     values |= {name: [row[0] for row in rows_PG] for name, rows_PG in scores.parts.items()}
     values["length"] = [float(len(group.completions[0].token_ids)) for group in answers.groups]
     values["truncated"] = [float(group.completions[0].finish_reason == "length") for group in answers.groups]
-    if answers.texts is not None:
+    if answers.texts is not None and not answers.by_function:
         values["extraction_failed"] = [row[0] for row in answers.failed]
     values["missing"] = [row[0] for row in answers.missing]
     values["timeouts"] = [row[0] for row in answers.timed_out]
@@ -257,7 +275,8 @@ def _sampled_values(answers: _Answers, ks: Sequence[int]) -> Values:
     if answers.correct is None or answers.texts is None:
         return values
     values["sampled/accuracy"] = [_mean(row) for row in answers.correct]
-    values["sampled/extraction_failed"] = [_mean(row) for row in answers.failed]
+    if not answers.by_function:
+        values["sampled/extraction_failed"] = [_mean(row) for row in answers.failed]
     for k in ks:
         values[f"pass@{k}"] = [_pass_at(row, k) for row in answers.correct]
         values[f"maj@{k}"] = [_maj_at(*row, k) for row in zip(answers.texts, answers.correct, strict=True)]

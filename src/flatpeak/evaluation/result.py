@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flatpeak.evaluation.config import ChoiceAnswers
+from flatpeak.evaluation.config import ChoiceAnswers, is_verdict
 from flatpeak.evaluation.estimates import Estimate, estimate
 from flatpeak.evaluation.robustness import Robustness
 from flatpeak.evaluation.sharpness import Sharpness
@@ -60,6 +60,23 @@ def subset_tables(subsets: Sequence[Mapping[str, str]], values: Values) -> dict[
     """A table for each column that any question has; `subsets` and every metric's values are by question."""
     columns = sorted({column for question in subsets for column in question})
     return {column: _table(column, [question.get(column) for question in subsets], values) for column in columns}
+
+
+def without_verdicts(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Results by metric, nested as in `Evaluation.as_dict` or not, without the metrics that count right answers."""
+    return {
+        key: without_verdicts(value) if isinstance(value, Mapping) else value
+        for key, value in results.items()
+        if not is_verdict(key)
+    }
+
+
+def no_accuracy(reward: str) -> str:
+    """The notice of an accuracy that is not measured, because the scores of this function say more."""
+    return (
+        f"reward {reward!r} gives scores other than 0 and 1: there is no accuracy (evaluation.accuracy={reward} counts "
+        "scores of at least 1 as right)"
+    )
 
 
 def natural_order(text: str) -> list[tuple[bool, int, str]]:
@@ -119,6 +136,8 @@ class Evaluation:
     """The reward under perturbed weights, on the first questions of the task."""
     choices: ChoiceAnswers | None = None
     """The way of answering questions with lettered options; None where there are no such questions."""
+    graded_by: str | None = None
+    """The reward part that accuracy is read from by default, where it gives other scores than 0 and 1; else None."""
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
@@ -174,6 +193,11 @@ class Evaluation:
     def only(self, ids: set[str]) -> Evaluation:
         """The evaluation of only the questions with these ids."""
         return self if ids >= set(self.ids) else self._select([i for i, id in enumerate(self.ids) if id in ids])
+
+    def without_verdicts(self) -> Evaluation:
+        """The evaluation without the metrics that count right answers."""
+        rows = [{key: value for key, value in row.items() if key != "samples_correct"} for row in self.rows]
+        return replace(self, values=without_verdicts(self.values), rows=rows)
 
     def _select(self, indices: Sequence[int]) -> Evaluation:
         """The evaluation of some questions. Results on perturbed questions, and sharpness, are of the whole set and

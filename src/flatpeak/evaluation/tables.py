@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,9 +19,12 @@ from flatpeak.functional.estimators import paired_bootstrap
 
 METHODS: Final = (
     "95% intervals: Wilson's for shares of questions (every value 0 or 1), else a bootstrap of the questions; "
-    "differences: a paired bootstrap. 'of 98' marks a mean of fewer questions than there are."
+    "differences: a paired bootstrap."
 )
+COUNTED: Final = " 'of 98' marks a mean of fewer questions than there are."
 
+_COUNT: Final = re.compile(r"\d\]? of \d")
+"""The end of a cell whose mean is of fewer questions than there are."""
 _ANSWER_NOTES: Final[Mapping[ChoiceAnswers, str]] = {
     "generate": "answers generated",
     "rank": "letters ranked by log-probability",
@@ -112,10 +116,12 @@ def render(
     with console.capture() as capture:
         for table in tables:
             console.print(table)
-        console.print(METHODS, markup=False, highlight=False)
+    cells = capture.get()
+    with console.capture() as capture:
+        console.print(METHODS + (COUNTED if _COUNT.search(cells) else ""), markup=False, highlight=False)
         for notice in notices:
             console.print(notice, markup=False, highlight=False)
-    return capture.get().rstrip()
+    return (cells + capture.get()).rstrip()
 
 
 def _metrics(

@@ -167,7 +167,7 @@ def _build(
     check_size = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
     check_sft_split(check_size, train)
     stream = _stream(train, config, "main")
-    main = Phase(task=task.name, prompts=stream, reward=reward, accuracy=config.evaluation.accuracy)
+    main = Phase(task=task.name, prompts=stream, reward=reward, accuracy=config.evaluation.accuracy_part)
     phases: tuple[Phase, ...] = (main,)
     demonstrated = train[check_size:]
     if config.curriculum and first_task:
@@ -208,7 +208,7 @@ def _first_phase(
         task=task,
         prompts=_stream(prompts, config, "first"),
         reward=reward,
-        accuracy=config.evaluation.accuracy,
+        accuracy=config.evaluation.accuracy_part,
         max_steps=curriculum.steps,
         until_pass_rate=curriculum.until_pass_rate,
     )

@@ -116,6 +116,9 @@ def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
         unknown = unknown_characters(policy.tokenizer, question)
         if unknown:
             console.note(f"not in this model's vocabulary: {' '.join(map(repr, unknown))}")
+            if set("".join(question.split())) <= set("".join(unknown)):
+                console.note("the model would see nothing of this question, and is not asked")
+                continue
         messages.append({"role": "user", "content": question})
         prompt, room = _fitted(policy, settings, messages, console)
         if not prompt.token_ids or room < 1:

@@ -11,7 +11,7 @@ from typing import Any
 from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.evaluation.result import Evaluation
+from flatpeak.evaluation.result import Evaluation, no_accuracy
 from flatpeak.evaluation.tables import Comparison
 from flatpeak.pipeline.build import open_evaluation
 from flatpeak.pipeline.progress import SilentProgress
@@ -113,9 +113,18 @@ def compare_checkpoints(
         with open_evaluation(config, progress=progress) as evaluator:
             evaluations.append(evaluator.evaluate(size=_evaluation_size(config, overrides), robustness=True))
         del evaluator  # else this model would still be in memory while the next one loads
+    evaluations, ungraded = _without_graded_accuracy(evaluations)
     evaluations, left_out = _on_common_questions(evaluations)
-    labels = [model.label for model in models]
-    return Comparison(labels=labels, evaluations=evaluations, notices=list(dict.fromkeys([*notices, *left_out])))
+    notices = list(dict.fromkeys([*notices, *ungraded, *left_out]))
+    return Comparison(labels=[model.label for model in models], evaluations=evaluations, notices=notices)
+
+
+def _without_graded_accuracy(evaluations: list[Evaluation]) -> tuple[list[Evaluation], list[str]]:
+    """The evaluations without accuracy, and the notice of it, where a function grades the answers of any model."""
+    graded_by = next((evaluation.graded_by for evaluation in evaluations if evaluation.graded_by), None)
+    if graded_by is None:
+        return evaluations, []
+    return [evaluation.without_verdicts() for evaluation in evaluations], [no_accuracy(graded_by)]
 
 
 def _on_common_questions(evaluations: list[Evaluation]) -> tuple[list[Evaluation], list[str]]:
@@ -272,7 +281,7 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
                 f"{model.label} was trained with prompt.{key}={_short(own_wording)}, but the first model's recipe asks "
                 f"with {_short(here)}: say how all are asked, with prompt.{key}=... or --recipe"
             )
-    name = config.evaluation.accuracy
+    name = config.evaluation.accuracy_part
     if (
         name is not None
         and "rewards" in model.recipe

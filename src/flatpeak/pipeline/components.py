@@ -64,7 +64,7 @@ def main_reward(config: RunConfig, callers_own: Any, *, workers: WorkerPool | No
         rules = config.run.grading_workers is not None
         reward = as_reward(
             callers_own,
-            name=config.evaluation.accuracy,
+            name=config.evaluation.accuracy_part,
             workers=workers,
             rules=rules,
             budget=config.run.grading_budget,
@@ -261,10 +261,11 @@ def batch_invariant(
 
 def check_accuracy(config: EvaluationConfig, reward: RewardSet) -> None:
     """UserError where `evaluation.accuracy` is none of the rewards."""
-    if config.accuracy is not None and config.accuracy not in reward.weights:
+    name = config.accuracy_part
+    if name is not None and name not in reward.weights:
         raise UserError(
-            f"evaluation.accuracy={config.accuracy} names no reward: choose one of {', '.join(reward.weights)}, or "
-            "null where none says right or wrong"
+            f"evaluation.accuracy={name} names no reward: choose one of {', '.join(reward.weights)}, or null where "
+            "none says right or wrong"
         )
 
 

@@ -48,6 +48,7 @@ def build_evaluator(
         tokenizer=policy.tokenizer,
         prompt=config.prompt,
         longest_prompt=longest_prompt(config, policy.context_length),
+        may_lack_accuracy=config.may_lack_accuracy,
         ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
         sharpness=_sharpness_probe(
             config, policy, reward, make_algorithm, foreign_sampler=isinstance(sampler, CheckedSampler)

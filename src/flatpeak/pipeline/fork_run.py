@@ -147,6 +147,8 @@ def _check_fork(source: RunPaths, origin: CheckpointState, before: RunConfig, co
         fixed |= {
             f"gradient_regularization.{key}": "a penalty that later updates use" for key in ("perturbed", "every")
         }
+    if origin.state["history"].get("graded"):
+        fixed |= {"evaluation.accuracy": "the best reward so far"}
     if origin.state["stage"].get("resets"):
         fixed |= {"reference.model": "a reference that was reset since"}
     for key in changes(before.model_dump(mode="json"), config.model_dump(mode="json")):

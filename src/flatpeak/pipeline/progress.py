@@ -72,12 +72,16 @@ class PlainProgress:
         self._clock = clock
         self._line = MetricsLine(metric=metric)
         self._printed: float | None = None
+        self._updated: float | None = None
         self._began: dict[str, tuple[int, float]] = {}
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Print the step where enough time has passed since the last one."""
         text, now = self._line.update(metrics), self._clock()
-        first_step, began = self._began.setdefault(stage, (step, now))
+        # A stage begins with what was displayed before its first step: as a rule an evaluation.
+        before = (step, now) if self._updated is None else (step - 1, self._updated)
+        first_step, began = self._began.setdefault(stage, before)
+        self._updated = now
         due = self._printed is None or now - self._printed >= SECONDS_BETWEEN_LINES
         if stage == "eval":
             self._print(f"eval at step {step}: {text}")

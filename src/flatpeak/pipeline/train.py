@@ -278,7 +278,7 @@ def _zero_advantages(config: RunConfig, components: Components, progress: Progre
         progress.notice,
         limit=config.rollout.max_new_tokens,
         other_terms=components.algorithm.objective.needs_all_tokens,
-        unanswered=components.unanswered(config.evaluation.accuracy),
+        unanswered=components.unanswered(config.evaluation.accuracy_part),
     )
 
 

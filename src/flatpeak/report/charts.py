@@ -70,6 +70,8 @@ class Chart:
     """Patterns of metric names to leave out."""
     absent_is_zero: bool = False
     """Whether a step without the metric counts as 0, as for counts of events that are only written where they occur."""
+    beside: str | None = None
+    """A metric without which the chart is left out; None: there is none."""
     unless_zero: bool = False
     """Whether to leave out a metric that is 0 at every step."""
     note: str = ""
@@ -156,6 +158,7 @@ CHARTS: Final = (
     Chart(
         title="Gradient norm without penalty",
         metrics="gradreg/g1_norm",
+        beside="gradreg/penalty_ratio",
         note="Of the parameters that gradient regularization perturbs, or would: what it lowers.",
     ),
     Chart(
@@ -200,7 +203,8 @@ def charts(
     falls = sharpness_curves(evaluations)
     if falls:
         drawn.append({"svg": curve_svg("Sharpness", falls, unit="reward lost", legend=True), "note": _SHARPNESS_NOTE})
-    by_chart = ((chart, metric_curves(rows, chart)) for chart in CHARTS)
+    known = {None, *(name for row in rows for name in row)}
+    by_chart = ((chart, metric_curves(rows, chart)) for chart in CHARTS if chart.beside in known)
     return drawn + [
         # A pattern's curves are named after metrics, so even a single one needs a legend.
         {"svg": curve_svg(chart.title, curves, unit=chart.unit, legend="*" in chart.metrics), "note": chart.note}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,12 +162,14 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
     first, advantage = explanation.completions[0].row, explanation.config.advantage
     rewards = explanation.rewards
     spread = stdev(rewards) if len(rewards) > 1 else float("nan")
-    completions = explanation.completions
+    counts = _counts(explanation.completions)
+    completions = [explanation.completions[index] for index in counts]
     rows = [completion.row for completion in completions]
     columns = {
+        **({"times": [str(count) for count in counts.values()]} if max(counts.values()) > 1 else {}),
         "reward": [_number(row["reward"]) for row in rows],
         "advantage": [_number(row["advantage"]) for row in rows],
-        "w per token": [_number(completion.weight) for completion in completions],
+        "weight per token": [_number(completion.weight) for completion in completions],
         "tokens": [str(len(completion.tokens)) for completion in completions],
         "ended by": [row["finish_reason"] for row in rows],
     }
@@ -179,13 +182,22 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
             f"rewards: mean {mean(rewards) if rewards else float('nan'):.4g}, std {spread:.4g} (n - 1); "
             f"{_rule(advantage)}"
         ),
-        *_tables([*columns.items(), *rewards_by_name], width=width),
+        *_tables([*columns.items(), *rewards_by_name], [str(index) for index in counts], width=width),
         Text(
             "Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint); "
-            f"underlined where k3 to the policy as RL began exceeds 0.1. {_gradient(explanation.config.objective.loss)}"
+            "underlined where the KL to the policy before RL (k3) exceeds 0.1. "
+            f"{_gradient(explanation.config.objective.loss)}"
         ),
-        *(_tokens(index, completion) for index, completion in enumerate(completions)),
+        *(_tokens(index, completion) for index, completion in zip(counts, completions, strict=True)),
     )
+
+
+def _counts(completions: Sequence[ExplainedCompletion]) -> dict[int, int]:
+    """By the index of each distinct completion, how often the group has its tokens and rewards."""
+    rows = (completion.row for completion in completions)
+    scored = [(row["finish_reason"], row["reward"], *row["rewards"].values()) for row in rows]
+    keys = [(completion.tokens, *scores) for completion, scores in zip(completions, scored, strict=True)]
+    return {keys.index(key): count for key, count in Counter(keys).items()}
 
 
 def _rule(advantage: AdvantageConfig) -> str:
@@ -198,13 +210,12 @@ def _rule(advantage: AdvantageConfig) -> str:
 def _gradient(loss: str) -> str:
     """The weight of a token's gradient, as far as flatpeak knows the loss."""
     if is_reference(loss):
-        return f"A token's loss is w times {loss}."
-    return "A token's gradient weighs -advantage * w * ratio."
+        return f"A token's loss is its weight times {loss}."
+    return "A token's gradient weighs -advantage * weight * ratio."
 
 
-def _tables(columns: Sequence[tuple[str, Sequence[str]]], *, width: int | None) -> list[Table]:
-    """Split the columns into tables, each with as many as fit into the width beside the row's number."""
-    numbers = [str(index) for index in range(len(columns[0][1]))]
+def _tables(columns: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], *, width: int | None) -> list[Table]:
+    """Split the columns into tables, each with as many as fit into the width beside the rows' numbers."""
     margin = 3  # the line and the two spaces around a cell
     room = None if width is None else width - 1 - max(map(len, numbers)) - margin
     chunks: list[list[tuple[str, Sequence[str]]]] = [[]]

@@ -132,6 +132,8 @@ class Scorer(ABC):
     """Whether workers may score groups one by one, for speed: nothing is kept between groups."""
     may_hang: ClassVar[bool] = False
     """Whether a notice is due when a call in this process takes very long."""
+    is_function: ClassVar[bool] = False
+    """Whether scores are those of a function of the user's, which need not be 0 or 1 and say nothing of an answer."""
     is_judge: ClassVar[bool] = False
     """Whether scores are a model's opinions, each of which costs a call."""
     unprotected: str | None = None

@@ -222,9 +222,6 @@ class FailureLog:
         if scored.first_error is None:
             return
         error = scored.first_error
-        if scored.failed:
-            self._count(component.name, scored.failed, one_line(error))
-        self._count_limits(component.name, timed_out, scored.ungraded)
         reason = error.reason if isinstance(error, WorkerError) else "raised"
         at_once = first and len(groups) > 1 and reason == "raised"
         if component.weight and in_a_row >= (1 if at_once else PATIENCE):
@@ -232,6 +229,9 @@ class FailureLog:
             raise UserError(
                 f"reward {component.name!r} failed on {over}: {one_line(error)}; {_FIXES[reason]}"
             ) from error
+        if scored.failed:
+            self._count(component.name, scored.failed, one_line(error))
+        self._count_limits(component.name, timed_out, scored.ungraded)
 
     def _count(self, name: str, failed: int, line: str) -> None:
         before = self.by_component.get(name, Failures(count=0, first_error=line))

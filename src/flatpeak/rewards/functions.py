@@ -188,6 +188,7 @@ class FunctionReward(Scorer):
     """
 
     may_hang: ClassVar[bool] = True
+    is_function: ClassVar[bool] = True
 
     def __init__(
         self,

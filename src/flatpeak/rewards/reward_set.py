@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flatpeak.protocols import Reward
-    from flatpeak.rewards.base import Component, ComponentScores
+    from flatpeak.rewards.base import ComponentScores
     from flatpeak.rewards.config import RewardConfig
-    from flatpeak.rewards.workers.pool import WorkerPool
     from flatpeak.types import Completion, Example, Group, Prompt, Score
 
 SLOW_SECONDS: Final = 60.0
@@ -56,9 +55,6 @@ class RewardSet:
         if not any(component.weight for component in components):
             raise UserError("every reward has weight 0, so there is nothing to learn from: give one a weight")
         self._set(components, workers=workers, rules=rules, budget=budget, notice=notice)
-        for component in components if workers is not None else ():
-            if component.scorer.unprotected is not None:
-                self._notice(_unprotected(component.name, component.scorer.unprotected))
 
     def _set(
         self,
@@ -89,6 +85,10 @@ class RewardSet:
     def judges(self) -> list[str]:
         """The names of the components that are judges."""
         return [name for name, scorer in self._scorers.items() if scorer.is_judge]
+
+    def is_function(self, name: str) -> bool:
+        """Whether the component of that name is a function of the user's."""
+        return self._scorers[name].is_function
 
     @property
     def failures(self) -> dict[str, Failures]:
@@ -207,7 +207,7 @@ class RewardSet:
         """The scores of a component in this process, with a notice where a function does not return."""
         if not component.scorer.may_hang:
             return component.scorer.score_within(groups, budget)
-        with _notice_if_slow(component.name, self._notice):
+        with _notice_if_slow(component.name, self._notice, obstacle=component.scorer.unprotected):
             return component.scorer.score_within(groups, budget)
 
     def _fall_back(self, name: str, error: UnloadableError, groups: Sequence[Group]) -> ComponentScores:
@@ -220,7 +220,10 @@ class RewardSet:
                 "module that can be imported, or keep it here: by_group = False on it, or timeout: null"
             ) from error
         self._unloadable.add(name)
-        self._notice(_unprotected(name, f"it cannot be sent to a worker process: {error}"))
+        self._notice(
+            f"reward {name!r} is graded in the trainer's own process, which it can hang or end (it cannot be sent to a "
+            f"worker process: {error})"
+        )
         return self._score(component, groups, None)
 
     def _total(self, scored: Mapping[str, ComponentScores], groups: Sequence[Group]) -> list[list[Score]]:
@@ -262,6 +265,10 @@ class CallersReward(RewardSet):
         """The function's scores; `grading` and `budget` are for components that flatpeak calls itself."""
         return self._function(groups)
 
+    def is_function(self, name: str) -> bool:
+        """True: all components are the function's."""
+        return True
+
     def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
         """The stripped text: completions with the same text give the same answer."""
         return completion.text.strip()
@@ -289,11 +296,12 @@ def shadow_metrics(
 
 
 @contextmanager
-def _notice_if_slow(name: str, notice: Callable[[str], None]) -> Iterator[None]:
-    text = (
-        f"reward {name!r} has been at work for {SLOW_SECONDS:g} s, and the run waits for it; `timeout: SECONDS` in a "
-        "recipe calls it in a process that can be killed"
-    )
+def _notice_if_slow(name: str, notice: Callable[[str], None], *, obstacle: str | None) -> Iterator[None]:
+    """Give a notice where the block takes long; `obstacle` is the reason why no worker runs it."""
+    way_out = "`timeout: SECONDS` in a recipe calls it in a process that can be killed"
+    if obstacle is not None:
+        way_out = f"no process that can be killed calls it, since {obstacle}"
+    text = f"reward {name!r} has been at work for {SLOW_SECONDS:g} s, and the run waits for it; {way_out}"
     timer = threading.Timer(SLOW_SECONDS, notice, [text])
     timer.daemon = True
     timer.start()
@@ -301,11 +309,6 @@ def _notice_if_slow(name: str, notice: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _unprotected(name: str, why: str) -> str:
-    """The notice about a reward that a worker could score, and that is scored in this process."""
-    return f"reward {name!r} is graded in the trainer's own process, which it can hang or end ({why})"
 
 
 def _ignore(text: str) -> None:

@@ -37,6 +37,9 @@ class History:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best_step: int | None = None
     best_value: float | None = None
+    graded: bool = False
+    """Whether some evaluation had scores other than right and wrong: there is no accuracy then, and `best_value` is of
+    the reward."""
     last_step: int = 0
     seconds: float = 0.0
     """Wall time of SFT and RL, their evaluations and checkpoints included."""

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from flatpeak.distributed.ranks import ALONE, Ranks
-from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.evaluation.config import EvaluationConfig, is_verdict
 from flatpeak.evaluation.evaluate import Evaluator
+from flatpeak.evaluation.result import Evaluation, no_accuracy, without_verdicts
 from flatpeak.protocols import Progress, SavesModel, Tracker
 from flatpeak.runs.checkpoints import (
     BEST,
@@ -150,7 +151,7 @@ class Recorder:
         if reached:
             self.progress.notice(
                 f"no step is taken: training.stop_at={goal:g} is reached by the model that RL would begin with "
-                f"({self.evaluation.metric} {value:g})"
+                f"({self.metric} {value:g})"
             )
         return reached
 
@@ -166,17 +167,18 @@ class Recorder:
     def evaluate(self, stage: EvaluationStage, step: int, *, size: int | None, robustness: bool) -> float:
         """Evaluate now, log the answers, and return the metric that chooses checkpoints."""
         started = time.perf_counter()
-        evaluation = self.evaluator.evaluate(size=size, robustness=robustness)
+        evaluation = self._without_graded_accuracy(self.evaluator.evaluate(size=size, robustness=robustness))
         seconds = time.perf_counter() - started
-        own = evaluation.first(self._compared_size).mean(self.evaluation.metric)
+        compared = evaluation.first(self._compared_size)
+        own = compared.mean(self.metric), compared.mean("reward") if "reward" in compared.values else math.nan
         # The first rank's: where letters are ranked, ranks may round apart, and all have to save the same steps.
-        choice = self.ranks.first(lambda: own)
+        choice, reward = self.ranks.first(lambda: own)
         results = evaluation.as_dict()
         for index, earlier in enumerate(self.history.evaluations):
             # Tables of every checkpoint would drown the summary; the rows they are made of stay.
             if stage == "train" == earlier["stage"] and earlier["step"] != self.history.best_step:
                 self.history.evaluations[index] = {**earlier, "subsets": {}}
-        self.history.evaluations.append({"stage": stage, "step": step, **results, "choice": choice})
+        self.history.evaluations.append({"stage": stage, "step": step, **results, "choice": choice, "reward": reward})
         self._write_rows(f"{stage}_{step:06d}", evaluation.rows)
         perturbed = [row for one in evaluation.robustness.values() for row in one.rows]
         if perturbed:
@@ -188,6 +190,26 @@ class Recorder:
         if stage == "train":
             self._consider(step, choice)
         return choice
+
+    def _without_graded_accuracy(self, evaluation: Evaluation) -> Evaluation:
+        """The evaluation, without accuracy from the first one on whose scores are not all 0 or 1.
+
+        Until then accuracy was the mean of these scores: earlier evaluations lose it too, and no checkpoint its rank.
+        """
+        history = self.history
+        graded_by = self.ranks.first(lambda: evaluation.graded_by)
+        if graded_by is not None and not history.graded:
+            history.graded = True
+            chosen = is_verdict(self.evaluation.metric)
+            self.progress.notice(
+                no_accuracy(graded_by) + ("; the reward chooses the best checkpoint" if chosen else "")
+            )
+            if chosen:
+                history.evaluations = [{**row, "choice": row["reward"]} for row in history.evaluations]
+                best = [row["choice"] for row in history.evaluations if _rl_step(row) == history.best_step]
+                history.best_value = best[-1] if best else None
+            history.evaluations = [without_verdicts(row) for row in history.evaluations]
+        return evaluation.without_verdicts() if history.graded else evaluation
 
     def _write_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         if not self.ranks.is_first:
@@ -226,6 +248,11 @@ class Recorder:
         last = ("train", self.history.last_step)
         values = [row["choice"] for row in self.history.evaluations if (row["stage"], row["step"]) == last]
         return goal is not None and any(value >= goal for value in values)
+
+    @property
+    def metric(self) -> str:
+        """The metric that chooses the best checkpoint."""
+        return "reward" if self.history.graded and is_verdict(self.evaluation.metric) else self.evaluation.metric
 
     @property
     def _large_size(self) -> int | None:
@@ -330,9 +357,8 @@ class Recorder:
         if self.history.best_step is not None and self.history.best_step not in at_hand:
             self.history.best_step = self.history.best_value = None
             for row in self.history.evaluations:
-                step = row["step"] if row["stage"] == "train" else 0
-                if step in at_hand:
-                    self._consider(step, row["choice"])
+                if _rl_step(row) in at_hand:
+                    self._consider(_rl_step(row), row["choice"])
         if self.history.best_step is not None:
             link_checkpoint(self.run.checkpoints, BEST, self.run.checkpoints / checkpoint_name(self.history.best_step))
         return self.history
@@ -343,11 +369,12 @@ class Recorder:
         summary = RunSummary(
             name=self.config.name,
             status=status,
-            metric=self.evaluation.metric,
+            metric=self.metric,
             best_step=self.history.best_step,
             last_step=self.history.last_step,
             evaluations=tuple(
-                StageEvaluation(**{k: v for k, v in row.items() if k != "choice"}) for row in self.history.evaluations
+                StageEvaluation(**{k: v for k, v in row.items() if k not in ("choice", "reward")})
+                for row in self.history.evaluations
             ),
             checkpoints=tuple(checkpoint_name(step) for step in checkpoint_steps(self.run.checkpoints)),
             wall_seconds=self.history.seconds,
@@ -368,3 +395,8 @@ class Recorder:
         now = time.perf_counter()
         self.history.seconds += now - self._since
         self._since = now
+
+
+def _rl_step(row: Mapping[str, Any]) -> int:
+    """The step of RL of an evaluation; the model before RL is at step 0."""
+    return int(row["step"]) if row["stage"] == "train" else 0
