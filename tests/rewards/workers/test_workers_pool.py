@@ -29,6 +29,7 @@ TEXTS = (
     "<think>so</think> <answer>18</answer>",
     "The answer is 17, no, 18.",
     "#### 18",
+    r"\boxed{18}",
     r"\boxed{18} or \boxed{3}",
     "<answer>1/0</answer>",
     "",

@@ -158,6 +158,9 @@ def merged(messages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 @contextmanager
 def _scratch() -> Iterator[dict[str, str]]:
     """Variables for libraries that write things as they are imported, so that nothing stays."""
+    if _ending.is_set():  # nothing would remove the folder
+        yield {}
+        return
     try:
         folder = tempfile.TemporaryDirectory(prefix="flatpeak-doctor-", ignore_cleanup_errors=True)
     except OSError:  # no room for temporary files, which a check of its own reports
