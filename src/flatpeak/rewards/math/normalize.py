@@ -194,7 +194,7 @@ _OUTWARD_BRACKETS: Final = _rules(
 """Intervals with outward brackets for open ends, `]1,2]`, rewritten with parentheses."""
 _BEFORE_SPACES: Final = re.compile(r"(?<![\w.,}])\d{1,3}(?: \d{3})+(?![\d/]| \d| ?/)")
 _THOUSANDS: Final = re.compile(r"(?<![\d.,])(?!0)\d{1,3}(?:,\d{3})+(?![\d,])")
-_MIXED: Final = re.compile(r"(?<![\d./)}^_])(\d+) (\d+) ?/ ?(\d+)(?![\d.])")
+_MIXED: Final = re.compile(r"(?<![\d./)}^_])(\d+) (\d+) ?/ ?(\d+)(?!\.?\d)")
 _DELIMITERS: Final = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"), ('"', '"'))
 
 
