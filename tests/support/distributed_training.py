@@ -62,6 +62,8 @@ class Case:
     """Nats by which the sampler's log-probabilities are lower than in the other cases."""
     recompute: bool = False
     dtype: str = "float32"
+    start: int = 0
+    """The seed of last digits by which the weights begin elsewhere; 0 for none."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the model that differ from those of `tiny_model`."""
 
@@ -145,6 +147,11 @@ def policy_of(case: Case) -> Policy:
         cast_weights(model, getattr(torch, case.dtype))
         for name, weight in adapters.items():  # which are float32 whatever the base is
             model.get_parameter(name).data = weight
+    if case.start:
+        generator = torch.Generator().manual_seed(case.start)
+        for parameter in model.parameters():
+            digits = torch.randint(-1, 2, parameter.shape, generator=generator)
+            parameter.data = parameter.data * (1 + digits * torch.finfo(parameter.dtype).eps)
     return Policy(model, letter_tokenizer())
 
 

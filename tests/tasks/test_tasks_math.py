@@ -5,6 +5,7 @@ from types import ModuleType
 import pytest
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.data_files import slug
 from flatpeak.tasks.math import MATH500_HUB_NAME, MATH_HUB_NAME, SUBJECTS, MATHConfig, boxed_answer
@@ -85,8 +86,32 @@ def test_the_gold_answer_is_the_last_box_whose_braces_balance(solution, answer):
     assert boxed_answer(solution) == answer
 
 
+@pytest.mark.parametrize(
+    ("solution", "gold"),
+    [
+        ("$x = -\\boxed{5}$", "-5"),
+        ("$\\boxed{5}\\sqrt{2}$", "5\\sqrt{2}"),
+        ("$\\boxed{2}$ and $\\boxed{3}$", "\\boxed{2}, \\boxed{3}"),
+        ("$x = \\boxed{2}$ or $x = -\\boxed{2}$", "x = \\boxed{2}, x = \\boxed{-2}"),
+        ("$\\boxed{5}$, and $\\boxed{5}$", "5"),
+        ("$\\boxed{\\frac12}$, or $\\boxed{0.5}$", "\\boxed{\\frac12}, \\boxed{0.5}"),
+    ],
+)
+def test_a_gold_answer_in_several_boxes_is_read_as_an_answer_is(solution, gold):
+    assert boxed_answer(solution) == gold
+    assert gold_answer(gold) == extract_answer(solution)
+
+
 def test_a_million_braces_or_boxes_are_read_in_linear_time():
-    for text in ("{" * 300_000, "\\boxed{" * 100_000, "\\boxed " * 100_000, "\\boxed" + " " * 300_000):
+    for text in (
+        "\\boxed{7}, " * 30_000,
+        "$-\\boxed{7}^2$ and " * 20_000,
+        "\\boxed{} " * 50_000,
+        "{" * 300_000,
+        "\\boxed{" * 100_000,
+        "\\boxed " * 100_000,
+        "\\boxed" + " " * 300_000,
+    ):
         assert boxed_answer(text + "}" * 10 + "\\boxed{1}") == "1"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,7 @@ from flatpeak.rewards.base import Rule
 from flatpeak.rewards.math import read_number
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
+from flatpeak.rewards.math.normalize import spelled_fractions
 from flatpeak.rewards.math.syntax_tree import OverLimitError
 from flatpeak.rewards.math.unevaluated import is_evaluated
 from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
@@ -46,7 +48,24 @@ _GSM8K_FLEXIBLE: Final = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 _RUN: Final = re.compile(
     rf"(?<![A-Za-z0-9_])(?<![0-9][.,/])(?:(?<![)\]])-)?(?:[{_CURRENCY}]-?)?\.?[0-9][0-9.,/]*+(?![eE][+-]?[0-9])"
 )
-_LATEX: Final = (
+
+
+def _improper(match: re.Match[str]) -> str:
+    whole, numerator, denominator = (int(digits.replace(",", "")) for digits in match.groups() if digits)
+    proper = 0 < numerator < denominator
+    return f"{whole * denominator + numerator}/{denominator}" if proper else f"{whole} {numerator}/{denominator}"
+
+
+_LATEX: Final[tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]] = (
+    (re.compile("[\u2044\u2215]"), "/"),
+    (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
+    (
+        re.compile(
+            r"(?<![A-Za-z0-9_.,/])([0-9]{1,12}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3})(?:[^\S\n]|\\[,;: ]|~)*"
+            r"(?:\\[dt]?frac\{\s*([0-9]{1,12})\s*\}\{\s*([0-9]{1,12})\s*\}|(?<=\s)([0-9]{1,12})/([0-9]{1,12})(?![0-9/]|[.,][0-9]))"
+        ),
+        _improper,
+    ),
     (re.compile(r"\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}"), r"\1/\2"),
     (re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}"), r" \1"),
     (re.compile(r"\\[,!]"), ""),
@@ -166,6 +185,7 @@ def _marked_number(text: str, rest: str) -> Fraction | None:
 
 
 def _without_latex(text: str) -> str:
+    text = spelled_fractions(text)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     return text

@@ -32,7 +32,7 @@ from flatpeak.tasks.data_files import (
 from flatpeak.tasks.decontamination import repetition_notices
 from flatpeak.tasks.multiple_choice import text_of
 from flatpeak.types import Example
-from flatpeak.utils.answers import Box, find_boxes, is_number, normalize_gold
+from flatpeak.utils.answers import Box, find_boxes, is_number, joined_answers, normalize_gold
 from flatpeak.utils.schema import StrictConfig
 
 GSM8K_HUB_NAME: Final = "openai/gsm8k"
@@ -273,16 +273,27 @@ def _without_spaces(problem: str) -> str:
 
 
 def boxed_answer(solution: str) -> str | None:
-    """The content of the last `\\boxed{}` that is not blank, or what follows a bare `\\boxed 5` in its formula.
+    r"""The last `\boxed{}` that is not blank as an answer is read, or what follows a bare `\boxed 5` in its formula.
 
-    Of `\\fbox{}` where nothing is boxed; None where nothing is in a frame either. Linear in the text.
+    It is the content, with what changes it in print (`-5` of `-\boxed{5}`). Boxes that a comma, `and` or `or` joins
+    stay boxes, `\boxed{2}, \boxed{3}`: the grader reads them by its rule for answers. Of `\fbox{}` where nothing is
+    boxed; None where nothing is in a frame either. Linear in the text.
     """
     boxes = [box for box in find_boxes(solution) if not box.escaped_twice]
     for command in ("boxed", "fbox"):
-        for box in reversed(boxes):
-            if box.command == command and (content := _content(solution, box)):
-                return content
+        framed = [box for box in boxes if box.command == command]
+        while framed and not (content := _content(solution, framed[-1])):
+            framed.pop()
+        if framed:
+            return content if framed[-1].end is None else _read_alike(solution, framed)
     return None
+
+
+def _read_alike(solution: str, boxes: list[Box]) -> str:
+    answers = joined_answers(solution, boxes)
+    if len(set(answers)) == 1:
+        return answers[0].text.strip()
+    return ", ".join(rf"{answer.name}\boxed{{{answer.text.strip()}}}" for answer in answers)
 
 
 def _content(solution: str, box: Box) -> str:

@@ -20,6 +20,40 @@ _ANSWER_TAG: Final = re.compile(r"</?answer>")
 _BOX_TOKEN: Final = re.compile(
     r"(?P<escape>\\?)\\(?P<command>boxed|fbox)(?![A-Za-z])(?:\s*(?P<brace>\{))?|\\.|[{}]", re.DOTALL
 )
+_GAP: Final = r"(?:\s|\\[,;:! ])*"
+_SIGNS: Final = r"[-\u2212\u00b1]|\\(?:pm|mp)(?![A-Za-z])"
+_SIGN: Final = re.compile(
+    r"(?:^|[=$(\[{,]|\\approx|:\**\s|\b(?:and|or|is|are|equals|get|gives)[\s}]+)\s*(?P<touching>[-\u2212])\Z"
+    rf"|(?:=\s*|\$|\\[(\[]\s*|\\approx\s*)(?P<apart>[-\u2212]){_GAP}\Z"
+    rf"|(?P<both>\u00b1|\\(?:pm|mp)){_GAP}\Z",
+    re.MULTILINE,
+)
+"""The sign of a box; a minus and a space before it are one only in a formula, elsewhere a dash."""
+_GOES_ON: Final = re.compile(
+    r"[.,/]?\d|[\u00b2\u00b3\u00b9\u00bc-\u00be\u2150-\u215e]|\^\s*\{?\s*-?\s*(?:\d|[a-np-z](?![A-Za-z]))|_\s*\{?\s*\d"
+    r"|(?:[ \t]|\\[,;: ])*(?:(?:\+[ \t]*)?\\(?:[dt]?frac|sqrt|pi)(?![A-Za-z])"
+    r"|(?:[+/]|\\(?:cdot|times|div)(?![A-Za-z]))\s*\d(?![^$\n=]{0,64}=)|-\s*\d+(?:\.\d+)?\s*(?:\$|\\[)\]]))"
+)
+"""Text behind a box that changes its number; degrees, percent and units do not, nor the rest of `\boxed{4} + 3 = 7`."""
+_FORMULA_ENDS: Final = re.compile(r"\$|\\[)\]]|\n|\Z")
+_COMPOUND: Final = re.compile(r"[+\-,=<>/\s]")
+_NAME: Final = re.compile(rf"(?<![\w\\])(\w{{1,3}}\s*=\s*)(?:{_SIGNS})?{_GAP}\Z")
+_SPACE: Final = r"(?:[\s$*~]|\\[()\[\],;!: ]|\\q?quad)*"
+_UNIT: Final = (
+    r"(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|\u00b0|(?:\s|\\[, ])*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,12}\s*\}(?:\^\d)?)?"
+)
+_WORD: Final = (
+    r"(?:(?:and|or)\b(?:/or\b)?|\\(?:text[a-z]*|m(?:box|athrm))\s*\{\s*,?\s*(?:and|or)\s*\}|\\l(?:and|or)(?![a-z])"
+    r"|\u6216\u8005?|[\u548c\u4e0e\u53ca])"
+)
+_JOINT: Final = re.compile(
+    rf"{_UNIT}{_SPACE}(?:[,;\u3001\uff0c]{_SPACE}{_WORD}?|{_WORD}){_SPACE}(?:\w{{1,3}}\s*=)?{_SPACE}(?:{_SIGNS})?{_GAP}"
+    r"\\{1,2}(?:boxed|fbox)\s*\{",
+    re.IGNORECASE,
+)
+_LONGEST_JOINT: Final = 48
+_WINDOW: Final = 24
+"""Characters before a box in which its name and its sign are."""
 _NUMBER: Final = re.compile(r"(-?)((?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)?)(?:\.(\d+))?")
 _INTEGER: Final = re.compile(r"-?\d+")
 _BLANKS: Final = frozenset("\u115f\u1160\u2800\u3164\uffa0")
@@ -96,6 +130,41 @@ def find_boxes(text: str) -> list[Box]:
                 boxes.append(Box(command=command, start=start, end=token.start(), escaped_twice=escaped_twice))
     # In `\boxed{\boxed 5}` both begin at one place, the outer one first.
     return sorted(boxes, key=lambda box: (box.start, box.end is None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoxedAnswer:
+    """The answer in a box as it prints, with the name before it."""
+
+    name: str
+    """`x = ` of `x = \\boxed{5}`, or nothing."""
+    text: str
+    r"""The content with what changes it outside: `-5` of `-\boxed{5}`, `5\sqrt2` of `\boxed{5}\sqrt2`."""
+
+
+def joined_answers(text: str, boxes: list[Box]) -> list[BoxedAnswer]:
+    """The answers of the last of some boxes with braces and of those that a comma, `and` or `or` joins to it."""
+    joined = boxes[-1:]
+    for box in reversed(boxes[:-1]):
+        blank = any(not text[each.start : each.end].strip() for each in (box, joined[-1]))
+        start, end = joined[-1].start, box.end
+        if blank or end is None or start - end > _LONGEST_JOINT or not _JOINT.fullmatch(text, end + 1, start):
+            break
+        joined.append(box)
+    return [_printed(text, box) for box in reversed(joined)]
+
+
+def _printed(text: str, box: Box) -> BoxedAnswer:
+    end, command = box.end or box.start, text.rindex("\\", 0, box.start) - box.escaped_twice
+    before, content = max(0, command - _WINDOW), text[box.start : end]
+    named = _NAME.search(text, before, command)
+    signed, goes_on = _SIGN.search(text, before, command), _GOES_ON.match(text, end + 1)
+    if signed is not None or goes_on is not None:
+        sign = "" if signed is None else signed["both"] or "-"
+        formula_end = _FORMULA_ENDS.search(text, end + 1)
+        following = text[end + 1 : formula_end.start()] if goes_on and formula_end else ""
+        content = f"{sign}({content}){following}" if _COMPOUND.search(content) else f"{sign}{content}{following}"
+    return BoxedAnswer(name="" if named is None else named[1], text=content)
 
 
 def last_boxed(text: str) -> str | None:

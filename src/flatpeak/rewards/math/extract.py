@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Final
 
 from flatpeak.rewards.math.rule_grader import normalized
 from flatpeak.rewards.math.syntax_tree import MAX_BOXES, MAX_CHARACTERS, OverLimitError
-from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, Box, after_thinking, find_boxes, last_block
+from flatpeak.utils.answers import (
+    ANSWER_CLOSE,
+    ANSWER_OPEN,
+    Box,
+    after_thinking,
+    find_boxes,
+    joined_answers,
+    last_block,
+)
 
 if TYPE_CHECKING:
     from flatpeak.rewards.base import MathExtraction
@@ -16,23 +24,6 @@ if TYPE_CHECKING:
 _BOX_BEGINS: Final = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+[^\s{}$\\<>])")
 _BARE: Final = re.compile(r"\\{1,2}(?:boxed|fbox)\s+([^\s{}$\\<>]{1,64})")
 """A box without braces: its content ends at a space."""
-_MINUS: Final = re.compile(r"(?:^|[=$(\[{,]|\\approx|:\s|\b(?:and|or|is|are)[\s}]+)\s*[-\u2212]\Z", re.MULTILINE)
-_GOES_ON: Final = re.compile(
-    r"[.,/]?\d|\^\s*\{?\s*-?\s*(?:\d|[a-np-z](?![A-Za-z]))|_\s*\{?\s*\d"
-    r"|(?:[ \t]|\\[,;: ])*(?:(?:\+[ \t]*)?\\(?:[dt]?frac|sqrt|pi)(?![A-Za-z])|(?:\+|\\(?:cdot|times)(?![A-Za-z]))\s*\d)"
-)
-"""Text behind a box that changes its number; degrees, percent and units do not."""
-_FORMULA_ENDS: Final = re.compile(r"\$|\\[)\]]|\n|\Z")
-_COMPOUND: Final = re.compile(r"[+\-,=<>/\s]")
-_NAME: Final = re.compile(r"(?<![\w\\])(\w{1,3}\s*=\s*)[-\u2212]?\Z")
-_SPACE: Final = r"(?:[\s$*]|\\[()\[\],;!: ]|\\q?quad)*"
-_WORD: Final = r"(?:(?:and|or)\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\})"
-_JOINT: Final = re.compile(
-    rf"{_SPACE}(?:[,;]{_SPACE}{_WORD}?|{_WORD}){_SPACE}(?:\w{{1,3}}\s*=)?{_SPACE}[-\u2212]?\\{{1,2}}(?:boxed|fbox)\s*\{{"
-)
-_LONGEST_JOINT: Final = 48
-_WINDOW: Final = 24
-"""Characters before a box in which its name and its sign are."""
 _UNFINISHED: Final = (r"\boxed", r"\fbox", ANSWER_OPEN, ANSWER_CLOSE)
 _MARK: Final = "####"
 
@@ -100,41 +91,9 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 
 def _joined(text: str, boxes: list[Box]) -> str:
-    """The answer in the last box, or the list of those that a comma, `and` or `or` joins to it."""
-    joined = boxes[-1:]
-    for box in reversed(boxes[:-1]):
-        blank = any(not text[each.start : each.end].strip() for each in (box, joined[0]))
-        start, end = joined[0].start, box.end
-        if blank or end is None or start - end > _LONGEST_JOINT or not _JOINT.fullmatch(text, end + 1, start):
-            break
-        joined.insert(0, box)
-    answers = [_printed(text, box) for box in joined]
-    names = [_name(text, box) for box in joined]
-    if len(joined) == 1 or (len(set(map(normalized, answers))) == 1 and len({*names, ""}) < 3):
-        return answers[-1]  # one answer, or one value in several spellings
-    return ", ".join(map("".join, zip(names, answers, strict=True)))
-
-
-def _printed(text: str, box: Box) -> str:
-    r"""The content of a box with what changes it outside: `-\boxed{5}`, `\boxed{5}\sqrt2`."""
-    end, command = box.end or box.start, _command(text, box)
-    content = text[box.start : end]
-    minus = "-" if _MINUS.search(text, max(0, command - _WINDOW), command) else ""
-    goes_on = _GOES_ON.match(text, end + 1)
-    if not minus and goes_on is None:
-        return content
-    formula_end = _FORMULA_ENDS.search(text, end + 1)
-    following = text[end + 1 : formula_end.start()] if goes_on and formula_end else ""
-    return f"{minus}({content}){following}" if _COMPOUND.search(content) else f"{minus}{content}{following}"
-
-
-def _name(text: str, box: Box) -> str:
-    r"""The name before a box, `x = ` of `x = \boxed{5}`, or nothing."""
-    command = _command(text, box)
-    name = _NAME.search(text, max(0, command - _WINDOW), command)
-    return "" if name is None else name[1]
-
-
-def _command(text: str, box: Box) -> int:
-    """Index of the command before the braces of a box."""
-    return text.rindex("\\", 0, box.start) - box.escaped_twice
+    """The answer in the last box, or the list of those that are joined to it; one value in several spellings is one."""
+    answers = joined_answers(text, boxes)
+    names = {answer.name for answer in answers if answer.name}
+    if len(answers) == 1 or (len(names) < 2 and len({normalized(answer.text) for answer in answers}) == 1):
+        return answers[-1].text
+    return ", ".join(answer.name + answer.text for answer in answers)

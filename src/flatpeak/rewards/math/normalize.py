@@ -194,7 +194,7 @@ _OUTWARD_BRACKETS: Final = _rules(
 """Intervals with outward brackets for open ends, `]1,2]`, rewritten with parentheses."""
 _BEFORE_SPACES: Final = re.compile(r"(?<![\w.,}])\d{1,3}(?: \d{3})+(?![\d/]| \d| ?/)")
 _THOUSANDS: Final = re.compile(r"(?<![\d.,])(?!0)\d{1,3}(?:,\d{3})+(?![\d,])")
-_MIXED: Final = re.compile(r"(?<![\d./)}^_])(\d+) (\d+) ?/ ?(\d+)(?![\d.])")
+_MIXED: Final = re.compile(r"(?<![\d./)}^_])(\d+) (\d+) ?/ ?(\d+)(?!\.?\d)")
 _DELIMITERS: Final = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"), ('"', '"'))
 
 
@@ -250,13 +250,18 @@ def _with_parentheses(text: str) -> str:
 def _plain_characters(text: str) -> str:
     text = _RAISED.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
     text = _LOWERED.sub(lambda match: "_{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
-    text = _VULGAR.sub(_vulgar_fraction, text)
+    text = spelled_fractions(text)
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
     return "".join(
         str(unicodedata.decimal(character)) if character.isdecimal() else character
         for character in text
         if unicodedata.category(character) not in ("Cf", "Cc") or character in "\n\t"
     )
+
+
+def spelled_fractions(text: str) -> str:
+    r"""The text with `½` as `\frac{1}{2}`."""
+    return _VULGAR.sub(_vulgar_fraction, text)
 
 
 def _vulgar_fraction(match: re.Match[str]) -> str:

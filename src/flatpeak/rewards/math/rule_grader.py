@@ -222,7 +222,7 @@ def bare_answer(text: str) -> str:
 
 def _denies(reason: str, body: str) -> bool:
     r"""Whether a reason gives another answer than it is for: `5 since 6 is the answer`, `x = 5 since x \ne 5`."""
-    words = _without_text_commands(reason).lstrip(" }")
+    words = _without_text_commands(_without_group_end(reason))
     numbers = set(_NUMERAL.findall(words)) - set(_NUMERAL.findall(body))
     if _ANOTHER_ANSWER.search(words) or any(
         match[1] in numbers if match[1] else numbers for match in _ITS_NUMBER.finditer(words)
@@ -238,6 +238,16 @@ def _denies(reason: str, body: str) -> bool:
         if reading.label == r"\ne" and any(item.text == value.text for item in reading.items):
             return True
     return False
+
+
+def _without_group_end(text: str) -> str:
+    """A text without the brace that closes the group in which it begins: `since it's } 6`."""
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return f"{text[:index]} {text[index + 1 :]}"
+    return text
 
 
 def _reading_or_none(text: str) -> Reading | None:
