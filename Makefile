@@ -29,7 +29,7 @@ test: .venv/installed-dev
 	$(PYTEST) -m "not slow"
 
 test-all: .venv/installed-dev
-	$(PYTEST)
+	$(PYTEST) -m "not exhaustive"
 
 # A real vLLM on the CPU: half an hour on two idle cores. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
 test-vllm: export OMP_NUM_THREADS ?= 1

@@ -60,6 +60,7 @@ def check_killed(directory: Path, whole: Path, ranks, kill: Kill, name: str) -> 
     assert largest_gap(trainer_tensors(run), trainer_tensors(whole)) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("index", range(20))
 def test_20_random_kills_leave_a_run_that_ends_the_same(directory, whole, ranks, index):
     kill = kills(20, seed=7)[index]

@@ -142,6 +142,7 @@ def test_masters_and_moments_are_restored_to_the_bit_under_another_strategy(rank
         assert found["apart"] < 0.05
 
 
+@pytest.mark.exhaustive
 def test_eight_bit_moments_of_four_parts_or_of_two_held_twice_have_the_bits_of_the_whole():
     four = Ranks(4)
     try:
@@ -210,6 +211,7 @@ def test_the_letters_that_ranks_find_most_probable_are_those_of_one_process(dire
         assert len({one["A"] for one in own}) == len(own)  # so that no two questions could be exchanged
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "bound"), [("8bit", 0.02), ("nf4", 0.02)])
 def test_what_is_saved_under_one_strategy_goes_on_under_any_other(directory, ranks, kind, bound):
     alone = directory / f"{kind}_over"

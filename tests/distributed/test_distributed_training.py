@@ -21,8 +21,8 @@ MORE_RANKS = 4.0
 from itself when its weights begin one last digit away."""
 STARTS = (0, 1, 2)
 ON_THE_EDGE = ("corrected_gr", "mu2_gr")
-"""Cases whose clip cuts a ratio or not by its last digit, once in several starts, which moves weights by 1e-2 in float32:
-the median of a few starts is compared."""
+"""Cases whose clip cuts a ratio or not by its last digit, once in several starts, which moves weights by 1e-2 in
+float32: the median of a few starts is compared."""
 FEW = {
     "ddp/plain": Case(double=True),
     "ddp/regularized in two epochs of minibatches": Case(double=True, **MATRIX["mu2_gr"]),
@@ -60,6 +60,7 @@ def test_weights_and_metrics_after_five_steps_are_those_of_one_process(ranks):
     assert not off
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2"), (4, "hsdp")])
 def test_the_whole_matrix_is_that_of_one_process(world, strategy):
     exact = {name: Case(strategy=strategy, double=True, **settings) for name, settings in MATRIX.items()}
@@ -81,6 +82,7 @@ def test_the_whole_matrix_is_that_of_one_process(world, strategy):
         assert gap <= times * bound(rounded[name, 0]), name
 
 
+@pytest.mark.exhaustive
 def test_what_two_ranks_have_saved_four_resume(tmp_path):
     alone = train(recipe(tmp_path, "alone"))
     for world, strategy, steps in ((2, "ddp", 2), (4, "fsdp2", 4)):

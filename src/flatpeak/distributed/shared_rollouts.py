@@ -138,6 +138,10 @@ class SharedReward(RewardSet):
         """The names of the components that are judges."""
         return self._own.judges
 
+    def is_function(self, name: str) -> bool:
+        """Whether the component of that name is a function of the user's."""
+        return self._own.is_function(name)
+
     @property
     def failures(self) -> dict[str, Failures]:
         """The failures of each component so far."""
