@@ -128,7 +128,8 @@ def test_both_ranks_log_the_figures_of_one_process(name: str, both: Both, alone:
     for way in WAYS:
         first, second = ([without_time(log) for log in outcome.logs] for outcome in both(name, way))
         assert first == second
-        assert first == [pytest.approx(log, rel=1e-3) for log in one]
+        # A cosine near 0 errs by as much as one near 1.
+        assert first == [pytest.approx(log, rel=1e-3, abs=1e-4) for log in one]
 
 
 @pytest.mark.parametrize("name", EQUAL)
