@@ -306,7 +306,7 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
 
 def _check_named(model: _ComparedModel, own: RunConfig, config: RunConfig, explicit: Sequence[str]) -> None:
     """UserError where the questions or the grader were objects from Python, and recipes have others in their place."""
-    part = config.evaluation.accuracy_part or "NAME"
+    name = config.evaluation.accuracy_part or "NAME"
     if "task" in model.objects and own.task == config.task and not _overridden(explicit, "task"):
         raise UserError(
             f"{model.label} was trained on a task from Python, which no recipe has: say what is asked, with "
@@ -315,7 +315,7 @@ def _check_named(model: _ComparedModel, own: RunConfig, config: RunConfig, expli
     if "reward" in model.objects and not _overridden(explicit, "rewards"):
         raise UserError(
             f"{model.label} was trained with a reward from Python, which no recipe has: say how answers are judged, "
-            f"with rewards.{part}.type=function rewards.{part}.function=FILE.py:NAME, or --recipe"
+            f"with rewards.{name}.type=function rewards.{name}.function=FILE.py:NAME, or --recipe"
         )
 
 

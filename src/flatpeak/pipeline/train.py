@@ -31,7 +31,7 @@ from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.resume_point import ResumePoint, restore_trainer
 from flatpeak.pipeline.served_sampler import drawing_sampler
 from flatpeak.pipeline.shared_components import share_components
-from flatpeak.pipeline.user_objects import CallerObjects, check_given_again, code_digests
+from flatpeak.pipeline.user_objects import CallerObjects, code_digests
 from flatpeak.policy.loading import restore_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
@@ -126,7 +126,6 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
     ):
         point = run.resume_point
         with ranks.together():
-            check_given_again(point.model, config, objects)
             reference_checkpoint = _reference_checkpoint(config, point)
             components = run.resources.enter_context(
                 closing(build_components(config, objects, checkpoint=point.model, progress=run.progress, ranks=ranks))

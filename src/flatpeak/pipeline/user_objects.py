@@ -1,7 +1,6 @@
 """Objects of a Python caller, the algorithm that a recipe and its caller describe, and digests of users' code.
 
-A recipe cannot name a task, a reward or a sampler from Python: config.yaml has what they replaced. So whoever goes on
-from a checkpoint has to give them again.
+A recipe cannot name a task, a reward or a sampler from Python: config.yaml has what they replaced.
 """
 
 from __future__ import annotations
