@@ -240,7 +240,7 @@ def test_the_last_of_two_overrides_wins_and_a_value_may_hold_equal_signs():
         ("=3", "write key.path=value"),
         ("a..b=3", "write key.path=value"),
         ("extends=flatpeak:demo", "extends belongs in a recipe"),
-        ("rows.2.path=x", r"rows\.2: rows is a list with elements 0 to 1"),
+        ("rows.2.path=x", r"rows\.2: rows is a list with elements 0 to 1; give all of it .* rows=\[\.\.\.\]"),
         ("rows.first=x", r"rows\.first: rows is a list with elements 0 to 1"),
         ("name.x=3", r"name\.x: name is 'demo', which has no keys"),
         ("a='open", "is not a YAML value"),
@@ -249,6 +249,13 @@ def test_the_last_of_two_overrides_wins_and_a_value_may_hold_equal_signs():
 def test_an_override_that_cannot_be_applied_says_why(override, message):
     with pytest.raises(UserError, match=message):
         apply_overrides({"rows": [{"path": "a"}, 1], "name": "demo"}, [override])
+
+
+def test_the_first_element_makes_an_empty_list_longer_as_it_makes_an_absent_one():
+    empty = {"rollout": {"stop": []}}
+    for base in ({}, {"rollout": {"stop": None}}, empty):
+        assert apply_overrides(base, ["rollout.stop.0=x"]) == {"rollout": {"stop": ["x"]}}
+    assert empty == {"rollout": {"stop": []}}
 
 
 def test_settings_have_dotted_keys_or_sections_and_values_as_they_are():
@@ -537,6 +544,14 @@ def test_a_key_of_another_type_is_not_offered_as_what_was_meant():
         ("trainer.n_gpus_per_node=8", "here it is distributed.processes"),
         ("critic.optim.lr=1e-5", "not in flatpeak: baselines are those of a group"),
         ("reward_model.reward_manager=dapo", "here it is rewards.NAME.type"),
+        ("advantage.epsilon=1e-4", "here it is advantage.eps"),
+        ("optimizer.epsilon=1e-8", "here it is optimizer.eps"),
+        ("sft.optimizer.beta=0.9", "here it is sft.optimizer.betas"),
+        ("sft.optimizer.lr=1e-5", "here it is sft.optimizer.learning_rate"),
+        ("sft.lr=1e-5", "here it is sft.optimizer.learning_rate"),
+        ("sft.max_steps=4", "here it is sft.steps"),
+        ("reward_model.optim=sgd", "here it is reward_model.optimizer.name"),
+        ("evaluation.max_completion_length=4", "here it is evaluation.max_new_tokens"),
         ("rolout.group_size=4", "did you mean rollout.group_size?"),
         ("trainer.steps=4", "did you mean training.steps?"),
     ],
@@ -545,6 +560,22 @@ def test_a_key_of_another_tool_is_translated_by_its_whole_path(override, hint):
     with pytest.raises(UserError) as error:
         parse_config(load_recipe("flatpeak:demo", [override]))
     assert str(error.value).startswith(f"unknown key {override.partition('=')[0]}: {hint}")
+
+
+def test_a_key_of_another_task_in_a_list_is_unknown_in_words():
+    with pytest.raises(UserError, match=r"task\.train\.0 has no correct, but path"):
+        parse_config(MODEL | {"task": {"type": "rows", "train": [{"path": "x", "correct": 1}]}})
+
+
+@pytest.mark.parametrize("value", ["{a: 1}", "[1, 2]"])
+def test_a_loss_that_is_no_text_is_refused_in_words(value):
+    with pytest.raises(UserError, match=r"^objective\.loss=.*: must be a text$"):
+        parse_config(apply_overrides(MODEL, [f"objective.loss={value}"]))
+
+
+def test_an_unprintable_value_is_shown_escaped():
+    with pytest.raises(UserError, match=r"^run\.threads='1\\n2': must be a whole number$"):
+        parse_config(MODEL | {"run": {"threads": "1\n2"}})
 
 
 def test_a_misspelled_section_with_several_keys_is_one_hint():
@@ -581,3 +612,25 @@ def test_every_translation_names_keys_that_there_are(name):
     written = [key.replace("NAME", "<name>") for key in named]
     assert [key for key in written if key not in known] == []
     assert written or "flatpeak" in FOREIGN_NAMES[name]
+
+
+COMPANIONS = {
+    "rewards.correctness.type=function": ["rewards.correctness.function=file.py:name"],
+    "rewards.correctness.function=file.py:name": ["rewards.correctness.type=function"],
+    "task.type=rows": ["task.train.0.path=a.jsonl"],
+    "model.quantization=nf4": ["model.lora={}"],
+}
+"""Settings that the same translation, or the error about its absence, names too."""
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FOREIGN_NAMES if "=" in FOREIGN_NAMES[name]))
+def test_every_value_in_a_translation_is_accepted(name):
+    text = re.sub(r"NAME(?=\.)", "correctness", FOREIGN_NAMES[name])
+    for setting in re.findall(r"(?<!-)\b[a-z_]+(?:\.[a-z_0-9]+)+=[^\s,;]+", text):
+        parse_config(apply_overrides(MODEL, [setting, *COMPANIONS.get(setting, [])]))
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FOREIGN_NAMES if "extends: " in FOREIGN_NAMES[name]))
+def test_every_recipe_in_a_translation_is_one(name):
+    recipe = FOREIGN_NAMES[name].partition("extends: ")[2].split()[0].strip(",;")
+    parse_config(read_recipe({"extends": recipe, **MODEL}))

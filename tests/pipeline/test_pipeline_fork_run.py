@@ -212,8 +212,9 @@ def test_a_fork_whose_best_checkpoint_is_gone_takes_the_best_of_those_at_hand(re
 
 def test_a_fork_of_a_run_without_accuracy_has_none_and_cannot_name_one(recipe: Recipe, train: Train) -> None:
     first = Path(train(recipe(run={"name": "first"}, training={"steps": 2}), reward=lambda completion: 0.5).path)
-    with pytest.raises(UserError, match=r"^evaluation\.accuracy cannot change .* the best reward so far"):
-        flatpeak.fork(first, 0, name="other", settings={"evaluation.accuracy": "correctness"})
+    for key, value in {"evaluation.accuracy": "correctness", "training.stop_at": 0.4}.items():
+        with pytest.raises(UserError, match=rf"^{key} cannot change .* holds evaluations without accuracy"):
+            flatpeak.fork(first, 0, name="other", settings={key: value}, reward=lambda completion: 0.5)
     forked = flatpeak.fork(first, 0, name="second", reward=lambda completion: 1.0).summary
     assert (forked.metric, [row.metrics["reward"] for row in forked.evaluations]) == ("reward", [0.5, 1.0])
     assert not any("accuracy" in row.metrics for row in forked.evaluations)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel
 
-from flatpeak.config.foreign_names import translate, translate_value
+from flatpeak.config.foreign_names import HERE, translate, translate_value
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.schema_types import alternatives, elements, literals, models_of, tagged_models
 from flatpeak.errors import nearest
@@ -104,7 +104,7 @@ def _unknown_keys(path: Sequence[str], value: Any, model: Any, schema: type[Base
     """The unknown keys, each with the right one; `path` ends at the first part that is unknown, `value` is below it."""
     known = list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
     leaves = list(_leaves(path, value))
-    translated = [_translated(path, typed, leaf, schema) for typed, leaf in leaves]
+    translated = [_translated(path, typed, leaf, known, schema) for typed, leaf in leaves]
     moved = _in_another_section(path, leaves[0][0], known, schema) if len(leaves) == 1 else None
     texts = [text or moved or _unknown_key(path, known, model, schema, kind) for text in translated]
     return "; ".join(dict.fromkeys(texts))
@@ -119,9 +119,25 @@ def _leaves(path: Sequence[str], value: Any) -> Iterator[tuple[Sequence[str], An
         yield path, value
 
 
-def _translated(path: Sequence[str], typed: Sequence[str], value: Any, schema: type[BaseModel]) -> str | None:
+def _translated(
+    path: Sequence[str], typed: Sequence[str], value: Any, known: Sequence[str], schema: type[BaseModel]
+) -> str | None:
     foreign = (translate(typed, value) or translate(path)) if schema is RunConfig else None
-    return None if foreign is None else f"unknown key {'.'.join(typed)}: {foreign}"
+    if foreign is None:
+        return None
+    text = _in_its_section(foreign, path[:-1], known) if len(typed) == len(path) else foreign
+    return f"unknown key {'.'.join(typed)}: {text}"
+
+
+def _in_its_section(foreign: str, section: Sequence[str], known: Sequence[str]) -> str:
+    """A translation by the section's own key of that name, as sft.optimizer has a learning rate."""
+    setting, keys = foreign.removeprefix(HERE), set(known_keys())
+    if not section or setting not in keys:
+        return foreign
+    last, inner = setting.rpartition(".")[2], ".".join((*section, setting))
+    if last in known:
+        return f"{HERE}{'.'.join((*section, last))}"
+    return f"{HERE}{inner}" if inner in keys else foreign
 
 
 def _in_another_section(
@@ -153,8 +169,8 @@ def _unknown_key(path: Sequence[str], known: Sequence[str], model: Any, schema: 
     elsewhere = _keys_named(name, schema)
     if not near and any(_matches(key, path) for key in elsewhere):
         own = [field for field in known if field != "type"]
-        type_ = model.model_fields["type"].default
-        return f"unknown key {dotted}: {section}.type={type_} has no {name}, but {', '.join(own)}"
+        which = f"{section}.type={model.model_fields['type'].default}" if "type" in known else section
+        return f"unknown key {dotted}: {which} has no {name}, but {', '.join(own)}"
     other = [key for key in elsewhere if not _matches(key, path)]  # itself, which another type has
     if near or other:
         return _did_you_mean(dotted, near + other)
@@ -217,5 +233,5 @@ def _union_members(annotation: Any) -> dict[str, Any]:
 
 
 def _shortened(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

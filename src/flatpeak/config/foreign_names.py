@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+HERE: Final = "here it is "
 _NONE: Final = "not in flatpeak"
 _LOSS: Final = "a recipe: extends: flatpeak:algorithms/dapo, or another of docs/algorithms.md"
 _BATCH: Final = "rollout.prompts_per_step times rollout.group_size, split by training.minibatches"
@@ -33,6 +34,7 @@ _ALGORITHMS: Final = {
 
 FOREIGN_NAMES: Final = {
     "actor_learning_rate": "optimizer.learning_rate",
+    "advantage.epsilon": "advantage.eps",
     "adv_estimator": _LOSS,
     "adv_estimator=gae": _CRITIC,
     "advantage_estimator": _LOSS,
@@ -80,7 +82,7 @@ FOREIGN_NAMES: Final = {
     "init_kl_coef": "kl.coefficient",
     "kl_coef": "kl.coefficient",
     "kl_loss_coef": "kl.coefficient",
-    "load_in_4bit": "model.quantization=nf4",
+    "load_in_4bit": "model.quantization=nf4 with model.lora={}",
     "load_in_8bit": f"{_NONE}: model.quantization=nf4 has 4 bits",
     "log_completions": "run.log_rollouts_every",
     "log_prob_micro_batch_size_per_gpu": _MEMORY,
@@ -123,6 +125,8 @@ FOREIGN_NAMES: Final = {
     "num_train_epochs": _STEPS,
     "optim": "optimizer.name",
     "optim=adamw_8bit": "optimizer.name=adamw_8bit",
+    "optimizer.beta": "optimizer.betas",
+    "optimizer.epsilon": "optimizer.eps",
     "output_dir": "run.directory and run.name",
     "overlong_buffer.enable": "objective.truncated=soft_penalty",
     "overlong_buffer.len": "objective.overlong_buffer",
@@ -191,14 +195,14 @@ def translate(path: Sequence[str], value: Any = None) -> str | None:
         for key in (_with_value(name, value), name):
             if key in FOREIGN_NAMES:
                 text = FOREIGN_NAMES[key]
-                return text if text.startswith(_NONE) else f"here it is {text}"
+                return text if text.startswith(_NONE) else f"{HERE}{text}"
     return None
 
 
 def translate_value(path: Sequence[str], value: Any) -> str | None:
     """The setting for which another tool has this value of a key that flatpeak has too; None where none is known."""
     text = FOREIGN_NAMES.get(_with_value(".".join(path), value))
-    return None if text is None else f"here it is {text}"
+    return None if text is None else f"{HERE}{text}"
 
 
 def _names(path: Sequence[str]) -> Iterator[str]:

@@ -231,9 +231,14 @@ def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...
     """Replace the value at `path` of `target` (merge it, where both are mappings), and return the result."""
     key, rest = path[0], path[1:]
     here = ".".join(done) or "the recipe"
+    if target == []:  # as absent
+        target = None
     if isinstance(target, list):
         if not key.isdecimal() or int(key) >= len(target):
-            raise UserError(f"{'.'.join((*done, key))}: {here} is a list with elements 0 to {len(target) - 1}")
+            raise UserError(
+                f"{'.'.join((*done, key))}: {here} is a list with elements 0 to {len(target) - 1}; give all of it to "
+                f"make it longer, {here}=[...]"
+            )
         index = int(key)
         new = _set(target[index], rest, value, done=(*done, key)) if rest else value
         return [*target[:index], new, *target[index + 1 :]]

@@ -124,14 +124,14 @@ RULES = (
     *map(_coefficient, _COEFFICIENTS),
     Rule(
         choice="objective.loss",
-        applies=lambda loss: "ratio" not in LOSS_SETTINGS.get(loss, ("ratio",)),
+        applies=lambda loss: "ratio" not in LOSS_SETTINGS.get(str(loss), ("ratio",)),
         settings=("objective.ratio",),
         instead="a loss with an importance ratio",
         unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") != "reward",
     ),
     Rule(
         choice="objective.loss",
-        applies=lambda loss: loss in LOSS_SETTINGS,
+        applies=lambda loss: str(loss) in LOSS_SETTINGS,
         settings=("objective.arguments",),
         instead="objective.loss=file.py:function",
     ),

@@ -31,7 +31,7 @@ from flatpeak.pipeline.components import (
 from flatpeak.pipeline.evaluators import build_evaluator, longest_prompt
 from flatpeak.pipeline.rollout_process import with_rollouts_ahead
 from flatpeak.pipeline.served_sampler import close_sampler, served_to_all, stop_waiting
-from flatpeak.pipeline.user_objects import Algorithm, CallerObjects, make_algorithm
+from flatpeak.pipeline.user_objects import Algorithm, CallerObjects, check_given_again, make_algorithm
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights, resumed_source
 from flatpeak.policy.model import Policy
@@ -135,6 +135,7 @@ def build_components(
     """
     if objects.model is None and checkpoint is None:
         check_source(config.model)
+    check_given_again(checkpoint, config, objects)
     with ExitStack() as resources:
         components = _build(config, objects, resources, checkpoint=checkpoint, progress=progress, ranks=ranks)
         resources.pop_all()

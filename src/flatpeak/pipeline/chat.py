@@ -96,7 +96,8 @@ def chat_loop(
     )  # refused now rather than at the first question
     for line in _opening(source, config, settings, recipe=recipe, chat_template=bool(tokenizer.chat_template)):
         console.note(line)
-    has_task = recipe is not None or "task" in own_recipe
+    from_python = source.record is not None and "task" in source.record.objects
+    has_task = recipe is not None or ("task" in own_recipe and not from_python)
     example = None if config is None or not has_task else example_question(config, tokenizer, source.run)
     if example is not None:
         console.note(f"try: {example}")

@@ -56,6 +56,8 @@ class _ComparedModel:
     """The recipe of the run it comes from, or what its record has of that; empty where neither is there."""
     unsafe: str | None = None
     """The part of its record that only its own run may load."""
+    objects: tuple[str, ...] = ()
+    """The objects from Python that its run had in place of what its recipe names."""
 
     def section(self, base: RawRecipe) -> dict[str, Any]:
         """The section `model` of a recipe that evaluates it: loaded as in its own run, on the device of the first."""
@@ -253,7 +255,8 @@ def _compared_models(name: str, *, stages: bool, several: bool) -> list[_Compare
 def _compared_model(label: str, source: ModelSource) -> _ComparedModel:
     recipe, record = recipe_of(source), source.record
     unsafe = record.unsafe if source.recipe is None and recipe and record is not None else None
-    return _ComparedModel(label=label, path=source.path, recipe=recipe, unsafe=unsafe)
+    objects = record.objects if source.recipe is not None and record is not None else ()
+    return _ComparedModel(label=label, path=source.path, recipe=recipe, unsafe=unsafe, objects=objects)
 
 
 def _names_a_model(recipe: RawRecipe) -> bool:
@@ -267,6 +270,7 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
     if not model.recipe:
         return []
     own = parse_config(model.recipe)
+    _check_named(model, own, config, explicit)
     same_template = _template(own.prompt) == _template(config.prompt)
     if model.path is None and own.model.new is not None and not (own.task == config.task and same_template):
         raise UserError(
@@ -298,6 +302,21 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
     if "task" in model.recipe and own.task != config.task and not _overridden(explicit, "task"):
         return [f"{model.label} was trained on another task ({own.task.type}); it is asked the first one's questions"]
     return []
+
+
+def _check_named(model: _ComparedModel, own: RunConfig, config: RunConfig, explicit: Sequence[str]) -> None:
+    """UserError where the questions or the grader were objects from Python, and recipes have others in their place."""
+    name = config.evaluation.accuracy_part or "NAME"
+    if "task" in model.objects and own.task == config.task and not _overridden(explicit, "task"):
+        raise UserError(
+            f"{model.label} was trained on a task from Python, which no recipe has: say what is asked, with "
+            "task.type=custom task.factory=FILE.py:NAME, or --recipe"
+        )
+    if "reward" in model.objects and not _overridden(explicit, "rewards"):
+        raise UserError(
+            f"{model.label} was trained with a reward from Python, which no recipe has: say how answers are judged, "
+            f"with rewards.{name}.type=function rewards.{name}.function=FILE.py:NAME, or --recipe"
+        )
 
 
 def _template(prompt: PromptConfig) -> str:

@@ -39,6 +39,8 @@ FIXED_SETTINGS = {
     "evaluation.metric": "the best value of that metric so far",
 }
 """Settings that a fork cannot change, and what its checkpoint holds because of them."""
+_NEED_ACCURACY = ("evaluation.accuracy", "evaluation.choices", "evaluation.robustness", "training.stop_at")
+"""Settings by which evaluations have to say which answers are right."""
 
 
 def fork(
@@ -147,8 +149,8 @@ def _check_fork(source: RunPaths, origin: CheckpointState, before: RunConfig, co
         fixed |= {
             f"gradient_regularization.{key}": "a penalty that later updates use" for key in ("perturbed", "every")
         }
-    if origin.state["history"].get("graded"):
-        fixed |= {"evaluation.accuracy": "the best reward so far"}
+    if origin.state["history"].get("graded") and not config.may_lack_accuracy:
+        fixed |= dict.fromkeys(_NEED_ACCURACY, "evaluations without accuracy, which this needs")
     if origin.state["stage"].get("resets"):
         fixed |= {"reference.model": "a reference that was reset since"}
     for key in changes(before.model_dump(mode="json"), config.model_dump(mode="json")):

@@ -35,8 +35,8 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary, Status
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.trackers import Trackers, open_trackers
-from flatpeak.training.completed_step import History
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
+from flatpeak.training.history import History
 from flatpeak.training.recorder import Recorder
 from flatpeak.utils.host_memory import keep_freed_memory
 from flatpeak.utils.huggingface import no_progress_bar

@@ -1,15 +1,21 @@
-"""Objects of a Python caller, the algorithm that a recipe and its caller describe, and digests of users' code."""
+"""Objects of a Python caller, the algorithm that a recipe and its caller describe, and digests of users' code.
+
+A recipe cannot name a task, a reward or a sampler from Python: config.yaml has what they replaced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
+from flatpeak.errors import UserError
 from flatpeak.functional.losses import PolicyLoss
 from flatpeak.pipeline.components import SamplerFactory
+from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
 from flatpeak.protocols import Sampler, Task
 from flatpeak.rewards.functions import function_name
 from flatpeak.runs.manifest import flatten
@@ -20,6 +26,8 @@ from flatpeak.utils.user_code import FROM_PYTHON, REFERENCES, file_digest, sourc
 
 _FUNCTIONS: Final = {"loss": "objective.loss", "advantage": "advantage.function"}
 """The settings in whose place a caller gives functions."""
+_SECTIONS: Final = {"task": "task", "reward": "rewards"}
+"""The sections in whose place a caller gives objects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,28 @@ class CallerObjects:
             return {**(settings or {}), **named}
         written = [settings] if isinstance(settings, str) else settings
         return [*written, *(f"{key}={name}" for key, name in named.items())]
+
+
+def check_given_again(checkpoint: Path | None, config: RunConfig, objects: CallerObjects) -> None:
+    """UserError where a run lacks an object that its checkpoint was trained with, and the recipe names no other."""
+    record = None if checkpoint is None else read_prompt_record(checkpoint)
+    if record is None:
+        return
+    for name in ("task", "reward", "sampler"):
+        section = _SECTIONS.get(name)
+        missing = name in record.objects and getattr(objects, name) is None
+        if missing and (section is None or _is_recorded(section, record, config)):
+            other = "" if section is None else f", or fork the run with another in the recipe ({section}...=...)"
+            raise UserError(
+                f"{checkpoint} was trained with a {name} from Python, which no recipe has: give it again, "
+                f"{name}=... of flatpeak.train or flatpeak.fork{other}"
+            )
+
+
+def _is_recorded(section: str, record: PromptRecord, config: RunConfig) -> bool:
+    """Whether a section is as it was recorded; keys that the record lacks are of a later version."""
+    recorded = flatten(record.evaluation.get(section, {}))
+    return recorded.items() <= flatten(config.model_dump(mode="json")[section]).items()
 
 
 def _function(own: object) -> object:

@@ -1,13 +1,14 @@
-"""The stages of a run, its history, and the state of a completed step, from which a checkpoint is made."""
+"""The stages of a run, and the state of a completed step, from which a checkpoint is made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from flatpeak.training.history import History
 from flatpeak.training.optimizer import BaseLearner
 
 
@@ -28,25 +29,6 @@ class Stage(Protocol):
     def tensors(self) -> dict[str, Tensor]:
         """Everything that it depends on and is in tensors, but the policy's weights."""
         ...
-
-
-@dataclass(kw_only=True, slots=True)
-class History:
-    """The history of a run so far, saved in every checkpoint for the resumed run."""
-
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    best_step: int | None = None
-    best_value: float | None = None
-    graded: bool = False
-    """Whether some evaluation had scores other than right and wrong: there is no accuracy then, and `best_value` is of
-    the reward."""
-    last_step: int = 0
-    seconds: float = 0.0
-    """Wall time of SFT and RL, their evaluations and checkpoints included."""
-
-    def copy(self) -> History:
-        """Copy the present state; evaluations are replaced in the list, never changed."""
-        return replace(self, evaluations=list(self.evaluations))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.evaluation.config import EvaluationConfig, is_verdict
 from flatpeak.evaluation.evaluate import Evaluator
-from flatpeak.evaluation.result import Evaluation, no_accuracy, without_verdicts
+from flatpeak.evaluation.result import Evaluation, no_accuracy
 from flatpeak.protocols import Progress, SavesModel, Tracker
 from flatpeak.runs.checkpoints import (
     BEST,
@@ -35,13 +35,14 @@ from flatpeak.runs.rollout_log import RolloutLog, rollout_rows
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.completed_step import CompletedStep, History, Stage
+from flatpeak.training.completed_step import CompletedStep, Stage
 from flatpeak.training.diagnostics import (
     LogprobGapMonitor,
     MissingRewardMonitor,
     SkippedUpdateMonitor,
     ZeroAdvantageMonitor,
 )
+from flatpeak.training.history import History
 from flatpeak.training.optimizer import check_finite
 
 SAMPLER_STATE = "expected_lengths"
@@ -145,7 +146,7 @@ class Recorder:
         self.begin_step(stage, 0)
         self.evaluate_start(size=self._large_size)
         value = float(self.history.evaluations[-1]["choice"])
-        self._consider(0, value)
+        self.history.consider(0, value)
         self.checkpoint(stage, 0)
         reached = goal is not None and value >= goal
         if reached:
@@ -174,11 +175,7 @@ class Recorder:
         # The first rank's: where letters are ranked, ranks may round apart, and all have to save the same steps.
         choice, reward = self.ranks.first(lambda: own)
         results = evaluation.as_dict()
-        for index, earlier in enumerate(self.history.evaluations):
-            # Tables of every checkpoint would drown the summary; the rows they are made of stay.
-            if stage == "train" == earlier["stage"] and earlier["step"] != self.history.best_step:
-                self.history.evaluations[index] = {**earlier, "subsets": {}}
-        self.history.evaluations.append({"stage": stage, "step": step, **results, "choice": choice, "reward": reward})
+        self.history.add({"stage": stage, "step": step, **results, "choice": choice, "reward": reward})
         self._write_rows(f"{stage}_{step:06d}", evaluation.rows)
         perturbed = [row for one in evaluation.robustness.values() for row in one.rows]
         if perturbed:
@@ -188,7 +185,7 @@ class Recorder:
         if self.tracker is not None:
             self.tracker.log_evaluation({"task": evaluation.task, **results}, evaluation.rows, step=step)
         if stage == "train":
-            self._consider(step, choice)
+            self.history.consider(step, choice)
         return choice
 
     def _without_graded_accuracy(self, evaluation: Evaluation) -> Evaluation:
@@ -196,20 +193,12 @@ class Recorder:
 
         Until then accuracy was the mean of these scores: earlier evaluations lose it too, and no checkpoint its rank.
         """
-        history = self.history
         graded_by = self.ranks.first(lambda: evaluation.graded_by)
-        if graded_by is not None and not history.graded:
-            history.graded = True
-            chosen = is_verdict(self.evaluation.metric)
-            self.progress.notice(
-                no_accuracy(graded_by) + ("; the reward chooses the best checkpoint" if chosen else "")
-            )
-            if chosen:
-                history.evaluations = [{**row, "choice": row["reward"]} for row in history.evaluations]
-                best = [row["choice"] for row in history.evaluations if _rl_step(row) == history.best_step]
-                history.best_value = best[-1] if best else None
-            history.evaluations = [without_verdicts(row) for row in history.evaluations]
-        return evaluation.without_verdicts() if history.graded else evaluation
+        if graded_by is not None and not self.history.graded:
+            chose = is_verdict(self.evaluation.metric)
+            self.progress.notice(no_accuracy(graded_by) + ("; the reward chooses the best checkpoint" if chose else ""))
+            self.history.end_accuracy(chose=chose)
+        return evaluation.without_verdicts() if self.history.graded else evaluation
 
     def _write_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         if not self.ranks.is_first:
@@ -243,12 +232,6 @@ class Recorder:
         self.evaluated = True
         return reached
 
-    def goal_reached(self, goal: float | None) -> bool:
-        """Whether the saved step's evaluation reaches this goal, which in a fork may be another than its run had."""
-        last = ("train", self.history.last_step)
-        values = [row["choice"] for row in self.history.evaluations if (row["stage"], row["step"]) == last]
-        return goal is not None and any(value >= goal for value in values)
-
     @property
     def metric(self) -> str:
         """The metric that chooses the best checkpoint."""
@@ -263,11 +246,6 @@ class Recorder:
         """Number of questions that every evaluation answers: the first ones, by which checkpoints are compared."""
         sizes = [size for size in (self.evaluation.size, self.evaluation.final_size) if size is not None]
         return min(sizes, default=None)
-
-    def _consider(self, step: int, value: float) -> None:
-        best = self.history.best_value
-        if best is None or value > best or (math.isnan(best) and not math.isnan(value)):
-            self.history.best_step, self.history.best_value = step, value
 
     def checkpoint_if_due(self, stage: Stage, step: int, *, last: bool) -> None:
         """Save every `run.checkpoint_every` steps, at the end, on a signal, and where a new best was found."""
@@ -353,12 +331,7 @@ class Recorder:
 
     def _point_at(self, newest: Path) -> History:
         link_checkpoint(newest.parent, LAST, newest)
-        at_hand = checkpoint_steps(self.run.checkpoints)
-        if self.history.best_step is not None and self.history.best_step not in at_hand:
-            self.history.best_step = self.history.best_value = None
-            for row in self.history.evaluations:
-                if _rl_step(row) in at_hand:
-                    self._consider(_rl_step(row), row["choice"])
+        self.history.choose_among(checkpoint_steps(self.run.checkpoints))
         if self.history.best_step is not None:
             link_checkpoint(self.run.checkpoints, BEST, self.run.checkpoints / checkpoint_name(self.history.best_step))
         return self.history
@@ -395,8 +368,3 @@ class Recorder:
         now = time.perf_counter()
         self.history.seconds += now - self._since
         self._since = now
-
-
-def _rl_step(row: Mapping[str, Any]) -> int:
-    """The step of RL of an evaluation; the model before RL is at step 0."""
-    return int(row["step"]) if row["stage"] == "train" else 0

@@ -274,7 +274,7 @@ class Trainer:
         reference, others = split_prefix(PREFIX, tensors)
         self.learner.load(state["learner"], others)
         progression = dict(state["stage"])
-        self.reached = progression.pop("reached") and self.recorder.goal_reached(self.config.training.stop_at)
+        self.reached = progression.pop("reached") and self.recorder.history.reached(self.config.training.stop_at)
         self.skipped = SkippedUpdateMonitor.of(progression)
         progression.pop("skipped_updates", None)
         self.condition.load(progression.pop(STOP_WHEN, None))

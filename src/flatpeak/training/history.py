@@ -1,0 +1,78 @@
+"""The history of a run: its evaluations, and the best checkpoint among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flatpeak.evaluation.result import without_verdicts
+
+
+@dataclass(kw_only=True, slots=True)
+class History:
+    """The history of a run so far, saved in every checkpoint for the resumed run."""
+
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Results by evaluation; `choice` chooses the best checkpoint, `reward` does once there is no accuracy."""
+    best_step: int | None = None
+    best_value: float | None = None
+    graded: bool = False
+    """Whether some evaluation had scores other than right and wrong: there is no accuracy then, and `best_value` is of
+    the reward."""
+    last_step: int = 0
+    seconds: float = 0.0
+    """Wall time of SFT and RL, their evaluations and checkpoints included."""
+
+    def copy(self) -> History:
+        """Copy the present state; evaluations are replaced in the list, never changed."""
+        return replace(self, evaluations=list(self.evaluations))
+
+    def add(self, evaluation: dict[str, Any]) -> None:
+        """Append an evaluation; of those in training, the best and the last keep their tables of subsets.
+
+        Tables of every checkpoint would drown the summary; the rows they are made of stay.
+        """
+        for index, earlier in enumerate(self.evaluations):
+            if evaluation["stage"] == "train" == earlier["stage"] and earlier["step"] != self.best_step:
+                self.evaluations[index] = {**earlier, "subsets": {}}
+        self.evaluations.append(evaluation)
+
+    def consider(self, step: int, value: float) -> None:
+        """Make a step the best where its value is higher than that of the best so far, and than NaN."""
+        best = self.best_value
+        if best is None or value > best or (math.isnan(best) and not math.isnan(value)):
+            self.best_step, self.best_value = step, value
+
+    def choose_among(self, at_hand: Collection[int]) -> None:
+        """Choose the best of these steps, unless the best of all is one of them."""
+        if self.best_step is None or self.best_step in at_hand:
+            return
+        self.best_step = self.best_value = None
+        for row in self.evaluations:
+            if _rl_step(row) in at_hand:
+                self.consider(_rl_step(row), row["choice"])
+
+    def end_accuracy(self, *, chose: bool) -> None:
+        """Remove accuracy from all evaluations; where it chose checkpoints, the reward does from now on.
+
+        The best step stays: its checkpoint is at hand, and others may not be.
+        """
+        self.graded = True
+        if chose:
+            self.evaluations = [{**row, "choice": row.get("reward", row["choice"])} for row in self.evaluations]
+            best = [row["choice"] for row in self.evaluations if _rl_step(row) == self.best_step]
+            self.best_value = best[-1] if best else None
+        self.evaluations = [without_verdicts(row) for row in self.evaluations]
+
+    def reached(self, goal: float | None) -> bool:
+        """Whether the evaluation of the saved step reaches this goal, which in a fork may be another than before."""
+        last = ("train", self.last_step)
+        values = [row["choice"] for row in self.evaluations if (row["stage"], row["step"]) == last]
+        return goal is not None and any(value >= goal for value in values)
+
+
+def _rl_step(row: Mapping[str, Any]) -> int:
+    """The step of RL of an evaluation; the model before RL is at step 0."""
+    return int(row["step"]) if row["stage"] == "train" else 0
