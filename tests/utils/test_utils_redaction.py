@@ -217,6 +217,12 @@ def test_a_recipes_secret_is_hidden_as_python_json_and_addresses_write_it(
     assert "[redacted]" in hidden
 
 
+def test_an_answer_that_only_names_a_secret_stays_in_prose() -> None:
+    assert redact("Secret: 24") == "Secret: [redacted]"
+    assert redact(["Secret: 24", "Password: swordfish"], prose=True) == ["Secret: 24", "Password: swordfish"]
+    assert redact("Password: tok-987-abc", prose=True) == "Password: [redacted]"
+
+
 @pytest.mark.parametrize("key", ["EMPTY", "assistant", "none"])
 def test_a_word_that_serves_as_a_key_stays_in_texts(key: str) -> None:
     assert Secret(key).scrub(f"an {key} role") == f"an {key} role"

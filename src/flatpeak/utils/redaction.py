@@ -88,16 +88,17 @@ _recipe_secrets: set[str] = set()
 """The secrets of the recipes that this process has run. Like those of its environment, none may leave it."""
 
 
-def redact(value: Any, *, secrets: Sequence[str] = ()) -> Any:
+def redact(value: Any, *, secrets: Sequence[str] = (), prose: bool = False) -> Any:
     """Replace every secret in `value` (text, or any nesting of mappings and lists) by `[redacted]`.
 
     Secrets are those given, the values of environment variables with names like HF_TOKEN or OPENAI_API_KEY, text
     shaped like a token (`hf_...`, `sk-...`, `Bearer ...`, `user:password@` in a URL), what stands under a key such as
-    `api_key` or `accessToken`, and what a text has behind such a name.
+    `api_key` or `accessToken`, and what a text has behind such a name. In `prose`, such as a model's answer, it has to
+    look like a key there, also where the text has nothing else: an answer may be `Secret: 24`.
     """
     # The longest first: a secret that contains another is replaced whole.
     known = sorted({*secrets, *_recipe_secrets, *_environment_secrets()}, key=len, reverse=True)
-    return _redact(value, known)
+    return _redact(value, known, prose)
 
 
 def hide_secrets_of(recipe: Mapping[str, Any]) -> None:
@@ -136,18 +137,18 @@ def _is_word(text: str) -> bool:
     return len(text) < _LONGEST_WORD and text.isalpha() and (text.islower() or text.isupper() or text.istitle())
 
 
-def _redact(value: Any, secrets: Sequence[str]) -> Any:
+def _redact(value: Any, secrets: Sequence[str], prose: bool) -> Any:
     if isinstance(value, str):
         for secret in secrets:
             value = value.replace(secret, HIDDEN)
-        return _redact_entries(_PATTERNS.sub(HIDDEN, value))
+        return _redact_entries(_PATTERNS.sub(HIDDEN, value), prose)
     if isinstance(value, Mapping):
         return {
-            _redact(key, secrets): _hide(item) if is_secret(key, item) else _redact(item, secrets)
+            _redact(key, secrets, prose): _hide(item) if is_secret(key, item) else _redact(item, secrets, prose)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_redact(item, secrets) for item in value]
+        return [_redact(item, secrets, prose) for item in value]
     return value
 
 
@@ -188,17 +189,17 @@ def _hide(value: Any) -> Any:
     return value if value is None or isinstance(value, bool) or value == "" else HIDDEN
 
 
-def _redact_entries(text: str) -> str:
+def _redact_entries(text: str, prose: bool) -> str:
     """The text without the values behind the names of secrets, as far as these look like keys.
 
-    In a text that is one entry as a whole, such as a header or a variable, any value does.
+    In a text that is one entry as a whole, such as a header or a variable, any value does, but for prose.
     """
 
     def is_hidden(name: re.Match[str], value: re.Match[str]) -> bool:
         content = value["content"]
         in_query = text[max(0, name.start() - 1)] in "?&"
         is_named = is_secret(name["name"], content) or (in_query and _spelled(name["name"]) in _QUERY_NAMES)
-        is_whole = name.start() == 0 and value.end() + len(value["quote"]) == len(text)
+        is_whole = not prose and name.start() == 0 and value.end() + len(value["quote"]) == len(text)
         return is_named and (is_whole or in_query or _looks_like_a_key(content))
 
     return _replace_values(text, _VALUE, is_hidden)
