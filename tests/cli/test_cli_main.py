@@ -116,7 +116,8 @@ def test_print_config_shows_the_whole_recipe_and_can_be_read_back(tmp_path):
 
 def test_print_config_leaves_secrets_out_and_a_recipe_without_them_is_not_run(tmp_path):
     (tmp_path / "r.yaml").write_text(
-        "model: {path: x}\nrewards: {f: {type: function, function: 'f.py:f', arguments: {token: tok-987-abc}}}\n"
+        "model: {path: x}\n"
+        "rewards: {f: {type: function, function: 'f.py:f', arguments: {token: tok-987-abc, also: see tok-987-abc}}}\n"
     )
     displayed = flatpeak("train", "r.yaml", "--print-config", cwd=tmp_path)
     assert "      token: '[redacted]'\n" in displayed.stdout

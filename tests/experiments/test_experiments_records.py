@@ -21,6 +21,7 @@ from flatpeak.experiments.records import (
     remove_cell,
     write_record,
 )
+from flatpeak.utils import redaction
 from flatpeak.utils.user_code import file_digest
 from support.sweeps import PREFIX, write_sweep
 
@@ -39,6 +40,15 @@ def write_config(run: PlannedRun, **changes: Any) -> None:
             content[section][name] = value
     run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "config.yaml").write_text(yaml.safe_dump(content))
+
+
+def test_a_secret_that_stands_in_two_places_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_recipe_secrets", set())
+    arguments = {"token": "tok-987-abc", "note": "see tok-987-abc"}
+    run = run_of(tmp_path, **{"rewards.f": {"type": "function", "function": "f.py:f", "arguments": arguments}})
+    hidden = {"token": "[redacted]", "note": "see [redacted]"}
+    write_config(run, rewards__f={"type": "function", "function": "f.py:f", "arguments": hidden})
+    assert "arguments" not in str(changed_keys(run))
 
 
 @pytest.mark.parametrize(

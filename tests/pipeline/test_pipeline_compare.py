@@ -22,6 +22,7 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline import compare as comparison_module
 from flatpeak.pipeline.chat import Console, chat_loop
 from flatpeak.pipeline.compare import compare_checkpoints, evaluated_by, locate_model, locate_stages
+from support.runs import Watcher
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,16 @@ def test_models_that_a_function_grades_are_compared_without_accuracy(finished: P
     assert [notice.partition(":")[0] for notice in comparison.notices] == [
         "reward 'correctness' gives scores other than 0 and 1"
     ]
+
+
+def test_a_notice_of_an_evaluation_has_no_secret_that_a_reward_was_given(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "leaky.py").write_text("def leak(completion, token):\n    raise ValueError(f'401 for {token}')\n")
+    leaky = {"type": "function", "function": f"{tmp_path}/leaky.py:leak", "arguments": {"token": "tok-987-abc"}}
+    settings = [f"rewards.leaky={json.dumps(leaky | {'weight': 0})}", "evaluation.size=2", "run.grading_workers=0"]
+    progress = Watcher()
+    compare_checkpoints([str(finished)], settings, progress=progress)
+    assert "ValueError: 401 for [redacted]" in "".join(progress.notices)
+    assert "tok-987-abc" not in "".join(progress.notices)
 
 
 def test_a_size_given_here_counts_for_more_than_the_final_size_of_the_run(finished: Path, tmp_path: Path) -> None:

@@ -38,6 +38,19 @@ def files(path: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
+def test_a_fork_names_no_secret_among_its_changes(recipe: Recipe, train: Train) -> None:
+    arguments = {"credentials": {"user": "swordfish"}, "k": 1}
+    function = {"type": "function", "function": "support.reward_functions:varied_text", "arguments": arguments}
+    settings = {"run": {"name": "first", "checkpoint_every": 1, "grading_workers": 0}, "training": {"steps": 2}}
+    judged = {"rewards": {"f": function}, "evaluation": {"accuracy": None, "metric": "reward"}}
+    first = Path(train(recipe(**settings, **judged)).path)
+    place = "rewards.f.arguments"
+    forked = flatpeak.fork(first, 1, name="second", settings=[f"{place}.credentials.user=marlin", f"{place}.k=2"])
+    manifest = (forked.path / "manifest.json").read_text()
+    assert json.loads(manifest)["forked"]["changed"] == {f"{place}.k": "1 -> 2", "run.name": "first -> second"}
+    assert not any(secret in manifest for secret in ("marlin", "swordfish"))
+
+
 @pytest.mark.parametrize("sections", [KL, RESETS, REGULARIZED, {"model": {"dtype": "bfloat16"}}], ids=str)
 def test_a_fork_without_changes_ends_as_the_run_did(recipe: Recipe, train: Train, sections: dict[str, Any]) -> None:
     first = run(recipe, train, **sections)

@@ -95,15 +95,17 @@ def test_no_key_and_no_local_path_is_in_any_file(
 ) -> None:
     key = "the-key-of-a-judge"
     monkeypatch.setenv("MY_JUDGE", key)
+    monkeypatch.setenv("OTHER_JUDGE", "EMPTY")  # the key of a server that wants none
     monkeypatch.setenv("HF_TOKEN", "hf_ofTheEnvironmentItself")
 
     def add_judge(run: Path) -> None:
         recipe = yaml.safe_load((run / "config.yaml").read_text())
         endpoint = {"type": "endpoint", "base_url": "https://judge.example/v1", "model": "m", "api_key_env": "MY_JUDGE"}
         recipe["rewards"]["judged"] = {"type": "judge", "backend": endpoint}
+        recipe["rewards"]["other"] = {"type": "judge", "backend": endpoint | {"api_key_env": "OTHER_JUDGE"}}
         recipe["run"]["directory"] = str(tmp_path / "somewhere")
         (run / "config.yaml").write_text(yaml.safe_dump(recipe))
-        row = json.dumps({"text": f"{key} {run.absolute()}/x {os.environ['HF_TOKEN']} /3", "prompt": "1+1="})
+        row = json.dumps({"text": f"{key} {run.absolute()}/x {os.environ['HF_TOKEN']} EMPTY /3", "prompt": "1+1="})
         (run / "rollouts" / "step_000001.jsonl").write_text(row + "\n")
         (run / "report.html").write_text(f"<p>{key} {Path.home()}/y</p>")
 
@@ -117,7 +119,7 @@ def test_no_key_and_no_local_path_is_in_any_file(
         assert str(place) not in text
     if extras:
         row = json.loads((tmp_path / "dry" / "rollouts" / "step_000001.jsonl").read_text())
-        assert row["text"] == "[redacted] path/to/x [redacted] /3"
+        assert row["text"] == "[redacted] path/to/x [redacted] EMPTY /3"
         assert (tmp_path / "dry" / "report.html").read_text() == "<p>[redacted] path/to/y</p>"
     recipe = yaml.safe_load((tmp_path / "dry" / "recipe.yaml").read_text())
     assert recipe["rewards"]["mine"]["function"] == "path/to/mine.py:score"

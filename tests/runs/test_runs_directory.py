@@ -15,7 +15,7 @@ import yaml
 import flatpeak
 from flatpeak.errors import UserError
 from flatpeak.runs.config import RunSectionConfig
-from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
+from flatpeak.runs.directory import RunDirectory, RunPaths, check_no_secret_missing, check_start
 from flatpeak.runs.manifest import git_commit, read_starts
 
 RESOLVED = {
@@ -237,6 +237,16 @@ def test_secrets_reach_neither_the_recipe_nor_the_manifest(tmp_path, monkeypatch
         assert secret not in written
     # The redacted recipe is no changed recipe.
     create(tmp_path, resolved=resolved, resume=True).close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rewards.f.arguments.note", "see [redacted]"), ("tracking.mlflow.uri", "http://[redacted]@host")],
+)
+def test_a_secret_that_is_missing_within_a_text_is_asked_for_and_a_prompt_may_say_redacted(key, value):
+    check_no_secret_missing({"prompt": {"system": "Write [redacted] for names."}})
+    with pytest.raises(UserError, match=f"^{key} was left out"):
+        check_no_secret_missing({key: value})
 
 
 @pytest.mark.parametrize("name", ["", "..", "../up", "/tmp/x", "a/../b"])

@@ -4,7 +4,14 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.runs import rollout_log
-from flatpeak.runs.rollout_log import RolloutLog, first_row, logged_steps, read_rollouts, truncate_rollouts
+from flatpeak.runs.rollout_log import (
+    RolloutLog,
+    first_row,
+    logged_steps,
+    read_rollouts,
+    truncate_rollouts,
+    write_answers,
+)
 from flatpeak.types import Completion, Example, Group, Prompt, Scores
 
 
@@ -72,6 +79,16 @@ def test_secrets_are_not_logged(tmp_path):
     text = "my key is hf_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     RolloutLog(tmp_path).write(1, [group("a", [text])], Scores(total=[[0.0]], parts={}), [[0.0]])
     assert read_rollouts(tmp_path / "step_000001.jsonl")[0]["text"] == "my key is [redacted]"
+
+
+def test_answers_of_evaluations_lose_secrets_and_keep_scores_and_ordinary_texts(tmp_path):
+    row = {"id": "1", "gold": "Secret: 24", "scores": {"password": 0.5}, "text": "Secret: 24", "samples": ["a"]}
+    leaked = row | {"text": "hf_ABCDEFGHIJKLMNOPQRSTUVWXYZ", "samples": ["sk-abcdefghijklmn"]}
+    write_answers(tmp_path / "evaluations" / "train_000001.jsonl", [row, leaked])
+    assert read_rollouts(tmp_path / "evaluations" / "train_000001.jsonl") == [
+        row,
+        leaked | {"text": "[redacted]", "samples": ["[redacted]"]},
+    ]
 
 
 def test_later_steps_and_half_written_files_are_forgotten(tmp_path):

@@ -18,6 +18,7 @@ from flatpeak.config.error_messages import describe_errors
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import without_superseded
 from flatpeak.errors import UserError, check_characters, nearest
+from flatpeak.utils.redaction import hide_secrets_of
 
 Settings = Mapping[str, Any] | Sequence[str]
 """Changes of a recipe: a mapping whose keys may be dotted (`{"training.steps": 2, "rollout": {"group_size": 8}}`), or
@@ -57,9 +58,13 @@ def read_recipe(recipe: Mapping[str, Any] | str | Path, settings: Settings = ())
 
 
 def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
-    """Check a resolved recipe. Raises UserError: one line, each problem with its dotted key and what would be right."""
+    """Check a resolved recipe, whose secrets `redact` hides from now on.
+
+    Raises UserError: one line, each problem with its dotted key and what would be right.
+    """
     from pydantic import ValidationError
 
+    hide_secrets_of(recipe)
     _check_texts(recipe, "")
     try:
         return RunConfig.model_validate(recipe)

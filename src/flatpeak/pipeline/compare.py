@@ -19,6 +19,7 @@ from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
 from flatpeak.protocols import Progress
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, verify_checkpoint
 from flatpeak.runs.directory import RunPaths, run_hint
+from flatpeak.runs.notices import NoticeLog, RecordedProgress
 from flatpeak.tasks.prompts import CHAT, TEXT_TEMPLATES, PromptConfig, template_text
 from flatpeak.utils.huggingface import is_surely_local
 
@@ -86,7 +87,7 @@ def compare_checkpoints(
     Raises UserError where nothing says what to evaluate on, and for a run whose prompts, or grading, differ from those
     of the first and would be replaced by them here.
     """
-    progress = SilentProgress() if progress is None else progress
+    progress = RecordedProgress(SilentProgress() if progress is None else progress, NoticeLog())
     models = [model for name in names for model in _compared_models(name, stages=stages, several=len(names) > 1)]
     recipes = [model.recipe for model in models if model.recipe]
     base = next((recipe for recipe in recipes if "task" in recipe), recipes[0] if recipes else {})

@@ -196,7 +196,7 @@ def copy_run(
         _copy(source, origin, RunPaths(temporary))
         resolved = config.model_dump(mode="json")
         recipe = redact(json.loads(json.dumps(resolved)))
-        changed = changes(before.model_dump(mode="json"), resolved)
+        changed = changes(redact(json.loads(json.dumps(before.model_dump(mode="json")))), recipe)
         forked = {"run": str(source.path.absolute()), "step": origin.step, "changed": changed}
         # Another function is a change of the recipe, and none of the function's code.
         earlier = json.loads(source.manifest.read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ from flatpeak.runs.rollout_log import logged_steps
 from flatpeak.runs.summary import RunSummary, read_summary
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
 from flatpeak.utils.huggingface import is_surely_local
-from flatpeak.utils.redaction import HIDDEN, HIDDEN_DIRECTORY, local_roots, redact, without_local_paths
+from flatpeak.utils.redaction import HIDDEN, HIDDEN_DIRECTORY, is_key, local_roots, redact, without_local_paths
 
 EXTRAS: Final = ("rollouts", "report")
 """The names that `--with` takes."""
@@ -333,7 +333,7 @@ def _is_relative_file(key: str, value: Any) -> bool:
 def _keys_of(recipe: dict[str, Any]) -> list[str]:
     """The values of the environment variables that a recipe names for its judges, whatever they are called."""
     names = [value for key, value in flatten(recipe).items() if key.endswith("api_key_env") and value]
-    return [value for name in names if len(value := os.environ.get(str(name), "").strip()) > 3]
+    return [value for name in names if is_key(value := os.environ.get(str(name), "").strip())]
 
 
 def _link_or_copy(path: Path, target: Path, *, link: bool) -> None:

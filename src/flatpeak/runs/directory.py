@@ -308,8 +308,13 @@ def check_start(
 def check_no_secret_missing(resolved: Mapping[str, Any]) -> None:
     """Raise UserError where a recipe is that of a run, which was written without its secrets."""
     for key, value in flatten(resolved).items():
-        if value == HIDDEN:
+        if isinstance(value, str) and (value == HIDDEN or _lacks_a_part(key, value)):
             raise UserError(f"{key} was left out of the run's config.yaml as a secret: give it again, {key}=...")
+
+
+def _lacks_a_part(key: str, value: str) -> bool:
+    """Whether a secret within an argument or an address was left out; a prompt may have `[redacted]` for its own."""
+    return (HIDDEN in value and ".arguments." in key) or f"://{HIDDEN}@" in value
 
 
 def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> dict[str, str]:

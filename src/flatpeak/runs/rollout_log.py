@@ -1,16 +1,16 @@
-"""rollouts/step_000001.jsonl: every completion of a step with its tokens, rewards and advantage."""
+"""rollouts/step_000001.jsonl: every completion of a step with its tokens, rewards and advantage; and evaluations/."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flatpeak.errors import UserError, brief
-from flatpeak.runs.files import fsync_path
+from flatpeak.runs.files import fsync_path, write_atomic
 from flatpeak.runs.notices import warn
 from flatpeak.types import Group, Scores
 from flatpeak.utils.redaction import redact
@@ -27,7 +27,8 @@ def rollout_rows(
     """One row per completion; `advantages` is [P][G] like `scores`. Missing numbers, and those not finite, are null."""
     for p, group in enumerate(groups):
         prompt, gold, texts = redact(
-            [group.prompt.text, group.prompt.example.gold, [completion.text for completion in group.completions]]
+            [group.prompt.text, group.prompt.example.gold, [completion.text for completion in group.completions]],
+            prose=True,
         )
         for g, (completion, text) in enumerate(zip(group.completions, texts, strict=True)):
             yield {
@@ -102,6 +103,17 @@ class RolloutLog:
             fsync_path(path)
         if unsynced:
             fsync_path(self.directory)
+
+
+def write_answers(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the rows of an evaluation to a file such as evaluations/train_000010.jsonl, their texts without secrets."""
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, "".join(json.dumps(_without_secrets(row), ensure_ascii=False) + "\n" for row in rows))
+
+
+def _without_secrets(row: Mapping[str, Any]) -> Row:
+    # Mappings hold numbers by the names of rewards, of which one may be called `secret`.
+    return {key: item if isinstance(item, Mapping) else redact(item, prose=True) for key, item in row.items()}
 
 
 def read_rollouts(path: Path) -> list[Row]:

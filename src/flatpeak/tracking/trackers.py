@@ -113,7 +113,7 @@ class Trackers:
         ]
         tables = (
             (f"evaluation/{results['task']}", ("step", "metric", "value", "low", "high"), estimates),
-            (f"answers/{results['task']}", ("step", "id", "gold", "text"), redact(first_answers)),
+            (f"answers/{results['task']}", ("step", "id", "gold", "text"), redact(first_answers, prose=True)),
         )
         for name, columns, rows in tables:
             table = Table(name=name, step=number, columns=columns, rows=_encodable(rows))

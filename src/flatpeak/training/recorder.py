@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -28,10 +27,10 @@ from flatpeak.runs.checkpoints import (
 )
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
-from flatpeak.runs.files import fsync_path, write_atomic
+from flatpeak.runs.files import fsync_path
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.notices import NoticeLog
-from flatpeak.runs.rollout_log import RolloutLog, rollout_rows
+from flatpeak.runs.rollout_log import RolloutLog, rollout_rows, write_answers
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import Rollouts
@@ -204,10 +203,8 @@ class Recorder:
         if not self.ranks.is_first:
             return
         path = self.run.evaluations / f"{name}.jsonl"
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
-            path.parent.mkdir(exist_ok=True)
-            write_atomic(path, "".join(lines))
+            write_answers(path, rows)
         except OSError as error:  # answers are worth less than the run
             self.progress.notice(f"{path}: {error.strerror}; the answers of this evaluation are not kept")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from flatpeak.errors import UserError
 
@@ -17,7 +19,8 @@ NO_KEY: Final = "none"
 _PATTERNS: Final = re.compile(
     r"""(?<=://)[^/\s:@"']*:[^/\s@"']+(?=@)            # user:password@ in a URL; first, for a user shaped like a token
     |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # within a word none begins, but for a percent-escape before it
-        (?:sk-|hf_|gsk_|AIza|xai-|nvapi-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Hugging Face, Groq, Google, xAI
+        (?:(?:sk-|gsk_|AIza|xai-|nvapi-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Groq, Google, xAI, NVIDIA
+        |hf_[A-Za-z0-9*]{16,})                         # Hugging Face; no name in code, such as hf_hub_download
     |   (?<![A-Za-z])[sr]k_(?:live|test)_[A-Za-z0-9]{12,}  # Stripe
     |   gh[pousr]_[A-Za-z0-9]{20,}                     # GitHub
     |   github_pat_[A-Za-z0-9_]{20,}                   # GitHub, fine-grained
@@ -34,8 +37,8 @@ _PATTERNS: Final = re.compile(
     re.VERBOSE,
 )
 _SECRET_VARIABLE: Final = re.compile(
-    r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|PAT|CREDENTIALS?|WEBHOOK|COOKIE|DSN|AUTHORIZATION)"
-    r"(_(?!PATH$|FILE$|DIR$|DIRECTORY$)|$)"
+    r"(^|_)(TOKEN|KEY|APIKEY|SECRET|(PG)?PASSWORD|PASSWD|PASSPHRASE|PAT|CREDENTIALS?|WEBHOOK|COOKIE|DSN|AUTHORIZATION"
+    r"|CONNECTION_STRING)(_(?!PATH$|FILE$|DIR$|DIRECTORY$)|$)|_PASS$"
 )
 _WORD_BOUNDARY: Final = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _SECRET_NAME: Final = re.compile(
@@ -43,12 +46,13 @@ _SECRET_NAME: Final = re.compile(
         (?:api|access|private|secret|session|signing|encryption|master|account|service|subscription|auth|ssh|deploy
           |openai|anthropic|wandb|hf|azure|aws|gemini|openrouter|mistral|judge|endpoint|server)_?keys?
     |   (?:api|access|auth|hf|hub|bearer|refresh|session|security|personal|bot)_?tokens?
-    |   token | pat | secrets? | pass(?:word|wd|phrase|code)s? | pwd | credentials? | creds
+    |   token | pat | secrets? | pass(?:word|wd|phrase|code)s? | (?:db|user|smtp|api|admin|root)_?pass
+    |   pgpassword | pwd | credentials? | creds
     |   webhooks?(?:_ur[il])? | cookies? | auth | authorization | bearer | jwt | dsn | conn(?:ection)?_?str(?:ing)?
     )$""",
     re.VERBOSE,
 )
-"""The end of a name of a secret, its words joined by underscores; `token` alone is one, `max_tokens` is none."""
+"""The end of a name of a secret, as `_spelled` gives it; `token` alone is one, `max_tokens` is none."""
 _SPECIAL_TOKEN: Final = re.compile(
     r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|special|think|answer|image|first|last|next|new)_token$"
 )
@@ -72,6 +76,7 @@ _ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+|~[^/\s]*)(?:/[^/]+)+/?")
 """An absolute path of two levels or more, or one that begins with a home directory; its first level has no space."""
 _LONGEST_PATH: Final = 4096
 """Characters of the longest text that may be a path."""
+_DIGIT: Final = re.compile(r"\d")
 _SHORTEST_VARIABLE: Final = 8
 """Characters of a value that make it a secret wherever it stands: shorter ones ("1", "true") are ordinary text."""
 _LONGEST_WORD: Final = 16
@@ -83,16 +88,17 @@ _recipe_secrets: set[str] = set()
 """The secrets of the recipes that this process has run. Like those of its environment, none may leave it."""
 
 
-def redact(value: Any, *, secrets: Sequence[str] = ()) -> Any:
+def redact(value: Any, *, secrets: Sequence[str] = (), prose: bool = False) -> Any:
     """Replace every secret in `value` (text, or any nesting of mappings and lists) by `[redacted]`.
 
     Secrets are those given, the values of environment variables with names like HF_TOKEN or OPENAI_API_KEY, text
     shaped like a token (`hf_...`, `sk-...`, `Bearer ...`, `user:password@` in a URL), what stands under a key such as
-    `api_key` or `accessToken`, and what a text has behind such a name.
+    `api_key` or `accessToken`, and what a text has behind such a name. In `prose`, such as a model's answer, it has to
+    look like a key there, also where the text has nothing else: an answer may be `Secret: 24`.
     """
     # The longest first: a secret that contains another is replaced whole.
     known = sorted({*secrets, *_recipe_secrets, *_environment_secrets()}, key=len, reverse=True)
-    return _redact(value, known)
+    return _redact(value, known, prose)
 
 
 def hide_secrets_of(recipe: Mapping[str, Any]) -> None:
@@ -100,12 +106,13 @@ def hide_secrets_of(recipe: Mapping[str, Any]) -> None:
 
     Short words stay: they would be hidden in ordinary text too.
     """
-    _recipe_secrets.update(text for text in _texts_of_secrets(recipe) if _is_distinctive(text))
+    spellings = (spelling for text in _texts_of_secrets(recipe) for spelling in _spellings(text))
+    _recipe_secrets.update(spelling for spelling in spellings if _is_distinctive(spelling))
 
 
 def _texts_of_secrets(value: Any, *, named: bool = False) -> Iterator[str]:
-    if isinstance(value, str) and named:
-        yield value
+    if isinstance(value, str | int) and named:
+        yield str(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _texts_of_secrets(item, named=named or is_secret(key, item))
@@ -114,22 +121,34 @@ def _texts_of_secrets(value: Any, *, named: bool = False) -> Iterator[str]:
             yield from _texts_of_secrets(item, named=named)
 
 
+def _spellings(text: str) -> Iterator[str]:
+    """A secret as it is, as Python, JSON and a URL write it, and line by line."""
+    yield from (text, repr(text)[1:-1], json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+    yield from (quote(text), quote(text, safe=""))
+    yield from text.splitlines()
+
+
 def _is_distinctive(text: str) -> bool:
     return len(text) >= _LONGEST_WORD or _looks_like_a_key(text)
 
 
-def _redact(value: Any, secrets: Sequence[str]) -> Any:
+def _is_word(text: str) -> bool:
+    """Whether a text may be an ordinary word, such as `password` or `EMPTY`, the key of a server that wants none."""
+    return len(text) < _LONGEST_WORD and text.isalpha() and (text.islower() or text.isupper() or text.istitle())
+
+
+def _redact(value: Any, secrets: Sequence[str], prose: bool) -> Any:
     if isinstance(value, str):
         for secret in secrets:
             value = value.replace(secret, HIDDEN)
-        return _redact_entries(_PATTERNS.sub(HIDDEN, value))
+        return _redact_entries(_PATTERNS.sub(HIDDEN, value), prose)
     if isinstance(value, Mapping):
         return {
-            _redact(key, secrets): _hide(item) if is_secret(key, item) else _redact(item, secrets)
+            _redact(key, secrets, prose): _hide(item) if is_secret(key, item) else _redact(item, secrets, prose)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_redact(item, secrets) for item in value]
+        return [_redact(item, secrets, prose) for item in value]
     return value
 
 
@@ -144,7 +163,7 @@ def is_secret(name: object, value: Any) -> bool:
     if not _SECRET_NAME.search(spelled) or _SPECIAL_TOKEN.search(spelled):
         return False
     if isinstance(value, Mapping):
-        return "type" not in value  # a section of the recipe: a reward of that name, say
+        return "type" not in value and "settings" not in value  # a reward of that name, or an arm of a sweep
     if not spelled.endswith(("token", "pat")):
         return True
     if isinstance(value, list | tuple):
@@ -152,9 +171,13 @@ def is_secret(name: object, value: Any) -> bool:
     return isinstance(value, str) and value[0] not in "<[" and "\\" not in value
 
 
+def _may_name_a_secret(spelled: str) -> bool:
+    return spelled in _QUERY_NAMES or bool(_SECRET_NAME.search(spelled))
+
+
 def _spelled(name: str) -> str:
-    """The words of a name in lower case, joined by underscores."""
-    return "_".join(filter(None, _WORD_BOUNDARY.split(name))).lower()
+    """The words of a name in lower case, joined by underscores, without a number at its end."""
+    return "_".join(filter(None, _WORD_BOUNDARY.split(name))).lower().rstrip("_0123456789")
 
 
 def _hide(value: Any) -> Any:
@@ -166,17 +189,17 @@ def _hide(value: Any) -> Any:
     return value if value is None or isinstance(value, bool) or value == "" else HIDDEN
 
 
-def _redact_entries(text: str) -> str:
+def _redact_entries(text: str, prose: bool) -> str:
     """The text without the values behind the names of secrets, as far as these look like keys.
 
-    In a text that is one entry as a whole, such as a header or a variable, any value does.
+    In a text that is one entry as a whole, such as a header or a variable, any value does, but for prose.
     """
 
     def is_hidden(name: re.Match[str], value: re.Match[str]) -> bool:
         content = value["content"]
         in_query = text[max(0, name.start() - 1)] in "?&"
         is_named = is_secret(name["name"], content) or (in_query and _spelled(name["name"]) in _QUERY_NAMES)
-        is_whole = name.start() == 0 and value.end() + len(value["quote"]) == len(text)
+        is_whole = not prose and name.start() == 0 and value.end() + len(value["quote"]) == len(text)
         return is_named and (is_whole or in_query or _looks_like_a_key(content))
 
     return _replace_values(text, _VALUE, is_hidden)
@@ -184,7 +207,7 @@ def _redact_entries(text: str) -> str:
 
 def _looks_like_a_key(value: str) -> bool:
     """Whether a value is one long word with a digit: what follows `token = ` or `Password: ` in prose is not."""
-    return len(value) >= _SHORTEST_VARIABLE and any(character.isdigit() for character in value)
+    return len(value) >= _SHORTEST_VARIABLE and bool(_DIGIT.search(value))
 
 
 def _replace_values(
@@ -193,7 +216,9 @@ def _replace_values(
     """The text with `[redacted]` in place of the values, matched by a pattern behind their names, that are hidden."""
     pieces, end = [], 0
     for name in _NAMED.finditer(text):
-        value = pattern.match(text, name.end()) if name.start() >= end else None
+        if name.start() < end or not _may_name_a_secret(_spelled(name["name"])):
+            continue
+        value = pattern.match(text, name.end())
         if value is not None and value["content"] != HIDDEN and is_hidden(name, value):
             pieces += [text[end : value.start("content")], HIDDEN]
             end = value.end()
@@ -215,11 +240,16 @@ def _redact_argument(argument: str) -> str:
     return _replace_values(argument, _VALUE_IN_COMMAND, lambda name, value: is_secret(name["name"], value["content"]))
 
 
+def is_key(value: str) -> bool:
+    """Whether what an endpoint gets as its key is one: `none`, `EMPTY` or `dummy` would be hidden in ordinary text."""
+    return len(value) >= _SHORTEST_KEY and not _is_word(value)
+
+
 def _environment_secrets() -> set[str]:
     return {
         value
         for name, value in os.environ.items()
-        if len(value) >= _SHORTEST_VARIABLE and _SECRET_VARIABLE.search(name.upper())
+        if len(value) >= _SHORTEST_VARIABLE and not _is_word(value) and _SECRET_VARIABLE.search(name.upper())
     }
 
 
@@ -284,8 +314,7 @@ class Secret:
 
     def scrub(self, text: str) -> str:
         """Redact the key, and every other secret, in a text."""
-        is_key = self._value != NO_KEY and len(self._value) >= _SHORTEST_KEY
-        redacted: str = redact(text, secrets=(self._value,) if is_key else ())
+        redacted: str = redact(text, secrets=(self._value,) if is_key(self._value) else ())
         return redacted
 
     def __repr__(self) -> str:
