@@ -1,3 +1,4 @@
+from time import process_time
 from types import SimpleNamespace
 
 import pytest
@@ -233,6 +234,26 @@ def test_a_quoted_text_reads_as_it_was():
     assert MARK in encoder.quote(text)
     assert unquote(encoder.quote(text)) == text
     assert encoder.tokenizer.decode(encoder.encode_text(text)) == text
+
+
+def test_megabytes_of_control_tokens_and_of_their_beginnings_are_quoted_at_once():
+    names = ("<s>", "[INST]", *(f"<SPECIAL_{number}>" for number in range(1000)), "</s>")
+    encoder = TextEncoder(byte_level_tokenizer(Chat("", names)))
+    assert encoder.quote("</s>") == f"<{MARK}/s>"
+    began = process_time()
+    assert encoder.quote("</s>" * 250_000).count(MARK) == 250_000
+    for beginning in ("<", "<SPECIAL_", "<SPECIAL_99", "[INST"):
+        text = beginning * (2_000_000 // len(beginning))
+        assert encoder.quote(text) == text
+    assert process_time() - began < 5
+
+
+def test_of_nested_names_the_longest_is_broken_and_then_what_is_left():
+    encoder = TextEncoder(byte_level_tokenizer(Chat("", ("<s", "<s>", "a<s", "</s></s>", "</s>"))))
+    for text in ("<s", "<s>", "a<s>", "</s></s>", "</s></s></s>", "<<ss>", "a<<s<s>"):
+        ids = encoder.encode_text(text)
+        assert encoder.tokenizer.decode(ids) == text
+        assert len(ids) == len(text)
 
 
 def test_the_texts_that_spell_control_tokens_are_counted_and_named():

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import groupby, pairwise, takewhile
 from typing import Any, Final
 
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN
@@ -39,8 +40,8 @@ class TextEncoder:
     def quote(self, text: str) -> str:
         """The text with a mark inside every string that the tokenizer would read as a control token."""
         while starts := self._control_strings(text):
-            for start in reversed(starts):
-                text = f"{text[: start + 1]}{MARK}{text[start + 1 :]}"
+            cuts = [0, *(start + 1 for start in starts), len(text)]
+            text = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
         return text
 
     def encode(self, quoted: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -96,7 +97,7 @@ class TextEncoder:
         names = set(self.control_tokens)
         if self._normalizer is not None:
             names |= {normalized for name in names if len(normalized := self._normalizer.normalize_str(name)) > 1}
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+        return re.compile(_any_of(names)) if names else None
 
     @cached_property
     def _splitting(self) -> Any:
@@ -106,6 +107,16 @@ class TextEncoder:
         splitting = copy.deepcopy(self.tokenizer)
         splitting.add_tokens([AddedToken(MARK, normalized=False)])
         return splitting
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """A pattern of the longest of these names that branches where they differ, so that a thousand names cost little."""
+    names = sorted(names)
+    shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(names[0], names[-1], strict=False)))
+    rests = groupby((name[len(shared) :] for name in names), key=lambda rest: rest[:1])
+    branches = [_any_of(group) for first, group in rests if first]
+    ending = "?" if shared in names else ""
+    return re.escape(shared) + (f"(?:{'|'.join(branches)}){ending}" if branches else "")
 
 
 def unquote(quoted: str) -> str:
