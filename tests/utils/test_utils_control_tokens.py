@@ -89,7 +89,8 @@ def test_a_text_that_spells_control_tokens_makes_none(name, column):
 def test_a_text_without_control_tokens_has_the_tokens_of_the_whole_text(name):
     chat, encoder = CHATS[name], TextEncoder(byte_level_tokenizer(CHATS[name]))
     encode = encoder.tokenizer.encode
-    for text in (HARMLESS, "", "<think>\n\n3</think> <answer>4</answer>", "\n\n", "<|im_", "[INST", "\u2581 é終🙂"):
+    harmless = (HARMLESS, "", "<think>\n\n3</think> <answer>4</answer>", "\n\n", "<|im_", "[INST", "\u2581 é終🙂")
+    for text in (*harmless, "\ufdd0 a\ufdd0", *MARK, MARK[:2], MARK[1:]):
         messages = [{"role": "user", "content": text}]
         assert encoder.quote(text) == text
         ids = COLUMNS["question"](encoder.tokenizer, text)

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN
 
-MARK: Final = "\ufdd0"
-"""A noncharacter of Unicode, which no text holds and no filter of a chat template changes."""
+MARK: Final = "\ufddf\ufdd0\ufdde"
+"""Noncharacters of Unicode, in an order that no text has; no filter of a chat template changes them."""
 _WRITTEN_BY_MODELS: Final = frozenset({THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE})
 """Tags of a completion's own form: text, also where a tokenizer has a token for them."""
 _LISTED: Final = 4
