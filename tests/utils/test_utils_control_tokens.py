@@ -11,7 +11,7 @@ from flatpeak.tasks.prompts import CHAT, R1_ZERO, PromptConfig, build_prompts
 from flatpeak.training.sft import demonstrations
 from flatpeak.types import Example, Prompt, SamplingParams
 from flatpeak.utils.control_tokens import MARK, TextEncoder, notice_of_control_tokens, unquote
-from support.chat_templates import CHATS, Chat, byte_level_tokenizer
+from support.chat_templates import CHATS, END, LOOP, Chat, byte_level_tokenizer
 
 HARMLESS = " Is 2 < 3 | [x]? </b> "
 QWEN = CHATS["qwen2.5"]
@@ -115,6 +115,27 @@ def test_special_tokens_and_the_added_tokens_that_mark_turns_are_control_tokens(
     assert encoder.control_tokens == {"</s>", "<|user|>", "<|system|>"}
     refuses = Chat("{{ raise_exception('no') }}", ("<|end|>",), ("<|user|>",))
     assert TextEncoder(byte_level_tokenizer(refuses)).control_tokens == {"<|end|>"}
+
+
+@pytest.mark.parametrize("column", ["question", "preamble", "rationale", "chat's answer", "scored completion"])
+@pytest.mark.parametrize("name", CHATS)
+def test_half_a_control_token_makes_none_with_the_template_beside_it(name, column):
+    tokenizer = byte_level_tokenizer(CHATS[name])
+    word = COLUMNS[column]
+    wanted = control_ids(tokenizer, word(tokenizer, "x"))
+    for token in TextEncoder(tokenizer).control_tokens:
+        for cut in range(1, len(token)):
+            for text in (f"x{token[:cut]}", f"x{token[:cut]} ", f"{token[cut:]}x"):
+                assert control_ids(tokenizer, word(tokenizer, text)) == wanted
+
+
+def test_the_rest_of_a_longer_control_token_makes_none_with_a_shorter_one():
+    chat = Chat(f"{LOOP}<s{{{{ m.content }}}}</s>{END}", ("<s", "<s>", "</s></s>", "</s>"))
+    tokenizer = byte_level_tokenizer(chat)
+    wanted = control_ids(tokenizer, asked(tokenizer, BY_CHAT, question="x"))
+    for text in (">x", ">", " >x", "</s>", "</s"):
+        assert control_ids(tokenizer, asked(tokenizer, BY_CHAT, question=text)) == wanted
+    assert notice_of_control_tokens([">x", "</s"], tokenizer, what="questions") is None
 
 
 def test_a_role_in_preference_data_makes_no_control_token():

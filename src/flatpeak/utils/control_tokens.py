@@ -39,10 +39,10 @@ class TextEncoder:
 
     def quote(self, text: str) -> str:
         """The text with a mark inside every string that the tokenizer would read as a control token."""
-        while starts := self._control_strings(text):
+        while starts := self.control_strings(text):
             cuts = [0, *(start + 1 for start in starts), len(text)]
             text = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
-        return text
+        return self._guard_ends(text)
 
     def encode(self, quoted: str, *, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a template around quoted texts."""
@@ -69,7 +69,7 @@ class TextEncoder:
             control |= {token for token in others if token in dialogues}
         return frozenset(token for token in control - _WRITTEN_BY_MODELS if len(token) > 1 and not token.isspace())
 
-    def _control_strings(self, text: str) -> list[int]:
+    def control_strings(self, text: str) -> list[int]:
         """The places where control tokens begin in a text: as they are written, else as the normalizer writes them."""
         if self._pattern is None:
             return []
@@ -98,6 +98,31 @@ class TextEncoder:
         if self._normalizer is not None:
             names |= {normalized for name in names if len(normalized := self._normalizer.normalize_str(name)) > 1}
         return re.compile(_any_of(names)) if names else None
+
+    def _guard_ends(self, text: str) -> str:
+        """The text with a mark at an end that would be a control token together with a template's beside it."""
+        firsts, lasts = self._joints
+        body = text.rstrip()
+        if body.endswith(lasts):
+            text = f"{body}{MARK}{text[len(body) :]}"
+        body = text.lstrip()
+        return f"{text[: len(text) - len(body)]}{MARK}{body}" if body.startswith(firsts) else text
+
+    @cached_property
+    def _joints(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(ends of control tokens that begin with another one, beginnings whose end overlaps with another one).
+
+        `]~!b` before `[e~[` reads as `]~!b[` and `e~[`.
+        """
+        names = self.control_tokens
+        halves = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
+        beginnings = {before for before, _ in halves} | names
+        lasts = (
+            before
+            for before, rest in halves
+            if rest in beginnings or any(rest[:size] in names for size in range(1, len(rest)))
+        )
+        return tuple(rest for before, rest in halves if before in names), tuple(lasts)
 
     @cached_property
     def _splitting(self) -> Any:
@@ -141,7 +166,7 @@ def notice_of_control_tokens(texts: Iterable[str], tokenizer: Any, *, what: str)
     """A notice of texts that spell control tokens; None for none."""
     encoder = TextEncoder(tokenizer)
     texts = list(texts)
-    spelled: Sequence[str] = [text for text in texts if encoder.quote(text) != text]
+    spelled: Sequence[str] = [text for text in texts if encoder.control_strings(text)]
     if not spelled:
         return None
     names = [name for name in sorted(encoder.control_tokens) if any(name in text for text in spelled)]
