@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby, pairwise, takewhile
@@ -43,6 +43,14 @@ class TextEncoder:
             cuts = [0, *(start + 1 for start in starts), len(text)]
             text = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
         return self._guard_ends(text)
+
+    def quote_all(self, value: Any) -> Any:
+        """The value with every text quoted, also in lists and mappings."""
+        if isinstance(value, str):
+            return self.quote(value)
+        if isinstance(value, Mapping):
+            return {self.quote_all(key): self.quote_all(inner) for key, inner in value.items()}
+        return [self.quote_all(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def encode(self, quoted: str, *, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a template around quoted texts."""
