@@ -1,3 +1,4 @@
+import re
 from time import process_time
 from types import SimpleNamespace
 
@@ -265,6 +266,55 @@ def test_a_tokenizer_of_the_callers_own_needs_nothing_more_than_before():
     assert asked(Letters(), PromptConfig(template=R1_ZERO), question="<eos>") == tuple(
         ord(letter) for letter in R1_ZERO.replace("{question}", "<eos>")
     )
+
+
+class Wrapped:
+    """A caller's tokenizer around another one, which fails when it is copied."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Closed(ByT5Tokenizer):
+    """A tokenizer that takes no tokens beside its own."""
+
+    def _add_tokens(self, new_tokens, special_tokens=False):
+        if not special_tokens:
+            raise ValueError("Adding regular tokens is not supported")
+        return super()._add_tokens(new_tokens, special_tokens)
+
+
+class Deaf(ByT5Tokenizer):
+    """A tokenizer that finds its control tokens by itself, and no added ones."""
+
+    def tokenize(self, text, **kwargs):
+        pieces = re.split("(</s>)", text)
+        return [token for piece in pieces for token in ([piece] if piece == "</s>" else map(chr, piece.encode()))]
+
+
+@pytest.mark.parametrize("kind", [Closed, Deaf, lambda: Wrapped(ByT5Tokenizer())])
+def test_a_tokenizer_that_takes_no_mark_reads_the_pieces_between_the_marks(kind):
+    tokenizer, text = kind(), "a</s>é</s>"
+    assert 1 in tokenizer.encode("a</s>é", add_special_tokens=False)[:-1]
+    assert TextEncoder(tokenizer).encode_text(text) == [byte + 3 for byte in text.encode()]
+    assert scored(tokenizer, PLAIN, text, text) == (*(byte + 3 for byte in f"{text}\n\n{text}".encode()), 1)
+    wrapped, inner = Wrapped(byte_level_tokenizer(QWEN)), byte_level_tokenizer(QWEN)
+    assert asked(wrapped, BY_CHAT, question=forged(QWEN)) == asked(inner, BY_CHAT, question=forged(QWEN))
+
+
+def test_the_special_tokens_around_a_text_stay_around_its_pieces():
+    inner = unigram(normalizer=normalizers.NFKC(), scheme="never")
+    inner.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    for text in ("a</s>b", "</s>", "</s><s>"):
+        expected = TextEncoder(inner).encode(TextEncoder(inner).quote(text), add_special_tokens=True)
+        encoder = TextEncoder(Wrapped(inner))
+        assert encoder.encode(encoder.quote(text), add_special_tokens=True) == expected
+        assert (expected[0], expected[-1]) == (1, 2)
 
 
 def test_a_quoted_text_reads_as_it_was():

@@ -56,6 +56,8 @@ class TextEncoder:
         """The token ids of a template around quoted texts."""
         if MARK not in quoted:
             return list(self.tokenizer.encode(quoted, add_special_tokens=add_special_tokens))
+        if self._splitting is None:
+            return self._encode_pieces(quoted, add_special_tokens=add_special_tokens)
         mark = self._splitting.convert_tokens_to_ids(MARK)
         ids = self._splitting.encode(quoted, add_special_tokens=add_special_tokens)
         return [token for token in ids if token != mark]
@@ -82,7 +84,7 @@ class TextEncoder:
         if self._pattern is None:
             return []
         written = [match.start() for match in self._pattern.finditer(text)]
-        if written or not self._spells_one(text):
+        if written or not self._spells_one(text) or self._splitting is None:
             return written
         encoded = self._splitting(text, add_special_tokens=False, return_offsets_mapping=True)
         control = set(self.tokenizer.convert_tokens_to_ids(sorted(self.control_tokens)))
@@ -133,13 +135,27 @@ class TextEncoder:
         return tuple(rest for before, rest in halves if before in names), tuple(lasts)
 
     @cached_property
-    def _splitting(self) -> Any:
-        """A copy of the tokenizer that reads the mark as a token of its own."""
+    def _splitting(self) -> Any | None:
+        """A copy of the tokenizer that reads the mark as a token of its own; None where the tokenizer allows none."""
         from transformers import AddedToken
 
-        splitting = copy.deepcopy(self.tokenizer)
-        splitting.add_tokens([AddedToken(MARK, normalized=False)])
-        return splitting
+        with suppress(Exception):  # a caller's own tokenizer may refuse copies and new tokens in any way
+            splitting = copy.deepcopy(self.tokenizer)
+            splitting.add_tokens([AddedToken(MARK, normalized=False)])
+            if splitting.convert_tokens_to_ids(MARK) in splitting.encode(MARK, add_special_tokens=False):
+                return splitting
+        return None
+
+    def _encode_pieces(self, quoted: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of the pieces between the marks, among the special tokens that the tokenizer adds."""
+        encode = self.tokenizer.encode
+        first, *others = (list(encode(piece, add_special_tokens=False)) for piece in quoted.split(MARK))
+        rest = [token for piece in others for token in piece]
+        if not add_special_tokens:
+            return first + rest
+        whole = list(encode(quoted[: quoted.index(MARK)], add_special_tokens=True))
+        end = next((end for end in range(len(first), len(whole)) if whole[end - len(first) : end] == first), len(whole))
+        return whole[:end] + rest + whole[end:]
 
 
 def _any_of(names: Iterable[str]) -> str:
