@@ -353,3 +353,8 @@ def test_the_texts_that_spell_control_tokens_are_counted_and_named():
         "2 of 3 questions spell control tokens (<|im_end|> <|im_start|>), which the model reads as text: only "
         "templates make control tokens (see prompt.template)"
     )
+    # Where only the normalizer writes one, the text has no name to show.
+    normalized = unigram(normalizer=normalizers.NFKC(), scheme="never")
+    notice = notice_of_control_tokens(["\uff1c/s\uff1e"], normalized, what="rationales")
+    assert notice is not None
+    assert notice.startswith("1 of 1 rationales spell control tokens, which the model reads as text")

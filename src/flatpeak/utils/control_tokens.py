@@ -196,6 +196,6 @@ def notice_of_control_tokens(texts: Iterable[str], tokenizer: Any, *, what: str)
     names = [name for name in sorted(encoder.control_tokens) if any(name in text for text in spelled)]
     listed = " ".join(names[:_LISTED]) + (" ..." if len(names) > _LISTED else "")
     return (
-        f"{len(spelled)} of {len(texts)} {what} spell control tokens ({listed}), which the model reads as text: only "
-        "templates make control tokens (see prompt.template)"
+        f"{len(spelled)} of {len(texts)} {what} spell control tokens{listed and f' ({listed})'}, which the model reads "
+        "as text: only templates make control tokens (see prompt.template)"
     )
