@@ -362,3 +362,7 @@ def test_half_of_a_character_is_refused_before_a_new_tokenizer_is_built_of_it():
     rationale = Example(id="r", question="1+1", gold="2", rationale="\ud83d")
     with pytest.raises(UserError, match=r"the rationale of example 'r': '.ud83d' is half of a character"):
         prompt_texts([rationale], PromptConfig(template="plain"))
+    for parts in ({"preamble": "\ud83d"}, {"shots": ("1+1? 2", "\ud83d")}):
+        example = Example(id="s", question="2+2?", gold="4", **parts)
+        with pytest.raises(UserError, match=r"the preamble or shots of example 's': '.ud83d' is half of a character"):
+            build_prompts([example], make_tokenizer(), PromptConfig(), max_tokens=100)

@@ -179,10 +179,8 @@ class Wording:
         return TextEncoder(self.tokenizer)
 
     def _tokens(self, messages: Sequence[Message], completion: str) -> list[int]:
-        quote = self._encoder.quote
         if self.template == CHAT:
-            spoken = [*messages, {"role": "assistant", "content": completion}]
-            conversation = [{key: quote(value) for key, value in message.items()} for message in spoken]
+            conversation = self._encoder.quote_all([*messages, {"role": "assistant", "content": completion}])
             text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
             # The template has written every special token into the text, the beginning of the sequence included.
             return self._encoder.encode(text)
@@ -190,6 +188,7 @@ class Wording:
         first, second = sorted((PROMPT, COMPLETION), key=self.template.index)
         before, _, rest = self.template.partition(first)
         between, _, after = rest.partition(second)
+        quote = self._encoder.quote
         values = {PROMPT: quote(str(messages[-1]["content"])), COMPLETION: quote(completion)}
         tokens = self._encoder.encode(
             f"{before}{values[first]}{between}{values[second]}{after}", add_special_tokens=True

@@ -144,6 +144,8 @@ def _check_example(example: Example) -> None:
     """Raise UserError for texts that no tokenizer takes."""
     check_characters(example.question, where=f"the question of example {example.id!a}")
     check_characters(example.rationale or "", where=f"the rationale of example {example.id!a}")
+    context = "".join((example.preamble, *example.shots))
+    check_characters(context, where=f"the preamble or shots of example {example.id!a}")
 
 
 def _check_chat_template(tokenizer: Tokenizer) -> None:

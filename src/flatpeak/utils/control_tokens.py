@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import groupby, pairwise, takewhile
 from typing import Any, Final
 
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN
 
-MARK: Final = "\ufdd0"
-"""A noncharacter of Unicode, which no text holds and no filter of a chat template changes."""
+MARK: Final = "\ufddf\ufdd0\ufdde"
+"""Noncharacters of Unicode, in an order that no text has; no filter of a chat template changes them."""
 _WRITTEN_BY_MODELS: Final = frozenset({THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE})
 """Tags of a completion's own form: text, also where a tokenizer has a token for them."""
 _LISTED: Final = 4
@@ -38,15 +39,25 @@ class TextEncoder:
 
     def quote(self, text: str) -> str:
         """The text with a mark inside every string that the tokenizer would read as a control token."""
-        while starts := self._control_strings(text):
-            for start in reversed(starts):
-                text = f"{text[: start + 1]}{MARK}{text[start + 1 :]}"
-        return text
+        while starts := self.control_strings(text):
+            cuts = [0, *(start + 1 for start in starts), len(text)]
+            text = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
+        return self._guard_ends(text)
+
+    def quote_all(self, value: Any) -> Any:
+        """The value with every text quoted, also in lists and mappings."""
+        if isinstance(value, str):
+            return self.quote(value)
+        if isinstance(value, Mapping):
+            return {self.quote_all(key): self.quote_all(inner) for key, inner in value.items()}
+        return [self.quote_all(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def encode(self, quoted: str, *, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a template around quoted texts."""
         if MARK not in quoted:
             return list(self.tokenizer.encode(quoted, add_special_tokens=add_special_tokens))
+        if self._splitting is None:
+            return self._encode_pieces(quoted, add_special_tokens=add_special_tokens)
         mark = self._splitting.convert_tokens_to_ids(MARK)
         ids = self._splitting.encode(quoted, add_special_tokens=add_special_tokens)
         return [token for token in ids if token != mark]
@@ -68,12 +79,12 @@ class TextEncoder:
             control |= {token for token in others if token in dialogues}
         return frozenset(token for token in control - _WRITTEN_BY_MODELS if len(token) > 1 and not token.isspace())
 
-    def _control_strings(self, text: str) -> list[int]:
+    def control_strings(self, text: str) -> list[int]:
         """The places where control tokens begin in a text: as they are written, else as the normalizer writes them."""
         if self._pattern is None:
             return []
         written = [match.start() for match in self._pattern.finditer(text)]
-        if written or not self._spells_one(text):
+        if written or not self._spells_one(text) or self._splitting is None:
             return written
         encoded = self._splitting(text, add_special_tokens=False, return_offsets_mapping=True)
         control = set(self.tokenizer.convert_tokens_to_ids(sorted(self.control_tokens)))
@@ -96,16 +107,65 @@ class TextEncoder:
         names = set(self.control_tokens)
         if self._normalizer is not None:
             names |= {normalized for name in names if len(normalized := self._normalizer.normalize_str(name)) > 1}
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+        return re.compile(_any_of(names)) if names else None
+
+    def _guard_ends(self, text: str) -> str:
+        """The text with a mark at an end that would be a control token together with a template's beside it."""
+        firsts, lasts = self._joints
+        body = text.rstrip()
+        if body.endswith(lasts):
+            text = f"{body}{MARK}{text[len(body) :]}"
+        body = text.lstrip()
+        return f"{text[: len(text) - len(body)]}{MARK}{body}" if body.startswith(firsts) else text
 
     @cached_property
-    def _splitting(self) -> Any:
-        """A copy of the tokenizer that reads the mark as a token of its own."""
+    def _joints(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(ends of control tokens that begin with another one, beginnings whose end overlaps with another one).
+
+        `]~!b` before `[e~[` reads as `]~!b[` and `e~[`.
+        """
+        names = self.control_tokens
+        halves = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
+        beginnings = {before for before, _ in halves} | names
+        lasts = (
+            before
+            for before, rest in halves
+            if rest in beginnings or any(rest[:size] in names for size in range(1, len(rest)))
+        )
+        return tuple(rest for before, rest in halves if before in names), tuple(lasts)
+
+    @cached_property
+    def _splitting(self) -> Any | None:
+        """A copy of the tokenizer that reads the mark as a token of its own; None where the tokenizer allows none."""
         from transformers import AddedToken
 
-        splitting = copy.deepcopy(self.tokenizer)
-        splitting.add_tokens([AddedToken(MARK, normalized=False)])
-        return splitting
+        with suppress(Exception):  # a caller's own tokenizer may refuse copies and new tokens in any way
+            splitting = copy.deepcopy(self.tokenizer)
+            splitting.add_tokens([AddedToken(MARK, normalized=False)])
+            if splitting.convert_tokens_to_ids(MARK) in splitting.encode(MARK, add_special_tokens=False):
+                return splitting
+        return None
+
+    def _encode_pieces(self, quoted: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of the pieces between the marks, among the special tokens that the tokenizer adds."""
+        encode = self.tokenizer.encode
+        first, *others = (list(encode(piece, add_special_tokens=False)) for piece in quoted.split(MARK))
+        rest = [token for piece in others for token in piece]
+        if not add_special_tokens:
+            return first + rest
+        whole = list(encode(quoted[: quoted.index(MARK)], add_special_tokens=True))
+        end = next((end for end in range(len(first), len(whole)) if whole[end - len(first) : end] == first), len(whole))
+        return whole[:end] + rest + whole[end:]
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """A pattern of the longest of these names that branches where they differ, so that a thousand names cost little."""
+    names = sorted(names)
+    shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(names[0], names[-1], strict=False)))
+    rests = groupby((name[len(shared) :] for name in names), key=lambda rest: rest[:1])
+    branches = [_any_of(group) for first, group in rests if first]
+    ending = "?" if shared in names else ""
+    return re.escape(shared) + (f"(?:{'|'.join(branches)}){ending}" if branches else "")
 
 
 def unquote(quoted: str) -> str:
@@ -130,12 +190,12 @@ def notice_of_control_tokens(texts: Iterable[str], tokenizer: Any, *, what: str)
     """A notice of texts that spell control tokens; None for none."""
     encoder = TextEncoder(tokenizer)
     texts = list(texts)
-    spelled: Sequence[str] = [text for text in texts if encoder.quote(text) != text]
+    spelled: Sequence[str] = [text for text in texts if encoder.control_strings(text)]
     if not spelled:
         return None
     names = [name for name in sorted(encoder.control_tokens) if any(name in text for text in spelled)]
     listed = " ".join(names[:_LISTED]) + (" ..." if len(names) > _LISTED else "")
     return (
-        f"{len(spelled)} of {len(texts)} {what} spell control tokens ({listed}), which the model reads as text: only "
-        "templates make control tokens (see prompt.template)"
+        f"{len(spelled)} of {len(texts)} {what} spell control tokens{listed and f' ({listed})'}, which the model reads "
+        "as text: only templates make control tokens (see prompt.template)"
     )

@@ -59,6 +59,8 @@ def test_an_answer_that_copies_the_code_it_had_gets_a_new_one():
             "]~b]",
             "]~!b[",
         ),
+        *("<turn|>", "<tool_response|>", "[|endofturn|]", "[|assistant|]", "[BOS]", "[UNUSED_TOKEN_145]", "<sop>"),
+        *("<end_of_utterance>", "<BOS_TOKEN>", "<SPECIAL_12>"),
     ],
 )
 def test_control_tokens_become_plain_text(token):
@@ -72,7 +74,7 @@ def test_a_tokenizers_own_control_tokens_become_plain_text_too():
 
 
 def test_ordinary_text_stays_as_it_is():
-    text = "If x < 3 and [a, b] then \\boxed{x|y} <b>bold</b> 😀 日本語 [[1, 2], [3, 4]]\n\ttab"
+    text = "If x < 3 and [a, b] then \\boxed{x|y} <b>bold</b> 😀 日本語 [[1, 2], [3, 4]]\n\ttab; [|x] < y_1|, a|b>[B]"
     assert sanitize(text) == text
 
 
