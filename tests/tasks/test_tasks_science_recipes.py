@@ -29,7 +29,7 @@ def test_every_recipe_has_known_keys_only(name):
     assert TypeAdapter(TaskConfig).validate_python(recipe["task"]).type == name
     PromptConfig.model_validate(recipe["prompt"])
     evaluation = EvaluationConfig.model_validate(recipe.get("evaluation", {}))
-    assert evaluation.accuracy in {None, *recipe["rewards"]}
+    assert evaluation.accuracy_part in {None, *recipe["rewards"]}
     TypeAdapter(dict[str, RewardConfig]).validate_python(recipe["rewards"])
 
 

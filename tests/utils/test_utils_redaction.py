@@ -197,6 +197,15 @@ def test_a_recipes_secrets_are_hidden_wherever_they_stand_once_it_runs(monkeypat
     assert redact("tok-987-abc refused, a word, plain-987-abc") == "[redacted] refused, a word, plain-987-abc"
 
 
+@pytest.mark.parametrize(("secret", "printed"), [("correcthorse", "[redacted]"), ("swordfishes", "swordfishes")])
+def test_a_recipes_secret_without_a_digit_is_hidden_from_twelve_characters_on(
+    secret: str, printed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redaction, "_recipe_secrets", set())
+    hide_secrets_of({"password": secret})
+    assert redact(f"login with {secret} refused") == f"login with {printed} refused"
+
+
 @pytest.mark.parametrize(
     ("secret", "printed"),
     [

@@ -79,7 +79,7 @@ _LONGEST_PATH: Final = 4096
 _DIGIT: Final = re.compile(r"\d")
 _SHORTEST_VARIABLE: Final = 8
 """Characters of a value that make it a secret wherever it stands: shorter ones ("1", "true") are ordinary text."""
-_LONGEST_WORD: Final = 16
+_LONGEST_WORD: Final = 12
 """Characters of a recipe's secret that is one wherever it stands though no digit is in it."""
 _SHORTEST_KEY: Final = 6
 """Characters of an endpoint's key that make it a secret."""
