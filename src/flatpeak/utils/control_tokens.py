@@ -130,13 +130,13 @@ class TextEncoder:
         body = text.strip()
         if not body:
             return text
-        forms = {body} if self._normalizer is None else {body, self._normalizer.normalize_str(body)}
+        written = {body} if self._normalizer is None else {body, self._normalizer.normalize_str(body)}
         beginnings, ends, longest = self._halves
-        inside = len(body) < longest and any(form in name for form in forms for name in self._names)
-        parts = [(form[:size], form[-size:]) for form in forms for size in range(1, longest)]
+        inside = len(body) < longest and any(one in name for one in written for name in self._names)
+        halves = [(one[:size], one[-size:]) for one in written for size in range(1, longest)]
         before, after = text.split(body, 1)
-        before += _EDGE if inside or any(first in ends for first, _ in parts) else ""
-        after = (_EDGE if inside or any(last in beginnings for _, last in parts) else "") + after
+        before += _EDGE if inside or any(first in ends for first, _ in halves) else ""
+        after = (_EDGE if inside or any(last in beginnings for _, last in halves) else "") + after
         return f"{before}{body}{after}"
 
     @cached_property
@@ -149,7 +149,7 @@ class TextEncoder:
     def _without_edges(self, quoted: str) -> str:
         """The text with marks in place of the edges, or without them where no control token would cross one."""
         joined = quoted.replace(_EDGE, "")
-        if joined == quoted or self._outline(joined) == [part.replace(_EDGE, "") for part in self._outline(quoted)]:
+        if joined == quoted or self._outline(joined) == [one.replace(_EDGE, "") for one in self._outline(quoted)]:
             return joined
         return quoted.replace(_EDGE, MARK)
 
