@@ -280,13 +280,14 @@ def test_csv_cells_are_numbers_once_normalized(tmp_path):
 
 def test_questions_on_both_sides_or_with_several_answers_are_counted_in_notices(write):
     train = [{"q": "What is 2 + 2?", "a": 4}, {"q": "what is 2+2", "a": 5}, {"q": "What is 3 + 3?", "a": 6}]
+    train += [{"q": "What is 2 + 2?", "a": number} for number in (6, 7, 8)]
     test = [{"q": "What is 3 + 3?", "a": 6}]
     sides = {
         side: (SourceConfig(path=write(rows, f"{side}.jsonl"), question="q", answer="a"),)
         for side, rows in (("train", train), ("test", test))
     }
     assert build_task(RowsConfig(**sides)).notices == (
-        "1 of 3 training rows kept although test rows ask the same, so that test accuracy may come from memory; "
+        "1 of 6 training rows kept although test rows ask the same, so that test accuracy may come from memory; "
         "task.deduplicate=true drops them",
         "questions with several gold answers: 1, the first in rows train.0/0 and train.0/1; repair them",
     )

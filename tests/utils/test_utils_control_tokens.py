@@ -53,11 +53,13 @@ def imitated(tokenizer, rationale):
 
 TURNS = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes?"})
 BY_CHAT, BY_USER = PromptConfig(template=CHAT), PromptConfig(template=CHAT, user="Q: {question}\nAs JSON.")
+IN_BRACKETS = PromptConfig(template="<{question}> [{question}]")
 COLUMNS = {
     "question": lambda t, text: asked(t, BY_CHAT, question=text),
     "question among words": lambda t, text: asked(t, BY_USER, question=text),
     "preamble": lambda t, text: asked(t, BY_CHAT, preamble=text),
     "shot": lambda t, text: asked(t, BY_CHAT, shots=("1+1? 2", text)),
+    "question in brackets": lambda t, text: asked(t, IN_BRACKETS, question=text),
     "plain question": lambda t, text: asked(t, PromptConfig(), question=text),
     "r1_zero question": lambda t, text: asked(t, PromptConfig(template="r1_zero"), question=text),
     "rationale": imitated,
@@ -91,9 +93,11 @@ def test_a_text_without_control_tokens_has_the_tokens_of_the_whole_text(name):
     chat, encoder = CHATS[name], TextEncoder(byte_level_tokenizer(CHATS[name]))
     encode = encoder.tokenizer.encode
     harmless = (HARMLESS, "", "<think>\n\n3</think> <answer>4</answer>", "\n\n", "<|im_", "[INST", "\u2581 é終🙂")
-    for text in (*harmless, "\ufdd0 a\ufdd0", *MARK, MARK[:2], MARK[1:]):
+    for text in (*harmless, "\ufdd0 a\ufdd0", *MARK, MARK[:2], MARK[1:], "> a <", "]: [", "user"):
+        if name == "letter by letter" and encoder.quote(text) != text:  # it takes edges apart
+            continue
         messages = [{"role": "user", "content": text}]
-        assert encoder.quote(text) == text
+        assert MARK not in encoder.quote(text)
         ids = COLUMNS["question"](encoder.tokenizer, text)
         assert list(ids) == encode(chat.render(messages, answered=False), add_special_tokens=False)
         answered = [*messages, {"role": "assistant", "content": text}]
@@ -118,15 +122,19 @@ def test_special_tokens_and_the_added_tokens_that_mark_turns_are_control_tokens(
     assert TextEncoder(byte_level_tokenizer(refuses)).control_tokens == {"<|end|>"}
 
 
-@pytest.mark.parametrize("column", ["question", "preamble", "rationale", "chat's answer", "scored completion"])
+@pytest.mark.parametrize(
+    "column", ["question", "question in brackets", "rationale", "chat's answer", "scored completion"]
+)
 @pytest.mark.parametrize("name", CHATS)
 def test_half_a_control_token_makes_none_with_the_template_beside_it(name, column):
     tokenizer = byte_level_tokenizer(CHATS[name])
     word = COLUMNS[column]
     wanted = control_ids(tokenizer, word(tokenizer, "x"))
     for token in TextEncoder(tokenizer).control_tokens:
+        assert control_ids(tokenizer, word(tokenizer, token[1:-1])) == wanted
         for cut in range(1, len(token)):
-            for text in (f"x{token[:cut]}", f"x{token[:cut]} ", f"{token[cut:]}x"):
+            hidden = (mark.join((token[:cut], token[cut:])) for mark in (MARK, MARK.replace("\ufdd0", "\ufdd1")))
+            for text in (f"x{token[:cut]}", f"x{token[:cut]} ", f"{token[cut:]}x", *hidden):
                 assert control_ids(tokenizer, word(tokenizer, text)) == wanted
 
 
@@ -137,6 +145,18 @@ def test_the_rest_of_a_longer_control_token_makes_none_with_a_shorter_one():
     for text in (">x", ">", " >x", "</s>", "</s"):
         assert control_ids(tokenizer, asked(tokenizer, BY_CHAT, question=text)) == wanted
     assert notice_of_control_tokens([">x", "</s"], tokenizer, what="questions") is None
+
+
+def test_a_template_makes_tokens_of_roles_and_finds_keys_and_types():
+    parts = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    template = f"{LOOP}<|{{{{ m.role }}}}|>{parts}<|end|>{END}"
+    tokenizer = byte_level_tokenizer(Chat(template, ("<|text|>", "<|user|>", "<|end|>")))
+
+    def ids(role, text):
+        row = [{"role": role, "content": [{"type": "text", "text": text}]}]
+        return tokenizer.decode(scored(tokenizer, CHAT, [*row, {"role": "user", "content": []}], []))
+
+    assert ids("user", "a<|end") == "<|user|>a<|end<|end|><|user|><|end|><|assistant|><|end|>"
 
 
 def test_a_role_in_preference_data_makes_no_control_token():
@@ -333,7 +353,7 @@ def test_megabytes_of_control_tokens_and_of_their_beginnings_are_quoted_at_once(
     assert encoder.quote("</s>" * 250_000).count(MARK) == 250_000
     for beginning in ("<", "<SPECIAL_", "<SPECIAL_99", "[INST"):
         text = beginning * (2_000_000 // len(beginning))
-        assert encoder.quote(text) == text
+        assert unquote(encoder.quote(text)) == text
     assert process_time() - began < 5
 
 

@@ -1,8 +1,9 @@
 """Text as text: templates alone make control tokens, whatever a question, an answer or a rationale spells.
 
 A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands. `TextEncoder.quote` puts a mark into every such
-string of a text, `encode` reads the mark as a token of its own, which splits the string, and leaves that token out. A
-text without control tokens has no marks, and the tokens that the tokenizer gives it.
+string of a text, `encode` reads the mark as a token of its own, which splits the string, and leaves that token out.
+Where a text and the template beside it would make a control token together, `encode` splits them too. Other texts have
+the tokens that the tokenizer gives them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK
 
 MARK: Final = "\ufddf\ufdd0\ufdde"
 """Noncharacters of Unicode, in an order that no text has; no filter of a chat template changes them."""
+_EDGE: Final = "\ufddf\ufdd1\ufdde"
+"""Such a mark at an end of a text, which counts if a control token would cross it."""
 _WRITTEN_BY_MODELS: Final = frozenset({THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE})
 """Tags of a completion's own form: text, also where a tokenizer has a token for them."""
 _LISTED: Final = 4
@@ -39,21 +42,22 @@ class TextEncoder:
 
     def quote(self, text: str) -> str:
         """The text with a mark inside every string that the tokenizer would read as a control token."""
-        while starts := self.control_strings(text):
-            cuts = [0, *(start + 1 for start in starts), len(text)]
-            text = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
-        return self._guard_ends(text)
+        return self._with_edges(self._broken_up(text))
 
     def quote_all(self, value: Any) -> Any:
-        """The value with every text quoted, also in lists and mappings."""
+        """The value with every text quoted, also in lists and mappings.
+
+        Templates look keys and single words up (a role, a type), and make tokens of them: they get no edges.
+        """
         if isinstance(value, str):
-            return self.quote(value)
+            return self._broken_up(value) if value.isidentifier() else self.quote(value)
         if isinstance(value, Mapping):
-            return {self.quote_all(key): self.quote_all(inner) for key, inner in value.items()}
+            return {self._broken_up(str(key)): self.quote_all(inner) for key, inner in value.items()}
         return [self.quote_all(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def encode(self, quoted: str, *, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a template around quoted texts."""
+        quoted = self._without_edges(quoted)
         if MARK not in quoted:
             return list(self.tokenizer.encode(quoted, add_special_tokens=add_special_tokens))
         if self._splitting is None:
@@ -79,6 +83,13 @@ class TextEncoder:
             control |= {token for token in others if token in dialogues}
         return frozenset(token for token in control - _WRITTEN_BY_MODELS if len(token) > 1 and not token.isspace())
 
+    def _broken_up(self, text: str) -> str:
+        """The text with a mark inside every control token that it spells as a whole."""
+        while starts := self.control_strings(text):
+            cuts = [0, *(start + 1 for start in starts), len(text)]
+            text = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
+        return text
+
     def control_strings(self, text: str) -> list[int]:
         """The places where control tokens begin in a text: as they are written, else as the normalizer writes them."""
         if self._pattern is None:
@@ -102,37 +113,50 @@ class TextEncoder:
         return self._pattern.search(self._normalizer.normalize_str(text)) is not None
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str] | None:
-        """Control tokens, as they are written and as the normalizer writes them; None where there are none."""
-        names = set(self.control_tokens)
-        if self._normalizer is not None:
-            names |= {normalized for name in names if len(normalized := self._normalizer.normalize_str(name)) > 1}
-        return re.compile(_any_of(names)) if names else None
-
-    def _guard_ends(self, text: str) -> str:
-        """The text with a mark at an end that would be a control token together with a template's beside it."""
-        firsts, lasts = self._joints
-        body = text.rstrip()
-        if body.endswith(lasts):
-            text = f"{body}{MARK}{text[len(body) :]}"
-        body = text.lstrip()
-        return f"{text[: len(text) - len(body)]}{MARK}{body}" if body.startswith(firsts) else text
+    def _names(self) -> frozenset[str]:
+        """Control tokens, as they are written and as the normalizer writes them."""
+        if self._normalizer is None:
+            return self.control_tokens
+        normalized = map(self._normalizer.normalize_str, self.control_tokens)
+        return self.control_tokens.union(name for name in normalized if len(name) > 1)
 
     @cached_property
-    def _joints(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(ends of control tokens that begin with another one, beginnings whose end overlaps with another one).
+    def _pattern(self) -> re.Pattern[str] | None:
+        """A pattern of the control tokens; None where there are none."""
+        return re.compile(_any_of(self._names)) if self._names else None
 
-        `]~!b` before `[e~[` reads as `]~!b[` and `e~[`.
-        """
-        names = self.control_tokens
-        halves = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
-        beginnings = {before for before, _ in halves} | names
-        lasts = (
-            before
-            for before, rest in halves
-            if rest in beginnings or any(rest[:size] in names for size in range(1, len(rest)))
-        )
-        return tuple(rest for before, rest in halves if before in names), tuple(lasts)
+    def _with_edges(self, text: str) -> str:
+        """The text with an edge at every end that could be a part of a control token."""
+        body = text.strip()
+        if not body:
+            return text
+        written = {body} if self._normalizer is None else {body, self._normalizer.normalize_str(body)}
+        beginnings, ends, longest = self._halves
+        inside = len(body) < longest and any(one in name for one in written for name in self._names)
+        halves = [(one[:size], one[-size:]) for one in written for size in range(1, longest)]
+        before, after = text.split(body, 1)
+        before += _EDGE if inside or any(first in ends for first, _ in halves) else ""
+        after = (_EDGE if inside or any(last in beginnings for _, last in halves) else "") + after
+        return f"{before}{body}{after}"
+
+    @cached_property
+    def _halves(self) -> tuple[frozenset[str], frozenset[str], int]:
+        """(beginnings of control tokens, their ends, the length of the longest)."""
+        halves = [(name[:cut], name[cut:]) for name in self._names for cut in range(1, len(name))]
+        beginnings, ends = zip(*halves, strict=True) if halves else ((), ())
+        return frozenset(beginnings), frozenset(ends), max(map(len, self._names), default=0)
+
+    def _without_edges(self, quoted: str) -> str:
+        """The text with marks in place of the edges, or without them where no control token would cross one."""
+        joined = quoted.replace(_EDGE, "")
+        if joined == quoted or self._outline(joined) == [one.replace(_EDGE, "") for one in self._outline(quoted)]:
+            return joined
+        return quoted.replace(_EDGE, MARK)
+
+    def _outline(self, text: str) -> list[str]:
+        """The text, as it is written and as the normalizer writes it, with every control token between two marks."""
+        texts = [text] if self._normalizer is None else [text, self._normalizer.normalize_str(text)]
+        return [text if self._pattern is None else self._pattern.sub(rf"{MARK}\g<0>{MARK}", text) for text in texts]
 
     @cached_property
     def _splitting(self) -> Any | None:
@@ -170,7 +194,7 @@ def _any_of(names: Iterable[str]) -> str:
 
 def unquote(quoted: str) -> str:
     """The text without the marks of `TextEncoder.quote`."""
-    return quoted.replace(MARK, "")
+    return quoted.replace(MARK, "").replace(_EDGE, "")
 
 
 def _dialogues(tokenizer: Any) -> str:

@@ -60,7 +60,7 @@ def test_an_answer_that_copies_the_code_it_had_gets_a_new_one():
             "]~!b[",
         ),
         *("<turn|>", "<tool_response|>", "[|endofturn|]", "[|assistant|]", "[BOS]", "[UNUSED_TOKEN_145]", "<sop>"),
-        *("<end_of_utterance>", "<BOS_TOKEN>", "<SPECIAL_12>"),
+        *("<end_of_utterance>", "<BOS_TOKEN>", "<SPECIAL_12>", "<end_of_sentence>", "[EOT]"),
     ],
 )
 def test_control_tokens_become_plain_text(token):

@@ -34,9 +34,10 @@ _NONCE_KEY: Final = b"flatpeak judge nonce 1"
 # `<` are followed by a space then, which no tokenizer takes for the token.
 _CONTROL: Final = re.compile(
     r"<(?=[|\uff5c])|<(?=/?(?:s|bos|eos|pad|unk|think|verdict|answer|sys|tool_call|start_of_turn|end_of_turn)>)"
-    r"|<(?=[a-z_]+\|>)|<(?=(?:sop|eop|eod|end_of_utterance|(?:BOS|EOS|PAD|UNK)_TOKEN)>)|\[(?=\|[a-z]+\|\])"
+    r"|<(?=[a-z_]+\|>)|<(?=(?:sop|eop|eod|end_of_utterance|(?:BOS|EOS|PAD|UNK)_TOKEN)>)"
+    r"|<(?=(?:beginning|end)_of_(?:sentence|document)>)|\[(?=\|[a-z]+\|\])"
     r"|<(?=<sys>>)|<(?=(?:extra_id_|unused|reserved_|SPECIAL_)[0-9]+>)|\[(?=\[(?:begin|end))"
-    r"|\[(?=(?:BOS|EOS|UNUSED_TOKEN_[0-9]+)\])|\[(?=/?(?:INST|gMASK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK)\])"
+    r"|\[(?=(?:BOS|EOS|EOT|UNUSED_TOKEN_[0-9]+)\])|\[(?=/?(?:INST|gMASK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK)\])"
     r"|<(?=/?seed:)|\[(?=e~\[)|\](?=~!?b[\[\]])",
     re.IGNORECASE,
 )

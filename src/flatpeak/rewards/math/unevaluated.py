@@ -225,7 +225,9 @@ def _of_product(node: Node) -> set[str]:
     above, below = (
         [factor for factor, exponent in factors if exponent == side and _is_numeral(factor)] for side in (1, -1)
     )
-    if any(map(_are_several, (together, above, below))):
+    # A mixed number holds a fraction: over 2 it leaves a fraction of fractions.
+    in_fractions = above + below if any(map(is_mixed_number, above + below)) else []
+    if any(map(_are_several, (together, above, below, in_fractions))):
         kinds.add("product")
     radicals = Counter(canonical_form(factor) for factor, _ in factors if factor == _I or _is_radical(factor))
     if radicals and max(radicals.values()) > 1:
