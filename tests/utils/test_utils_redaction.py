@@ -272,6 +272,8 @@ def test_an_answer_that_only_names_a_secret_stays_in_prose() -> None:
     assert redact("Secret: 24") == "Secret: [redacted]"
     assert redact(["Secret: 24", "Password: swordfish"], prose=True) == ["Secret: 24", "Password: swordfish"]
     assert redact("Password: tok-987-abc", prose=True) == "Password: [redacted]"
+    assert redact("so secret = 987654321", prose=True) == "so secret = 987654321"
+    assert redact("so secret = 987654321") == "so secret = [redacted]"
 
 
 @pytest.mark.parametrize("key", ["EMPTY", "assistant", "none"])

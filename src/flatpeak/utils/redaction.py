@@ -212,16 +212,17 @@ def _redact_entries(text: str, prose: bool) -> str:
         content = value["content"]
         in_query = text[max(0, name.start() - 1)] in "?&"
         is_named = is_secret(name["name"], content) or (in_query and _spelled(name["name"]) in _QUERY_NAMES)
-        is_named = is_named and (bool(value["quote"]) or not _is_plain(name["name"], content))
+        is_named = is_named and (bool(value["quote"]) or not _is_plain(name["name"], content, prose=prose))
         is_whole = not prose and name.start() == 0 and value.end() + len(value["quote"]) == len(text)
         return is_named and (is_whole or in_query or _looks_like_a_key(content))
 
     return _replace_values(text, _VALUE, is_hidden)
 
 
-def _is_plain(name: str, value: str) -> bool:
-    """Whether an unquoted value is a number behind `token` or a truth value, which `is_secret` sees as text."""
-    return bool((_NUMBER if _spelled(name).endswith("token") else _TRUTH).fullmatch(value))
+def _is_plain(name: str, value: str, *, prose: bool = False) -> bool:
+    """Whether an unquoted value is a truth value, or a number behind `token` or in prose: `is_secret` sees texts."""
+    numbers = prose or _spelled(name).endswith("token")
+    return bool((_NUMBER if numbers else _TRUTH).fullmatch(value))
 
 
 def _looks_like_a_key(value: str) -> bool:
