@@ -127,13 +127,17 @@ def test_a_fork_of_the_former_layout_ends_as_its_run_did(recipe: Recipe, train: 
 def test_a_checkpoint_of_the_former_layout_is_read_verified_and_evaluated(recipe: Recipe, train: Train) -> None:
     run = finished(recipe, train)
     last = run / "checkpoints" / "last"
-    saved, scores = read_checkpoint(last), [one.as_dict() for one in compare_checkpoints([str(run)]).evaluations]
+    judged = ["rewards.correctness.type=number"]
+    saved, scores = (
+        read_checkpoint(last),
+        [one.as_dict() for one in compare_checkpoints([str(run)], judged).evaluations],
+    )
     as_before(run)
     former = read_checkpoint(last)
     assert (former.state, former.step) == (saved.state, saved.step)
     assert former.tensors.keys() == saved.tensors.keys()
     assert all(torch.equal(former.tensors[name], tensor) for name, tensor in saved.tensors.items())
-    assert [one.as_dict() for one in compare_checkpoints([str(run)]).evaluations] == scores
+    assert [one.as_dict() for one in compare_checkpoints([str(run)], judged).evaluations] == scores
     assert load_policy(ModelConfig(path=locate_model(str(last)).path)).native
     for name in ("trainer.safetensors", "trainer.json"):
         kept = (last / name).read_bytes()

@@ -79,11 +79,15 @@ def test_the_zero_matrix_has_eigenvalue_zero_at_once():
     assert (found.value, found.residual, found.iterations, found.converged) == (0.0, 0.0, 1, True)
 
 
-def test_a_residual_of_rounding_converges_where_the_largest_eigenvalue_is_zero():
-    # Relative to the value no residual is small enough; relative to the products of size 4 it is rounding.
-    found = top(symmetric([0.0, -1.0, -2.0, -4.0]), iterations=50, tolerance=1e-3)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_residual_of_rounding_converges_where_the_largest_eigenvalue_is_zero(seed, dtype, bound):
+    # Relative to the value no residual is small enough; relative to the products of size 4 it is rounding. Steps within
+    # rounding add up: 50 of them made 37 of the eigenvalue 0.
+    found = top(symmetric([0.0, -1.0, -2.0, -4.0], seed=seed), dtype=dtype, iterations=50, seed=seed)
     assert found.converged
-    assert abs(found.value) < 1e-12
+    assert found.iterations < 30
+    assert abs(found.value) < bound
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -56,6 +56,29 @@ from flatpeak.utils.redaction import (
         ("token = tokens[0]; password = input()", "token = tokens[0]; password = input()"),
         ("The secret: 24 is even. Token: 2", "The secret: 24 is even. Token: 2"),
         ("max_tokens=123456789, key_path=/x/1234567", "max_tokens=123456789, key_path=/x/1234567"),
+        (
+            "headers=[(b'X-Api-Key', b'tok-987-abc'), ('host', 'h')]",
+            "headers=[(b'X-Api-Key', b'[redacted]'), ('host', 'h')]",
+        ),
+        ("{'api_key': b'tok-987-abc'}", "{'api_key': b'[redacted]'}"),
+        ('API_KEY: str = """tok-987-abc"""', 'API_KEY: str = """[redacted]"""'),
+        ("run x --api-key tok-987-abc -v", "run x --api-key [redacted] -v"),
+        ("api_key: |\n  tok-987-abc\nn: 1", "api_key: |\n  [redacted]\nn: 1"),
+        ("{:api_key => 'tok-987-abc'}", "{:api_key => '[redacted]'}"),
+        ("Incorrect API key provided: tok-987-abc.", "Incorrect API key provided: [redacted]"),
+        ("sent Authorization: ApiKey tok-987-abc", "sent Authorization: [redacted]"),
+        ("https://9f86d081884c7d659a2f@github.com/x", "https://[redacted]@github.com/x"),
+        ("r8_9f86d081884c7d659a2feaa0c55ad015", "[redacted]"),
+        (
+            "client_secret_value=tok-987-abc, privateKeyPem=tok-987-abc",
+            "client_secret_value=[redacted], privateKeyPem=[redacted]",
+        ),
+        ("{'api_key_env': 'MY_API_KEY_2', 'k': 123456789}", "{'api_key_env': 'MY_API_KEY_2', 'k': 123456789}"),
+        (
+            "run x --max-tokens 123456789 --stop-token <|im_end|>",
+            "run x --max-tokens 123456789 --stop-token <|im_end|>",
+        ),
+        ("Bearer 2024-2025 bonds", "Bearer 2024-2025 bonds"),
     ],
 )
 def test_text_shaped_like_a_secret_is_hidden_in_runs_and_in_judges_replies(text, clean):
@@ -63,7 +86,25 @@ def test_text_shaped_like_a_secret_is_hidden_in_runs_and_in_judges_replies(text,
     assert Secret("none").scrub(text) == clean
 
 
-@pytest.mark.parametrize("unit", ["eyJ", "://a:", "token=", "token={", "a="])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seconds_per_token: 0.00012345",
+        "kl_per_token=1.2345e-05, n=2",
+        "logprob of the token: -12.345678",
+        "max_token: 123456789",
+        "auth = True",
+    ],
+)
+def test_figures_behind_the_word_token_stay_in_notices_answers_and_commands(text: str) -> None:
+    assert (redact(text), redact(text, prose=True)) == (text, text)
+    assert redact_command([f"f={{{text}}}"]) == [f"f={{{text}}}"]
+    assert redact("with token='123456789'") == "with token='[redacted]'"
+
+
+@pytest.mark.parametrize(
+    "unit", ["eyJ", "://a:", "token=", "token={", "a=", "--token ", "api key ", "('token', ", "://a-"]
+)
 def test_no_text_takes_long(unit: str) -> None:
     started = time.process_time()
     redact(unit * (150_000 // len(unit)))
@@ -177,6 +218,7 @@ def test_settings_that_only_resemble_secrets_stay() -> None:
         "rewards": {"secret": {"type": "number", "extraction": "whole"}},
         "arms": {"token": {"recipe": None, "settings": {"objective.ratio": "token"}, "axes": {}}},
         "second_pass": "x",
+        "target_token": "x",
         "eos_token_2": "END",
     }
     assert redact(settings) == settings
@@ -230,6 +272,8 @@ def test_an_answer_that_only_names_a_secret_stays_in_prose() -> None:
     assert redact("Secret: 24") == "Secret: [redacted]"
     assert redact(["Secret: 24", "Password: swordfish"], prose=True) == ["Secret: 24", "Password: swordfish"]
     assert redact("Password: tok-987-abc", prose=True) == "Password: [redacted]"
+    assert redact("so secret = 987654321", prose=True) == "so secret = 987654321"
+    assert redact("so secret = 987654321") == "so secret = [redacted]"
 
 
 @pytest.mark.parametrize("key", ["EMPTY", "assistant", "none"])

@@ -56,7 +56,8 @@ class Eigenvalue:
     iterations: int
     """Products H v that were computed."""
     converged: bool
-    """Whether the residual is within the tolerance, or within rounding of the largest product and at most 1."""
+    """Whether the residual is within the tolerance, or within rounding of the largest product. Above 1 a further step
+    has to confirm the latter: it raises the value by no more than the residual."""
 
 
 def top_eigenvalue(
@@ -81,17 +82,19 @@ def top_eigenvalue(
     generator = torch.Generator().manual_seed(seed)
     best = _Mapped.of([_standard_normal(one, generator) for one in like], product)
     step: _Mapped | None = None
-    largest = best.image_norm
+    largest, ceiling = best.image_norm, -math.inf
     for count in range(1, iterations + 1):
         value = _dot(best.vector, best.image)
         residual = [image - value * v for image, v in zip(best.image, best.vector, strict=True)]
         distance = math.sqrt(_dot(residual, residual))
         if not math.isfinite(largest + distance):
             return Eigenvalue(value=math.nan, residual=math.nan, iterations=count, converged=False)
-        rounding = min(ROUNDING * _eps(like) * largest, abs(value))  # beside a far larger one a small one is looked for
-        converged = distance <= max(tolerance * abs(value), rounding)
+        # Within rounding of a far larger negative eigenvalue a larger value may be left to find: one more step tells.
+        is_rounding = distance <= ROUNDING * _eps(like) * largest
+        converged = distance <= tolerance * abs(value) or (is_rounding and (distance <= abs(value) or value <= ceiling))
         if converged or count == iterations:
             break
+        ceiling = value + distance if is_rounding else -math.inf
         uphill = _Mapped.of(residual, product, orthogonal_to=best)
         largest = max(largest, uphill.image_norm)
         best, step = _best_combination(best, uphill, step)

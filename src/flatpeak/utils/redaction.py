@@ -18,10 +18,12 @@ NO_KEY: Final = "none"
 # Rollouts are redacted too, so ordinary words ("task-oriented-dialog", "a bearer instrument") must not look like keys.
 _PATTERNS: Final = re.compile(
     r"""(?<=://)[^/\s:@"']*:[^/\s@"']+(?=@)            # user:password@ in a URL; first, for a user shaped like a token
+    |   (?<=://)(?=[A-Za-z_-]*[0-9])[\w-]{16,}(?=@)     # token@
     |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # within a word none begins, but for a percent-escape before it
         (?:(?:sk-|gsk_|AIza|xai-|nvapi-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Groq, Google, xAI, NVIDIA
         |hf_[A-Za-z0-9*]{16,})                         # Hugging Face; no name in code, such as hf_hub_download
     |   (?<![A-Za-z])[sr]k_(?:live|test)_[A-Za-z0-9]{12,}  # Stripe
+    |   (?<![A-Za-z0-9_-])(?:r8|fw|tgp|jina|npm|pplx)[_-](?=[A-Za-z_-]*[0-9])[\w-]{24,}  # Replicate, Fireworks, ...
     |   gh[pousr]_[A-Za-z0-9]{20,}                     # GitHub
     |   github_pat_[A-Za-z0-9_]{20,}                   # GitHub, fine-grained
     |   glpat-[A-Za-z0-9_-]{12,}                       # GitLab
@@ -32,7 +34,7 @@ _PATTERNS: Final = re.compile(
         (?:-----END\ [A-Z ]*PRIVATE\ KEY-----)?
     |   (?<=hooks\.slack\.com/services/)[A-Za-z0-9/]+   # incoming webhooks, whose address is the key
     |   (?<=/api/webhooks/)[0-9]+/[A-Za-z0-9._-]+      # Discord
-    |   (?i:bearer)\s+(?=\S*[0-9*=])[A-Za-z0-9._~+/=*-]{8,}  # an Authorization header
+    |   (?i:bearer)\s+(?=\S*[0-9*=])(?=[^A-Za-z*\s]*[A-Za-z*])[A-Za-z0-9._~+/=*-]{8,}  # an Authorization header
     """,
     re.VERBOSE,
 )
@@ -54,16 +56,24 @@ _SECRET_NAME: Final = re.compile(
 )
 """The end of a name of a secret, as `_spelled` gives it; `token` alone is one, `max_tokens` is none."""
 _SPECIAL_TOKEN: Final = re.compile(
-    r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|special|think|answer|image|first|last|next|new)_token$"
+    r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|special|think|answer|image|first|last|next|new"
+    r"|target|tool|design|prefix|suffix|middle)_token$"
 )
 _QUERY_NAMES: Final = frozenset({"key", "sig", "signature", "x_amz_signature", "x_amz_credential"})
 """Further names of secrets in the query of a URL."""
-_NAMED: Final = re.compile(r"""(?<![\w.-])-{0,2}(?P<name>[A-Za-z_][\w.-]*+)\\*+["']?\s*+[:=]\s*""")
-"""A name within a text, up to its value: of a mapping in YAML, JSON or Python, of a command, or of a URL's query."""
+_NAMED: Final = re.compile(
+    r"""(?<![\w.-])(?:(?P<option>--)|(?P<pair>(?<=\(["'])|(?<=\(b["']))|-)?
+        (?P<name>(?i:api|access)[ ](?i:key)|[A-Za-z_][\w.-]*+)(?:[ ]provided)?\\*+["']?
+        (?:\s*+(?::\s*str\s*=|[:=]>?)\s*+(?:[|>][+-]?\n\s*+)?
+          |(?(option)\s++|(?(pair)(?<=["']),\s*+(?=b?["'])|(?!))))""",
+    re.VERBOSE,
+)
+"""A name within a text, up to its value: of a mapping in YAML, JSON or Python, of a pair such as a header, of a
+command, or of a URL's query."""
 _VALUE: Final = re.compile(
-    r"""(?P<quote>\\["']|["']|)
+    r"""(?:[bfr](?=["']))?(?P<quote>\\["']|\"{3}|'{3}|["']|)
         (?P<content>(?<=\\["'])[^"'\\]{0,2000}|(?<=")(?:[^"\\]|\\.){0,2000}|(?<=')(?:[^'\\]|\\.){0,2000}
-                   |(?:(?i:basic|bearer|token)\s+)?[^\s,;&}\])"'<>({\[\\]{1,2000})""",
+                   |(?:(?i:basic|bearer|token|api-?key|digest)\s+)?[^\s,;&}\])"'<>({\[\\]{1,2000})""",
     re.VERBOSE,
 )
 """A value within a text; its length is bounded, since a text may name any number of them."""
@@ -77,6 +87,8 @@ _ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+|~[^/\s]*)(?:/[^/]+)+/?")
 _LONGEST_PATH: Final = 4096
 """Characters of the longest text that may be a path."""
 _DIGIT: Final = re.compile(r"\d")
+_TRUTH: Final = re.compile(r"(?i:true|false|none|null)")
+_NUMBER: Final = re.compile(rf"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?[.%]?|{_TRUTH.pattern}")
 _SHORTEST_VARIABLE: Final = 8
 """Characters of a value that make it a secret wherever it stands: shorter ones ("1", "true") are ordinary text."""
 _LONGEST_WORD: Final = 12
@@ -176,8 +188,9 @@ def _may_name_a_secret(spelled: str) -> bool:
 
 
 def _spelled(name: str) -> str:
-    """The words of a name in lower case, joined by underscores, without a number at its end."""
-    return "_".join(filter(None, _WORD_BOUNDARY.split(name))).lower().rstrip("_0123456789")
+    """The words of a name in lower case, joined by underscores, without a number, `value` or `pem` at its end."""
+    spelled = "_".join(filter(None, _WORD_BOUNDARY.split(name))).lower().rstrip("_0123456789")
+    return spelled.removesuffix("_value").removesuffix("_pem")
 
 
 def _hide(value: Any) -> Any:
@@ -199,10 +212,17 @@ def _redact_entries(text: str, prose: bool) -> str:
         content = value["content"]
         in_query = text[max(0, name.start() - 1)] in "?&"
         is_named = is_secret(name["name"], content) or (in_query and _spelled(name["name"]) in _QUERY_NAMES)
+        is_named = is_named and (bool(value["quote"]) or not _is_plain(name["name"], content, prose=prose))
         is_whole = not prose and name.start() == 0 and value.end() + len(value["quote"]) == len(text)
         return is_named and (is_whole or in_query or _looks_like_a_key(content))
 
     return _replace_values(text, _VALUE, is_hidden)
+
+
+def _is_plain(name: str, value: str, *, prose: bool = False) -> bool:
+    """Whether an unquoted value is a truth value, or a number behind `token` or in prose: `is_secret` sees texts."""
+    numbers = prose or _spelled(name).endswith("token")
+    return bool((_NUMBER if numbers else _TRUTH).fullmatch(value))
 
 
 def _looks_like_a_key(value: str) -> bool:
@@ -234,10 +254,13 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _redact_argument(argument: str) -> str:
+    def is_hidden(name: str, value: str) -> bool:
+        return is_secret(name, value) and not _is_plain(name, value)
+
     name, equals, value = argument.partition("=")
-    if equals and is_secret(name, value):
+    if equals and is_hidden(name, value):
         return f"{name}={HIDDEN}"
-    return _replace_values(argument, _VALUE_IN_COMMAND, lambda name, value: is_secret(name["name"], value["content"]))
+    return _replace_values(argument, _VALUE_IN_COMMAND, lambda name, value: is_hidden(name["name"], value["content"]))
 
 
 def is_key(value: str) -> bool:
