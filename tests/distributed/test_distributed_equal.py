@@ -77,7 +77,8 @@ def test_three_updates_on_two_ranks_are_those_of_one_process(both, task, way, op
 @pytest.mark.parametrize("task", ["mlp", "llama"])
 def test_in_float32_they_differ_by_its_rounding(ranks, task, way):
     wanted = case(task, dtype=torch.float32)
-    assert_equal(ranks(run, wanted, way)[0], alone(wanted), 3e-6)
+    # The penalty divides the rounding of two gradients by a short step; how much that is depends on the processor.
+    assert_equal(ranks(run, wanted, way)[0], alone(wanted), 1e-5)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])

@@ -168,7 +168,7 @@ def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
         for owner, function, name in (
             (flatpeak.pipeline.lifecycle, "open_trackers", "trackers"),
             (flatpeak.training.recorder.RolloutLog, "write", "rollouts"),
-            (flatpeak.training.recorder, "write_atomic", "answers"),
+            (flatpeak.training.recorder, "write_answers", "answers"),
         ):
             patches.enter_context(patch.object(owner, function, counted(name, getattr(owner, function))))
         train(recipe)
