@@ -18,6 +18,7 @@ from flatpeak.cli.main import app
 from flatpeak.errors import RunError
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
+from flatpeak.runs.rollout_log import write_answers
 from flatpeak.runs.summary import RunSummary, StageEvaluation
 
 
@@ -207,6 +208,22 @@ def test_a_fork_that_was_stopped_is_resumed_by_its_own_recipe(monkeypatch, capsy
         RunOutput(label="fork", metric="accuracy").finish(result, "fork: done")
     last = capsys.readouterr().out.splitlines()[-1]
     assert shlex.split(last) == ["flatpeak", "train", str(tmp_path / "a b" / "config.yaml"), "--resume"]
+
+
+def test_a_run_that_is_done_shows_questions_with_the_answers_before_and_after(tmp_path, capsys):
+    for stage, text in (("start_000000", "no\n idea " + 30 * "word "), ("train_000003", "7")):
+        row = {"id": "a", "question": "3+4=", "text": text}
+        write_answers(tmp_path / "evaluations" / f"{stage}.jsonl", [row])
+    result = SimpleNamespace(
+        path=tmp_path, report="r", summary=summary(STAGES[0], STAGES[2]), exit_code=0, stopped_rank=None
+    )
+    RunOutput(label="train", metric="accuracy").finish(result, "train: done")
+    heading, question, before, after, last = capsys.readouterr().out.splitlines()
+    assert heading == "held-out questions, with the answers before and after:"
+    assert (question.strip(), after.split(), last) == ("3+4=", ["after", "7"], "train: done")
+    assert before.startswith("    before no idea word")
+    assert before.endswith("word ...")
+    assert len(before) <= 111
 
 
 def test_the_last_line_copes_with_stages_that_were_not():

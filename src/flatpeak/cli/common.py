@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
@@ -44,6 +45,9 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest va
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run of that name first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole recipe, defaults included; stop.")]
+
+ANSWER_WIDTH = 100
+"""Characters of a question or an answer that a command prints."""
 
 
 def read_config(recipe: str, overrides: Sequence[str] | None) -> RunConfig:
@@ -125,7 +129,7 @@ class RunOutput:
         if self.as_json:
             typer.echo(json.dumps({"path": str(result.path), "report": str(result.report), **asdict(summary)}))
         elif summary.signal is None:
-            typer.echo(last_line)
+            typer.echo("\n".join([*_answers(result), last_line]))
         if summary.signal is not None:
             by = signal_name(summary.signal)
             by += "" if result.stopped_rank is None else f" to rank {result.stopped_rank}"
@@ -134,6 +138,23 @@ class RunOutput:
             typer.echo(f"{stopped}; resume it with\n{command}", err=self.as_json)
         if result.exit_code:
             raise typer.Exit(result.exit_code)
+
+
+def _answers(result: RunResult) -> list[str]:
+    """The first held-out questions with the greedy answers before the first step and after the last."""
+    from flatpeak.runs.rollout_log import answers_before_and_after
+
+    stages = [f"{one.stage}_{one.step:06d}" for one in result.summary.evaluations]
+    pairs = answers_before_and_after(result.path / "evaluations", stages)
+    lines = ["held-out questions, with the answers before and after:"] if pairs else []
+    for before, after in pairs:
+        lines.append(f"  {_on_one_line(before['question'])}")
+        lines += [f"    {label} {_on_one_line(row['text'])}" for label, row in (("before", before), ("after ", after))]
+    return lines
+
+
+def _on_one_line(text: str) -> str:
+    return textwrap.shorten(text, ANSWER_WIDTH, placeholder=" ...")
 
 
 def _resume_command(arguments: Sequence[str]) -> str:

@@ -16,8 +16,22 @@ from flatpeak.tasks.data_files import ExampleTask
 from flatpeak.types import Example
 
 WORDS: Final = {
-    "name": "Amara Ben Chen Dora Emil Farah Goran Hana Ines Jonas Keiko Luis Mina".split(),
-    "things": "apples bricks chairs cups books lamps nails pens plates shirts tiles".split(),
+    "name": [
+        "Amara",
+        "Ben",
+        "Chen",
+        "Dora",
+        "Emil",
+        "Farah",
+        "Goran",
+        "Hana",
+        "Ines",
+        "Jonas",
+        "Keiko",
+        "Luis",
+        "Mina",
+    ],
+    "things": ["apples", "bricks", "chairs", "cups", "books", "lamps", "nails", "pens", "plates", "shirts", "tiles"],
     "place": ("the airport", "the bakery", "the harbor", "the library", "the market", "the museum", "the school"),
 }
 DRAWS: Final[dict[str, Callable[[random.Random], str]]] = {
@@ -79,9 +93,7 @@ def numbers(*, train_size: int = 2000, test_size: int = 400, seed: int = 0) -> E
         "test": SENTENCES[::_HELD_OUT],
         "train": [sentence for at, sentence in enumerate(SENTENCES) if at % _HELD_OUT],
     }
-    made = {
-        side: _texts(kinds[side], size, generator) for side, size in (("test", test_size), ("train", train_size))
-    }
+    made = {side: _texts(kinds[side], size, generator) for side, size in (("test", test_size), ("train", train_size))}
     return ExampleTask(name="numbers", train=made["train"], test=made["test"])
 
 
