@@ -173,5 +173,5 @@ def test_a_sweep_of_two_seeds_makes_a_table(folder: Path) -> None:
     sweep["settings"] |= yaml.safe_load("\n".join(one.replace("=", ": ", 1) for one in SMALL if "steps" not in one))
     (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     flatpeak("sweep", "sweep.yaml", "--processes", "1", folder=folder)
-    table = next(folder.rglob("table.csv")).read_text().splitlines()
-    assert len(table) == 3
+    lines = next(folder.rglob("table.csv")).read_text().splitlines()
+    assert len([line for line in lines if not line.startswith("#")]) == 3
