@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library
-from flatpeak.kernels.native.decode import NativeCache
+from flatpeak.kernels.native.decode import Affine, NativeCache, PackedModel
 from flatpeak.policy.model import Policy
-from flatpeak.policy.native_decoding import SETTING, KernelChoice, read_weights
+from flatpeak.policy.native_decoding import SETTING, KernelChoice, largest_gap, read_weights
 from flatpeak.training.batch import collate
 from flatpeak.types import Group, SamplingParams
 from support.architectures import COMMON, architecture_model
@@ -149,6 +150,22 @@ def test_kernels_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     sample(policy, (3,), sampling=SAMPLINGS["plain"])
     assert policy.decoded_with == "torch"
     assert "their log-probabilities differ from torch's" in policy.kernels.notices[0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_an_error_of_two_percent_in_any_weight_of_any_layer_is_noticed(name: str) -> None:
+    policy = make(name)
+    weights = read_weights(policy)
+    assert largest_gap(policy, PackedModel(weights)) < 0.2
+    layers = list(read_weights(policy).layers)
+    for number, layer in enumerate(layers):
+        for component, (weight, bias) in layer.items():
+            damaged = {**layer, component: Affine(weight * 1.02, bias)}
+            packed = PackedModel(replace(weights, layers=[*layers[:number], damaged, *layers[number + 1 :]]))
+            assert largest_gap(policy, packed) > 1, (number, component)
+    head = Affine(weights.head.weight.index_fill(0, torch.arange(3), 0.0), weights.head.bias)
+    assert largest_gap(policy, PackedModel(replace(weights, layers=layers, head=head))) > 1
 
 
 @needs_kernels
