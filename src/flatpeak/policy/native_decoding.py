@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
+from flatpeak.kernels.low_rank import Adapter
 from flatpeak.kernels.native.build import UnavailableError, library, library_name
 from flatpeak.kernels.native.decode import LINEAR, Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.compatibility import Probed
@@ -59,7 +60,7 @@ TOLERANCE = 1e-5
 """Of the expected difference of a drawn token's log-probability, times the largest logit: what sampler and trainer
 promise each other."""
 LARGEST_TOLERANCE = 1e-4
-"""Of any token's, likewise. A large vocabulary has improbable tokens where torch's own rounding exceeds the other one."""
+"""Of any token's, likewise: for improbable tokens of a large vocabulary, torch's own rounding exceeds the first one."""
 TEST_PROMPTS, TEST_GROUPS, TEST_STEPS = (1, 33, 3, 18), (1, 5, 2, 4), 20
 """Tokens of each prompt, completions of each, and tokens of each completion in the self-test."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -83,6 +84,14 @@ class Computed(Decoded, Trained, Protocol):
 Result = TypeVar("Result")
 
 
+class _Copy(NamedTuple):
+    """Packed weights, and the weights and their state that they are a copy of."""
+
+    packed: PackedModel
+    weights: Sequence[Tensor]
+    state: list[Any]
+
+
 class KernelChoice:
     """Whether a policy's requests and training passes go through native kernels, and why not."""
 
@@ -102,6 +111,7 @@ class KernelChoice:
         """Whether servers draw the rollouts, so that no decoder is chosen."""
         self._agrees: bool | None = None  # not known before the first comparison
         self._trains: bool | None = None
+        self._kept: _Copy | None = None
         self._tested: list[int] | None = None
         """The versions of the weights that training passes were last compared on, with or without a verdict."""
 
@@ -168,16 +178,29 @@ class KernelChoice:
     def _refusal(self, reason: str) -> UserError:
         return UserError(f"{self._asked_by}=native: {reason}; set {self._asked_by}=auto or torch")
 
+    def release(self) -> None:
+        """Free the packed weights: a training pass needs the memory, and changes the weights after it."""
+        self._kept = None
+
     def _pack(self, policy: Decoded) -> PackedModel:
-        packed = PackedModel(read_weights(policy))
+        weights = read_weights(policy)  # nothing is copied yet
         if self._agrees is None:
-            gap = largest_gap(policy, packed)
+            gap = largest_gap(policy, self._copy(policy, weights))
             if not math.isfinite(gap):
                 raise UnavailableError("the model's logits are NaN or infinite")
             self._agrees = gap <= 1
         if not self._agrees:
+            self.release()
             raise UnavailableError("their log-probabilities differ from torch's on this model and machine")
-        return packed
+        return self._copy(policy, weights)
+
+    def _copy(self, policy: Decoded, weights: ModelWeights) -> PackedModel:
+        """The packed weights: those of the last request while nothing has changed them."""
+        state = _state(policy)
+        if self._kept is None or self._kept.state != state:
+            self.release()  # before there is another
+            self._kept = _Copy(PackedModel(weights), list(policy.model.parameters()), state)
+        return self._kept.packed
 
     def _compare(self, policy: Computed) -> None:
         weight = policy.head.linear.weight
@@ -198,9 +221,16 @@ def _versions(policy: Decoded) -> list[int]:
     return [weight._version for weight in policy.model.parameters()]
 
 
+def _state(policy: Decoded) -> list[Any]:
+    """What packed weights depend on: which weights there are, in which version, and the adapters at work."""
+    adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
+    scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
+    return [list(map(id, policy.model.parameters())), _versions(policy), scalings]
+
+
 @torch.no_grad()
 def read_weights(policy: Decoded) -> ModelWeights:
-    """The weights of a model, as the kernels know it; UnavailableError where they do not."""
+    """The weights of a model, as the kernels know it; UnavailableError where they do not. Layers are read lazily."""
     config, gpt2 = policy.causal.config, policy.causal.config.model_type == "gpt2"
     if (reason := _unserved(policy)) is not None:
         raise UnavailableError(reason)
@@ -210,16 +240,16 @@ def read_weights(policy: Decoded) -> ModelWeights:
     attention = [block.attn if gpt2 else block.self_attn for block in blocks]
     rotary = None if gpt2 else trunk.rotary_emb
     _check_own(policy, trunk, *blocks, *attention, *(block.mlp for block in blocks), *filter(None, [rotary]))
+    paths = LAYERS[config.model_type]
+    for block in blocks:
+        _check_layer(block, paths)
     return ModelWeights(
         embedding=_embedding(trunk.wte if gpt2 else trunk.embed_tokens),
         positions=_embedding(trunk.wpe) if gpt2 else None,
         rope=None if rotary is None else partial(_rope, rotary),
         last=_norm(trunk.ln_f if gpt2 else trunk.norm),
         head=_joined([policy.head.linear]),
-        layers=[
-            {component: _component(block, component, paths) for component, paths in LAYERS[config.model_type].items()}
-            for block in blocks
-        ],
+        layers=(_layer(block, paths) for block in blocks),
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
         epsilon=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
@@ -273,9 +303,21 @@ def _embedding(module: nn.Module) -> Tensor:
     return module.weight
 
 
-def _component(block: nn.Module, component: str, paths: str) -> Affine:
-    modules = [block.get_submodule(path) for path in paths.split()]
-    return _joined(modules) if component in LINEAR else _norm(*modules)
+def _check_layer(block: nn.Module, paths: Mapping[str, str]) -> None:
+    """UnavailableError where a layer has a component that the kernels do not know."""
+    for component in LINEAR:
+        modules: list[Any] = [block.get_submodule(path) for path in paths.get(component, "").split()]
+        for module in modules:
+            _adapter(module)
+        if len({getattr(module, "base_layer", module).bias is None for module in modules}) > 1:
+            raise UnavailableError("only some of the layers that they join have a bias")
+
+
+@torch.no_grad()
+def _layer(block: nn.Module, paths: Mapping[str, str]) -> dict[str, Affine]:
+    """The components of a layer, with copies of what is joined or merged."""
+    modules = {name: [block.get_submodule(path) for path in each.split()] for name, each in paths.items()}
+    return {name: _joined(each) if name in LINEAR else _norm(*each) for name, each in modules.items()}
 
 
 def _norm(module: Any) -> Affine:
@@ -287,21 +329,31 @@ def _norm(module: Any) -> Affine:
 
 def _joined(layers: Sequence[Any]) -> Affine:
     """Linear layers that read the same input, one below the other, each with its adapter merged."""
-    biases = [getattr(layer, "base_layer", layer).bias for layer in layers]
-    if len({bias is None for bias in biases}) > 1:
-        raise UnavailableError("only some of the layers that they join have a bias")
-    return Affine(torch.cat([_matrix(layer) for layer in layers]), None if biases[0] is None else torch.cat(biases))
+    weights = [_matrix(layer) for layer in layers]
+    biases = [bias for layer in layers if (bias := getattr(layer, "base_layer", layer).bias) is not None]
+    if len(layers) == 1:
+        return Affine(weights[0], biases[0] if biases else None)
+    return Affine(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
 def _matrix(layer: Any) -> Tensor:
     """The weight as [out, in]."""
-    if plain_class(layer) in (nn.Linear, Conv1D):
-        matrix: Tensor = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    elif isinstance(layer, FastLayer) and (adapter := layer.adapter()) is not None:
-        matrix = layer.matrix() + adapter.scaling * (adapter.up_NR @ adapter.down_RK)
-    else:
-        raise UnavailableError(f"they do not know {type(layer).__name__} as a linear layer")
+    adapter = _adapter(layer)
+    if adapter is not None:
+        merged: Tensor = layer.matrix() + adapter.scaling * (adapter.up_NR @ adapter.down_RK)
+        return merged
+    matrix: Tensor = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
     return matrix
+
+
+def _adapter(layer: Any) -> Adapter | None:
+    """The adapter of a linear layer that has one; UnavailableError where the kernels do not know the layer."""
+    if plain_class(layer) in (nn.Linear, Conv1D):
+        return None
+    adapter = layer.adapter() if isinstance(layer, FastLayer) else None
+    if adapter is None:
+        raise UnavailableError(f"they do not know {type(layer).__name__} as a linear layer")
+    return adapter
 
 
 @torch.inference_mode()
