@@ -19,9 +19,10 @@ from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
 from flatpeak.kernels.low_rank import Adapter
-from flatpeak.kernels.native.build import UnavailableError, library, library_name
+from flatpeak.kernels.native.build import UnavailableError, library_name
 from flatpeak.kernels.native.decode import LINEAR, Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.compatibility import Probed
+from flatpeak.policy.kernel_verdicts import remembered
 from flatpeak.policy.linears import FastLayer, plain_class
 from flatpeak.policy.model_settings import has_training_forward
 from flatpeak.policy.native_training import Trained, largest_gaps, probe_tokens
@@ -185,10 +186,11 @@ class KernelChoice:
     def _pack(self, policy: Decoded) -> PackedModel:
         weights = read_weights(policy)  # nothing is copied yet
         if self._agrees is None:
-            gap = largest_gap(policy, self._copy(policy, weights))
-            if not math.isfinite(gap):
-                raise UnavailableError("the model's logits are NaN or infinite")
-            self._agrees = gap <= 1
+            self._agrees = remembered(
+                f"decoding by {library_name()}",
+                policy,
+                lambda: _is_tolerated("logits are", largest_gap(policy, self._copy(policy, weights))),
+            )
         if not self._agrees:
             self.release()
             raise UnavailableError("their log-probabilities differ from torch's on this model and machine")
@@ -206,14 +208,20 @@ class KernelChoice:
         weight = policy.head.linear.weight
         if policy.below_float32 or (weight.device.type, weight.dtype) != ("cpu", torch.float32):
             raise UnavailableError("they compute in float32 on a CPU")
-        library()
+        test = f"training by {library_name()}"
         self._tested = _versions(policy)
-        gaps = largest_gaps(policy)
-        if not all(map(math.isfinite, gaps)):
-            raise UnavailableError("the model's log-probabilities or its gradient are NaN or infinite")
-        self._trains = max(gaps) <= 1
+        self._trains = remembered(
+            test, policy, lambda: _is_tolerated("log-probabilities or its gradient are", *largest_gaps(policy))
+        )
         if not self._trains:
             raise UnavailableError("log-probabilities or gradients differ from torch's on this model and machine")
+
+
+def _is_tolerated(what: str, *gaps: float) -> bool:
+    """Whether gaps are within what is tolerated; UnavailableError where there is no verdict."""
+    if not all(map(math.isfinite, gaps)):
+        raise UnavailableError(f"the model's {what} NaN or infinite")
+    return max(gaps) <= 1
 
 
 def _versions(policy: Decoded) -> list[int]:
@@ -222,7 +230,7 @@ def _versions(policy: Decoded) -> list[int]:
 
 
 def _state(policy: Decoded) -> list[Any]:
-    """What packed weights depend on: which weights there are, in which version, and the adapters at work."""
+    """All that packed weights depend on: which weights there are, their versions, and the adapters at work."""
     adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
     scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
     return [list(map(id, policy.model.parameters())), _versions(policy), scalings]
