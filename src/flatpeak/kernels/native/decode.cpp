@@ -24,13 +24,22 @@ INLINE int64_t position(const Row& row) { return row.shared.length + row.own.len
 
 enum Epilogue { STORE, ADD, SWIGLU, GELU };
 constexpr int CHUNK = 128, QUERIES = 4;  // rows that go through the layers together, queries that are attended together
+constexpr int TERMS = 128;  // of a product, summed in one chain: those after a huge term are rounded at its size
 
 template <int M>
 INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float* bias, float* y, int64_t ldy, int end) {
   Vec acc[M][TILE];
   for (int m = 0; m < M; m++)
     for (int i = 0; i < TILE; i++) acc[m][i] = bias ? load(bias + WIDTH * i) : Vec{};
-  accumulate(acc, x, ldx, 1, w, PANEL, WIDTH, K);
+  accumulate(acc, x, ldx, 1, w, PANEL, WIDTH, std::min(K, TERMS));
+  for (int k = TERMS; k < K; k += TERMS) {
+    Vec sums[M][TILE] = {};
+    accumulate(sums, x + k, ldx, 1, w + (int64_t)k * PANEL, PANEL, WIDTH, std::min(K - k, TERMS));
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int i = 0; i < TILE; i++) acc[m][i] += sums[m][i];
+  }
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++, y += ldy) {
 #pragma GCC unroll 4
