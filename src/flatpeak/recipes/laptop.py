@@ -128,9 +128,12 @@ def exact(completion: str, gold: str) -> float:
 
 
 def overlap(completion: str, gold: str) -> float:
-    """The share of the numbers that stand in their places, wherever the completion has them."""
-    given, wanted = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", completion)], json.loads(gold)
-    return sum(a == b for a, b in zip(given, wanted, strict=False)) / max(len(given), len(wanted))
+    """The share of the numbers that stand in their places in the first list, or half of it in a text without a list."""
+    first = re.search(r"\[[^\[\]]*\]", completion)
+    given = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", first[0] if first else completion)]
+    wanted = json.loads(gold)
+    right = sum(a == b for a, b in zip(given, wanted, strict=False)) / max(len(given), len(wanted))
+    return right if first else right / 2
 
 
 def shape(completion: str) -> float:
