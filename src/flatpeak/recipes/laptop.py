@@ -10,6 +10,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from flatpeak.tasks.data_files import ExampleTask
@@ -86,15 +87,21 @@ SENTENCES: Final = (
 _HELD_OUT: Final = 4
 
 
-def numbers(*, train_size: int = 2000, test_size: int = 400, seed: int = 0) -> ExampleTask:
-    """Texts of two sentences. No sentence of a held-out text is of a kind that a training text has."""
+def numbers(*, train_size: int = 2000, test_size: int = 400, shots: int = 0, seed: int = 0) -> ExampleTask:
+    """Texts of two sentences. No sentence of a held-out text is of a kind that a training text has.
+
+    `shots` puts so many training texts with their answers before each held-out one, for a template without a chat.
+    """
     generator = random.Random(seed)
     kinds = {
         "test": SENTENCES[::_HELD_OUT],
         "train": [sentence for at, sentence in enumerate(SENTENCES) if at % _HELD_OUT],
     }
     made = {side: _texts(kinds[side], size, generator) for side, size in (("test", test_size), ("train", train_size))}
-    return ExampleTask(name="numbers", train=made["train"], test=made["test"])
+    worked = tuple(f"{example.question}\nNumbers: {example.gold}\n\n" for example in made["train"][:shots])
+    return ExampleTask(
+        name="numbers", train=made["train"], test=tuple(replace(example, shots=worked) for example in made["test"])
+    )
 
 
 def _texts(sentences: Sequence[str], size: int, generator: random.Random) -> tuple[Example, ...]:
