@@ -1,4 +1,4 @@
-"""How torch, tokenizers and transformers load: the environment variables that they read, and no garbage collection."""
+"""The way torch and transformers load: environment variables that are set before, and no garbage collection."""
 
 from __future__ import annotations
 
