@@ -28,7 +28,6 @@ SHORT_FILES = {
     "functional.kl": "the KL estimators stand beside the losses, each with its equation",
     "functional.sampler_correction": "importance weights of the sampler, which are neither a ratio of the loss nor one",
     "policy.checkpoint_weights": "the names of a checkpoint's tensors, in files and for servers alike",
-    "utils.environment": "variables that are set before torch loads; the package's __init__ holds public names alone",
 }
 UNIONS = {"flatpeak.tasks.config", "flatpeak.rewards.config"}
 

@@ -69,12 +69,8 @@ def dequantized(file: Path) -> Path:
     It takes 4 bytes per weight. UserError where a package is missing; transformers raises where it cannot read the
     file's quantization or architecture.
     """
-    import transformers
-
-    facts = file.stat()
-    origin = f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns} transformers {transformers.__version__}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "flatpeak" / "gguf"
-    directory = home / f"{file.stem}-{hashlib.sha256(origin.encode()).hexdigest()[:16]}"
+    directory = cache_directory(file)
+    home = directory.parent
     if not directory.is_dir():
         home.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=home) as scratch:
@@ -86,6 +82,16 @@ def dequantized(file: Path) -> Path:
                 if not directory.is_dir():  # else another process has made it
                     raise
     return directory
+
+
+def cache_directory(file: Path) -> Path:
+    """The directory of the cache that a GGUF file's model belongs into."""
+    import transformers
+
+    facts = file.stat()
+    origin = f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns} transformers {transformers.__version__}"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "flatpeak" / "gguf"
+    return home / f"{file.stem}-{hashlib.sha256(origin.encode()).hexdigest()[:16]}"
 
 
 def _convert(file: Path, directory: Path) -> None:
