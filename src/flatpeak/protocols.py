@@ -248,7 +248,10 @@ class SavesModel(Protocol):
 
 
 class Progress(Protocol):
-    """The display of a run: live, or none."""
+    """The display of a run: live, or none.
+
+    It may have a method `say(text)`, which is called with lines about the run: what is trained, and what is checked.
+    """
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """One step of a stage (`sft`, `train`, `eval`) is done; `metrics` are the step's."""

@@ -11,14 +11,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flatpeak import pipeline
+from flatpeak import __version__, pipeline
 from flatpeak.cli.common import RunOutput, last_line, read_config
 from flatpeak.cli.evaluate import split_arguments
 from flatpeak.cli.main import app
 from flatpeak.errors import RunError
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
+from flatpeak.runs.rollout_log import write_answers
 from flatpeak.runs.summary import RunSummary, StageEvaluation
+
+FIRST_LINE = f"flatpeak {__version__}: x on arithmetic, run directory runs/mine"
 
 
 def evaluation(stage, step, accuracy):
@@ -120,6 +123,7 @@ def test_train_hands_on_what_it_was_given(monkeypatch, recipe):
     library, done = run(monkeypatch, "train", recipe, "optimizer.learning_rate=1e-5", "--resume")
     assert done.exit_code == 0
     assert done.stdout.splitlines() == [
+        FIRST_LINE,
         "hello",
         "train: held-out accuracy 0.00 -> 0.97 in 118 s, report: runs/mine/report.html",
     ]
@@ -159,7 +163,7 @@ def test_json_is_all_of_stdout(monkeypatch, recipe):
     assert content["report"] == "runs/mine/report.html"
     assert content["best_step"] == 2
     assert content["evaluations"][2]["metrics"] == {"accuracy": 0.968}
-    assert done.stderr == "hello\n"
+    assert done.stderr == f"{FIRST_LINE}\nhello\n"
 
 
 @pytest.mark.parametrize(("signal", "code", "by"), [(2, 130, "Ctrl-C"), (15, 143, "SIGTERM"), (10, 138, "SIGUSR1")])
@@ -196,7 +200,11 @@ def test_a_second_ctrl_c_prints_the_command_too(monkeypatch, recipe):
     monkeypatch.setattr(Library, "train", interrupted)
     _, done = run(monkeypatch, "train", recipe)
     assert done.exit_code == 130
-    assert done.stdout.splitlines() == ["train: interrupted; resume it with", f"flatpeak train {recipe} --resume"]
+    assert done.stdout.splitlines() == [
+        FIRST_LINE,
+        "train: interrupted; resume it with",
+        f"flatpeak train {recipe} --resume",
+    ]
 
 
 def test_a_fork_that_was_stopped_is_resumed_by_its_own_recipe(monkeypatch, capsys, tmp_path):
@@ -204,9 +212,25 @@ def test_a_fork_that_was_stopped_is_resumed_by_its_own_recipe(monkeypatch, capsy
         path=tmp_path / "a b", report="r", summary=summary(*STAGES, signal=2), exit_code=130, stopped_rank=None
     )
     with pytest.raises(typer.Exit):
-        RunOutput(label="fork", metric="accuracy").finish(result, "fork: done")
+        RunOutput(label="fork").finish(result, "fork: done")
     last = capsys.readouterr().out.splitlines()[-1]
     assert shlex.split(last) == ["flatpeak", "train", str(tmp_path / "a b" / "config.yaml"), "--resume"]
+
+
+def test_a_run_that_is_done_shows_questions_with_the_answers_before_and_after(tmp_path, capsys):
+    for stage, text in (("start_000000", "no\n idea " + 30 * "word "), ("train_000003", "7")):
+        row = {"id": "a", "question": "3+4=", "text": text}
+        write_answers(tmp_path / "evaluations" / f"{stage}.jsonl", [row])
+    result = SimpleNamespace(
+        path=tmp_path, report="r", summary=summary(STAGES[0], STAGES[2]), exit_code=0, stopped_rank=None
+    )
+    RunOutput(label="train").finish(result, "train: done")
+    heading, question, before, after, last = capsys.readouterr().out.splitlines()
+    assert heading == "held-out questions, with the answers before and after:"
+    assert (question.strip(), after.split(), last) == ("3+4=", ["after", "7"], "train: done")
+    assert before.startswith("    before no idea word")
+    assert before.endswith("word ...")
+    assert len(before) <= 111
 
 
 def test_the_last_line_copes_with_stages_that_were_not():

@@ -13,9 +13,11 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from flatpeak import pipeline
+from flatpeak import __version__, pipeline
 from flatpeak.cli.train import reward_model, reward_model_line
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation
+
+FIRST_LINE = f"flatpeak {__version__}: x on preferences, run directory runs/mine"
 
 
 def evaluation(stage: EvaluationStage, step: int, accuracy: float, interval: tuple[float, float]) -> StageEvaluation:
@@ -88,6 +90,7 @@ def test_the_last_line_has_the_accuracy_its_interval_and_what_length_would_have(
     library, done = run(monkeypatch, recipe, "reward_model.steps=7", "--overwrite")
     assert done.exit_code == 0
     assert done.stdout.splitlines() == [
+        FIRST_LINE,
         "hello",
         "reward-model: held-out accuracy 0.49 -> 0.75 [0.70, 0.79] (longer wins 0.70) in 21 s, "
         "report: runs/mine/report.html",
@@ -107,7 +110,7 @@ def test_json_is_all_of_stdout(monkeypatch: pytest.MonkeyPatch, recipe: str) -> 
     content = json.loads(done.stdout)
     assert (content["path"], content["best_step"]) == ("runs/mine", 20)
     assert content["evaluations"][2]["metrics"]["accuracy"] == 0.747
-    assert done.stderr == "hello\n"
+    assert done.stderr == f"{FIRST_LINE}\nhello\n"
 
 
 @pytest.mark.parametrize(("signal", "code"), [(2, 130), (15, 143)])

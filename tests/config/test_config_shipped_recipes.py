@@ -95,7 +95,7 @@ def test_an_unknown_recipe_is_an_error_with_the_nearest_one(name: str, message: 
 def test_the_json_of_the_list_and_of_a_recipe() -> None:
     listed = json.loads(to_json(all_recipes()))["recipes"]
     assert [one["name"] for one in listed] == [one.name for one in all_recipes()]
-    assert listed[0].keys() == {"name", "summary", "extends", "inherits"}
+    assert listed[0].keys() == {"name", "summary", "hardware", "time", "extends", "inherits"}
     gspo = json.loads(to_json(select("algorithms/gspo")))
     assert gspo["text"] == (RECIPES / "algorithms/gspo.yaml").read_text(encoding="utf-8")
     assert gspo["extends"] == ["flatpeak:algorithms/grpo"]
@@ -106,7 +106,17 @@ def test_the_list_has_every_name_and_sentence_on_lines_that_fit(width: int) -> N
     text = to_text(all_recipes(), width=width)
     assert [line for line in text.splitlines() if len(line) > width and len(line.split()) > 1] == []
     words = " ".join(text.split())
-    assert [one.name for one in all_recipes() if f"{one.name} {one.summary}" not in words] == []
+    for one in all_recipes():
+        needs = [one.hardware, one.time] if width == 120 else [", ".join(filter(None, [one.hardware, one.time]))]
+        assert " ".join(filter(None, [one.name, *needs, one.summary])) in words
+
+
+def test_a_recipe_says_what_its_run_needs_and_how_long_that_takes() -> None:
+    demo, planned, part = read("demo"), read("math_qwen_24gb"), read("tasks/gsm8k")
+    assert (demo.hardware, demo.time) == ("2 CPU cores", "75 s")
+    assert (planned.hardware, planned.time) == ("GPU of 24 GB", "")
+    assert (part.hardware, part.time) == ("", "")
+    assert [one.name for one in all_recipes() if "/" not in one.name and not one.hardware] == []
 
 
 def test_a_recipe_of_a_study_is_named_by_its_file() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from flatpeak.kernels.matmul import SETTING, onednn_is_faster
+from flatpeak.pipeline import components
 from flatpeak.pipeline.components import announce_decoding, batch_invariant
+from flatpeak.policy import kernel_verdicts
 from flatpeak.policy.linears import FastLinear
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
@@ -27,8 +30,9 @@ Found = dict[int, tuple[Completion, ...]]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Callable[..., Policy]]:
-    """`make(matmul, threads)`: a policy whose products go through that library."""
+def make(monkeypatch: pytest.MonkeyPatch, one_thread: None, tmp_path: Path) -> Iterator[Callable[..., Policy]]:
+    """`make(matmul, threads)`: a policy whose products go through that library, and no verdicts from before."""
+    monkeypatch.setattr(kernel_verdicts, "cache_folder", lambda: tmp_path)
 
     def make_with(matmul: str, threads: int = 1) -> Policy:
         monkeypatch.setenv(SETTING, matmul)
@@ -127,6 +131,20 @@ def test_the_start_up_test_finds_the_model_independent_of_the_batch_and_a_run_sa
     assert batch_invariant(NativeEngine(policy), prompts)
     announce_decoding(policy, prompts, progress, max_new_tokens=16)
     assert progress.notices == []
+
+
+def test_a_second_start_makes_no_trial(make: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, sizes = [prompt(length) for length in SHORT[1:4]], []
+
+    def count(engine: NativeEngine, tried: Sequence[Any], **settings: int) -> bool:
+        sizes.append(len(tried))
+        return batch_invariant(engine, tried, **settings)
+
+    monkeypatch.setattr(components, "batch_invariant", count)
+    for _ in range(2):
+        announce_decoding(make("mkl"), prompts, Watcher(), max_new_tokens=4)
+    announce_decoding(make("mkl"), prompts[:2], Watcher(), max_new_tokens=4)
+    assert sizes == [3, 2]
 
 
 def test_a_run_says_so_where_decoding_depends_on_the_batch_unless_padding_was_turned_off(

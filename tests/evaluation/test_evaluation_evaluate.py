@@ -299,6 +299,7 @@ def test_rows_tell_what_was_answered() -> None:
     result = run(Script(["7", "8888"], [["7", "?"], ["8", "7"]]), questions(2), samples=2)
     assert result.rows[1] == {
         "id": "q1",
+        "question": "3+4=",
         "gold": "7",
         "text": "8888",
         "finish_reason": "length",

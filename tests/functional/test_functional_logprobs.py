@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatpeak.functional import token_logprobs
+from flatpeak.functional.logprobs import chunk_tokens
 
 HEADS = {
     "plain": {},
@@ -17,6 +18,14 @@ HEADS = {
     "softcap": {"softcap": 2.0},
     "all": {"softcap": 3.0, "logit_scale": 1.7, "temperature": 1.3},
 }
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "on_cpu", "rows"),
+    [(96, True, 43648), (16384, True, 256), (49152, True, 256), (49152, False, 1344), (1 << 21, False, 64)],
+)
+def test_a_chunk_has_rows_by_its_memory_and_on_a_cpu_256_at_least(vocabulary, on_cpu, rows):
+    assert chunk_tokens(vocabulary, on_cpu=on_cpu) == rows
 
 
 def problem(T=11, D=5, V=17, *, dtype=torch.float64, bias=True):

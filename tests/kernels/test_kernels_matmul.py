@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatpeak.kernels import matmul as products
-from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack
+from flatpeak.kernels.matmul import add_linear, linear, multiply, onednn_is_faster, pack
 
 TOLERANCE = 5e-6
 """Of float32 against float64, relative to the largest entry. Sums have up to 192 terms of size one, each rounded to
@@ -85,6 +85,19 @@ def test_values_are_the_exact_ones_whatever_the_strides(library: str, layout: st
     assert_near(linear(input_MK, weight_NK), exact_MN)
     assert_near(linear(input_MK, weight_NK, bias_N), exact_MN + bias_N.double())
     assert calls == ([(N, K)] * 2 if library == "onednn" else [])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_product_added_to_a_sum_is_the_exact_one_and_to_zeros_has_the_bits_of_the_product(
+    library: str, layout: str
+) -> None:
+    input_MK, weight_NK = LAYOUTS[layout]()
+    sum_MN, zeros_MN = normal(M, N), torch.zeros(M, N)
+    exact_MN = sum_MN.double() + input_MK.double() @ weight_NK.double().t()
+    add_linear(sum_MN, input_MK, weight_NK)
+    assert_near(sum_MN, exact_MN)
+    add_linear(zeros_MN, input_MK, weight_NK)
+    assert torch.equal(zeros_MN, linear(input_MK, weight_NK))
 
 
 @pytest.mark.parametrize("shape", [(K,), (1, K), (3, K), (3, 5, K), (2, 3, 2, K)])

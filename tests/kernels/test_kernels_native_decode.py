@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.kernels.native.build import UnavailableError, library
-from flatpeak.kernels.native.decode import NativeCache, PackedModel
+from flatpeak.kernels.native.decode import Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.model import Policy
 from flatpeak.policy.native_decoding import read_weights
 from support.architectures import architecture_model
@@ -35,6 +35,32 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_logits_of_random_shapes_are_the_plain_models(seed: int) -> None:
     assert compare_random_shapes(8, seed=seed) < 5e-6
+
+
+def test_terms_after_a_huge_one_are_not_rounded_at_its_size() -> None:
+    hidden, generator = 1152, torch.Generator().manual_seed(0)
+    embedding = torch.randn(40, hidden, generator=generator) * 1e-3
+    embedding[:, 0] = 1.0
+    head, one = torch.randn(300, hidden, generator=generator), Affine(torch.ones(hidden))
+    shapes = {"qkv": (24, hidden), "out": (hidden, 8), "up": (32, hidden), "down": (hidden, 16)}
+    weights = ModelWeights(
+        embedding=embedding,
+        positions=None,
+        rope=lambda positions: (torch.ones(positions, 4), torch.zeros(positions, 4)),
+        last=one,
+        head=Affine(head),
+        layers=[{"before": one, "between": one} | {name: Affine(torch.zeros(shape)) for name, shape in shapes.items()}],
+        heads=1,
+        kv_heads=1,
+        epsilon=0.0,
+        scale=1.0,
+    )
+    cache = NativeCache(PackedModel(weights), slots=1, longest_prompt=1, new_tokens=1)
+    logits = cache.prefill([[token] for token in range(40)], range(40))
+    exact = torch.nn.functional.rms_norm(embedding.double(), (hidden,), eps=1e-30) @ head.double().t()
+    error = float((logits - exact).square().mean().sqrt())
+    # The huge term is sqrt(hidden) times the head's; a single chain of sums has an error of 15 of these units.
+    assert error < 9 * hidden**0.5 * 2**-24
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak.kernels.processor import vendor
+from flatpeak.kernels.processor import fields, kind, vendor
 
 CPUINFO = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: 6\n\nprocessor\t: 1\nvendor_id\t: other\n"
 
@@ -18,7 +18,7 @@ CPUINFO = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: 6\n\nprocessor\t: 1\nv
         (None, ""),
     ],
 )
-def test_the_vendor_is_the_first_processors(
+def test_vendor_and_kind_are_the_first_processors(
     text: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "cpuinfo"
@@ -26,4 +26,6 @@ def test_the_vendor_is_the_first_processors(
         file.write_text(text)
     opened = Path.open
     monkeypatch.setattr(Path, "open", lambda path, **how: opened(file if path.name == "cpuinfo" else path, **how))
-    assert vendor.__wrapped__() == expected
+    fields.cache_clear()
+    assert (vendor(), kind()[:2]) == (expected, [expected, "6" if expected else ""])
+    fields.cache_clear()

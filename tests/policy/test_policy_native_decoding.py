@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import torch
 
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library
-from flatpeak.kernels.native.decode import NativeCache
+from flatpeak.kernels.native.decode import Affine, NativeCache, PackedModel
+from flatpeak.policy import native_decoding
 from flatpeak.policy.model import Policy
-from flatpeak.policy.native_decoding import SETTING, KernelChoice, read_weights
+from flatpeak.policy.native_decoding import SETTING, KernelChoice, largest_gap, read_weights
 from flatpeak.training.batch import collate
 from flatpeak.types import Group, SamplingParams
 from support.architectures import COMMON, architecture_model
 from support.engines import Tokens, make_policy, prompt, sample
 from support.models import tiny_model
 from support.native_kernels import no_compiler
+from support.policies import uneven_batch
 
 try:
     library()
@@ -152,6 +155,22 @@ def test_kernels_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_an_error_of_two_percent_in_any_weight_of_any_layer_is_noticed(name: str) -> None:
+    policy = make(name)
+    weights = read_weights(policy)
+    assert largest_gap(policy, PackedModel(weights)) < 0.2
+    layers = list(read_weights(policy).layers)
+    for number, layer in enumerate(layers):
+        for component, (weight, bias) in layer.items():
+            damaged = {**layer, component: Affine(weight * 1.02, bias)}
+            packed = PackedModel(replace(weights, layers=[*layers[:number], damaged, *layers[number + 1 :]]))
+            assert largest_gap(policy, packed) > 1, (number, component)
+    head = Affine(weights.head.weight.index_fill(0, torch.arange(3), 0.0), weights.head.bias)
+    assert largest_gap(policy, PackedModel(replace(weights, layers=layers, head=head))) > 1
+
+
+@needs_kernels
 def test_damaged_weights_are_no_verdict_on_the_kernels() -> None:
     policy = make_policy()
     weight = policy.trunk.layers[1].mlp.down_proj.weight
@@ -184,6 +203,51 @@ def test_variants_of_lora_are_merged_right_or_left_to_torch(options: dict[str, b
     policy.kernels.setting = "torch"
     plain = sample(policy, (3, 20), sampling=SAMPLINGS["plain"])
     assert all(one.token_ids == two.token_ids for n in drawn for one, two in zip(drawn[n], plain[n], strict=True))
+
+
+@needs_kernels
+def test_weights_are_packed_once_until_they_change_or_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, packed = make_policy(), []
+    monkeypatch.setattr(native_decoding, "PackedModel", lambda weights: packed.append(1) or PackedModel(weights))
+    batch = uneven_batch()
+
+    def packs(change: Callable[[], Any]) -> int:
+        change()
+        packed.clear()
+        for _ in range(2):
+            with policy.decoding():
+                pass
+        return len(packed)
+
+    @torch.no_grad()
+    def halve() -> None:
+        policy.trunk.layers[1].mlp.down_proj.weight.mul_(0.5)
+
+    def replace_norm() -> None:
+        policy.trunk.norm.weight = torch.nn.Parameter(policy.trunk.norm.weight.detach().clone())
+
+    @torch.no_grad()
+    def score() -> None:
+        policy.token_logprobs(batch, temperature=1.0)
+
+    changes: tuple[Callable[[], Any], ...] = (
+        lambda: None,
+        halve,
+        replace_norm,
+        lambda: policy.token_logprobs(batch, temperature=1.0),
+    )
+    assert [packs(change) for change in (*changes, score)] == [1, 1, 1, 1, 0]
+
+
+@needs_kernels
+def test_a_refused_model_is_not_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    monkeypatch.setattr(native_decoding, "PackedModel", lambda weights: packed.append(1) or PackedModel(weights))
+    monkeypatch.setattr(native_decoding, "largest_gap", lambda policy, packed: 2.0)
+    policy = make_policy()
+    for _ in range(3):
+        assert policy.kernels.pack(policy) is None
+    assert len(packed) == 1
 
 
 @needs_kernels

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from flatpeak.utils import environment
-from flatpeak.utils.environment import DEFAULTS, set_defaults
+from flatpeak.utils.environment import DEFAULTS, quick_imports, set_defaults
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +39,16 @@ def test_importing_flatpeak_sets_the_variables_and_loads_no_torch() -> None:
     code = "import os, sys, flatpeak; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "PASSIVE False\n"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_imports_are_made_without_garbage_collection_which_is_then_as_it_was(collects: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with pytest.raises(ImportError), quick_imports():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()

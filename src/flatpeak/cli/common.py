@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from flatpeak.distributed.launch import job_rank, launch, needs_launch
-from flatpeak.pipeline.progress import MetricsLine, PlainProgress
+from flatpeak.pipeline.progress import MetricsLine, PlainProgress, first_line
 from flatpeak.runs.signals import signal_name
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from flatpeak.config.run_config import RunConfig
     from flatpeak.pipeline.lifecycle import RunResult
-    from flatpeak.protocols import Progress
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 
 RecipeArgument = Annotated[
@@ -44,6 +44,9 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest va
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run of that name first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole recipe, defaults included; stop.")]
+
+ANSWER_WIDTH = 100
+"""Characters of a question or an answer that a command prints."""
 
 
 def read_config(recipe: str, overrides: Sequence[str] | None) -> RunConfig:
@@ -93,19 +96,22 @@ class RunOutput:
 
     label: str
     """The name of the command at the beginning of its last line."""
-    metric: str
-    """The metric that chooses checkpoints, shown of evaluations that have no accuracy."""
     as_json: bool = False
     resumed_by: Sequence[str] | None = None
     """The arguments that resume the run, without options; None: `train` with the run's own config.yaml."""
 
     @contextmanager
-    def progress(self) -> Iterator[Progress]:
-        """The display of the run, on standard error where standard output is for the JSON object."""
+    def progress(self, config: RunConfig) -> Iterator[PlainProgress | LiveProgress]:
+        """The display of a run, on standard error where standard output is for the JSON object, and its first line.
+
+        The line stands there before torch is imported, which takes seconds.
+        """
         stream = sys.stderr if self.as_json else sys.stdout
         try:
             # The prints of a reward function in this process are no part of the object that --json prints.
-            with redirect_stdout(stream), open_progress(stream, metric=self.metric) as progress:
+            with redirect_stdout(stream), open_progress(stream, metric=config.evaluation.metric) as progress:
+                if not job_rank():
+                    progress.say(first_line(config))
                 yield progress
         except KeyboardInterrupt:
             if self.resumed_by is not None and not job_rank():
@@ -125,7 +131,7 @@ class RunOutput:
         if self.as_json:
             typer.echo(json.dumps({"path": str(result.path), "report": str(result.report), **asdict(summary)}))
         elif summary.signal is None:
-            typer.echo(last_line)
+            typer.echo("\n".join([*_answers(result), last_line]))
         if summary.signal is not None:
             by = signal_name(summary.signal)
             by += "" if result.stopped_rank is None else f" to rank {result.stopped_rank}"
@@ -134,6 +140,23 @@ class RunOutput:
             typer.echo(f"{stopped}; resume it with\n{command}", err=self.as_json)
         if result.exit_code:
             raise typer.Exit(result.exit_code)
+
+
+def _answers(result: RunResult) -> list[str]:
+    """The first held-out questions with the greedy answers before the first step and after the last."""
+    from flatpeak.runs.rollout_log import answers_before_and_after
+
+    stages = [f"{one.stage}_{one.step:06d}" for one in result.summary.evaluations]
+    pairs = answers_before_and_after(result.path / "evaluations", stages)
+    lines = ["held-out questions, with the answers before and after:"] if pairs else []
+    for before, after in pairs:
+        lines.append(f"  {_on_one_line(before['question'])}")
+        lines += [f"    {label} {_on_one_line(row['text'])}" for label, row in (("before", before), ("after ", after))]
+    return lines
+
+
+def _on_one_line(text: str) -> str:
+    return textwrap.shorten(text, ANSWER_WIDTH, placeholder=" ...")
 
 
 def _resume_command(arguments: Sequence[str]) -> str:
@@ -161,7 +184,7 @@ def format_metric(metrics: Mapping[str, float | None], name: str) -> str:
 
 
 @contextmanager
-def open_progress(stream: TextIO, *, metric: str | None = None) -> Iterator[Progress]:
+def open_progress(stream: TextIO, *, metric: str | None = None) -> Iterator[PlainProgress | LiveProgress]:
     """A display on `stream`, closed at the end also when the run fails: bars on a terminal, else lines.
 
     `metric` is the one that chooses checkpoints, shown of evaluations that have no accuracy.
@@ -205,6 +228,7 @@ class LiveProgress:
         self._line = MetricsLine(metric=metric)
         self._stage = ""
         self._metrics: Mapping[str, float] = {}
+        self._said: set[str] = set()
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Advance the stage's bar; an evaluation adds to the metrics of the stage it interrupts."""
@@ -222,3 +246,9 @@ class LiveProgress:
     def notice(self, text: str) -> None:
         """Print the notice above the bars."""
         self._bars.console.print(text, markup=False, highlight=False)
+
+    def say(self, text: str) -> None:
+        """Print a line about the run above the bars, once."""
+        if text not in self._said:
+            self._said.add(text)
+            self.notice(text)

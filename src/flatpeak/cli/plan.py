@@ -13,6 +13,7 @@ import typer
 
 from flatpeak.cli.common import Overrides, RecipeArgument, read_config
 from flatpeak.errors import UserError
+from flatpeak.utils.environment import quick_imports
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,9 +52,10 @@ def plan(
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise UserError(f"--price {price:g}: give the price of an hour, such as 2.50")
     config = read_config(recipe, overrides)
-    from flatpeak.pipeline.planning.advice import AdviceReport, advise
-    from flatpeak.pipeline.planning.measurement import measure_run
-    from flatpeak.pipeline.planning.run_plan import plan_run
+    with quick_imports():
+        from flatpeak.pipeline.planning.advice import AdviceReport, advise
+        from flatpeak.pipeline.planning.measurement import measure_run
+        from flatpeak.pipeline.planning.run_plan import plan_run
 
     with redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
         planned = plan_run(config, device_memory=device_memory)

@@ -46,8 +46,8 @@ def demo(overrides: Overrides = None, resume: Resume = False) -> None:
         _check_made_by_demo(config)
     check_start(config, resume=resume, overwrite=overwrite)
     start_processes(config)
-    output = RunOutput(label="demo", metric=config.evaluation.metric, resumed_by=["demo", *(overrides or ())])
-    with output.progress() as progress:
+    output = RunOutput(label="demo", resumed_by=["demo", *(overrides or ())])
+    with output.progress(config) as progress:
         result = flatpeak.train(config, progress=progress, resume=resume, overwrite=overwrite, command=command_line())
     output.finish(result, last_line("demo", result.summary, since="sft", report=result.report))
 
@@ -79,8 +79,8 @@ def sft(
     check_start(config, resume=resume, overwrite=overwrite)
     start_processes(config)
     resumed_by = ["sft", recipe, *(overrides or ())]
-    output = RunOutput(label="sft", metric=config.evaluation.metric, as_json=as_json, resumed_by=resumed_by)
-    with output.progress() as progress:
+    output = RunOutput(label="sft", as_json=as_json, resumed_by=resumed_by)
+    with output.progress(config) as progress:
         result = flatpeak.sft(config, progress=progress, resume=resume, overwrite=overwrite, command=command_line())
     output.finish(result, last_line("sft", result.summary, since="start", report=result.report))
 
@@ -101,8 +101,8 @@ def train(
     check_start(config, resume=resume, overwrite=overwrite)
     start_processes(config)
     resumed_by = ["train", recipe, *(overrides or ())]
-    output = RunOutput(label="train", metric=config.evaluation.metric, as_json=as_json, resumed_by=resumed_by)
-    with output.progress() as progress:
+    output = RunOutput(label="train", as_json=as_json, resumed_by=resumed_by)
+    with output.progress(config) as progress:
         result = flatpeak.train(config, progress=progress, resume=resume, overwrite=overwrite, command=command_line())
     output.finish(result, last_line("train", result.summary, since="start", report=result.report))
 
@@ -115,10 +115,11 @@ def fork(
     as_json: AsJson = False,
 ) -> None:
     """Train a new run on from a checkpoint of another one, with changed settings."""
-    from flatpeak.pipeline.fork_run import metric_of
+    from flatpeak.pipeline.forked_recipe import forked_recipe, source_run
 
-    output = RunOutput(label="fork", metric=metric_of(run), as_json=as_json)
-    with output.progress() as progress:
+    _, config = forked_recipe(source_run(run), name, overrides or ())
+    output = RunOutput(label="fork", as_json=as_json)
+    with output.progress(config) as progress:
         result = flatpeak.fork(
             run, step, name=name, settings=overrides or [], progress=progress, command=command_line()
         )
@@ -141,8 +142,8 @@ def reward_model(
     check_alone(config.distributed, "reward models")  # torch is not loaded yet
     check_start(config, resume=resume, overwrite=overwrite)
     resumed_by = ["reward-model", recipe, *(overrides or ())]
-    output = RunOutput(label="reward-model", metric=config.evaluation.metric, as_json=as_json, resumed_by=resumed_by)
-    with output.progress() as progress:
+    output = RunOutput(label="reward-model", as_json=as_json, resumed_by=resumed_by)
+    with output.progress(config) as progress:
         result = flatpeak.train_reward_model(
             config, progress=progress, resume=resume, overwrite=overwrite, command=command_line()
         )

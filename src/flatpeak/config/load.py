@@ -202,6 +202,8 @@ def near_recipes(name: str) -> list[str]:
         plain = shipped.removeprefix(SHIPPED)
         for key in {plain, plain.rpartition("/")[2]}:
             by_stem.setdefault(key, []).append(shipped)
+    if wanted.name in by_stem:
+        return by_stem[wanted.name][:3]
     close = [key for text in (wanted.as_posix(), wanted.name) for key in nearest(text, by_stem, count=2)]
     return list(dict.fromkeys(shipped for key in close for shipped in by_stem[key]))[:3]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -10,10 +11,12 @@ from dataclasses import asdict, dataclass
 from flatpeak.config.load import RECIPES, SHIPPED, current_name, near_recipes, parse_file, shipped_recipes
 from flatpeak.errors import UserError
 
-_COLUMN = 40
-"""The column in which descriptions begin, beside names that end before it."""
-_NARROW = 100
-"""Columns below which descriptions stand under the names."""
+_COLUMNS = (40, 20, 14)
+"""The widths of the columns of names, hardware and time, before the descriptions."""
+_NARROW = 120
+"""Columns below which the rest stands under the names."""
+_RUNS_ON = re.compile(r"^# Runs on: (.+) \| (.+)$", re.MULTILINE)
+"""The line of a recipe's file with what it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,10 @@ class ShippedRecipe:
     """Its name, with the prefix `flatpeak:`."""
     summary: str
     """The first line of its file, one sentence that says what it is."""
+    hardware: str
+    """The processor and memory that its run needs; empty for parts of recipes."""
+    time: str
+    """The time that its run takes there; empty where that is not measured."""
     extends: tuple[str, ...]
     """The recipes that it extends itself; later ones win over earlier ones."""
     inherits: tuple[str, ...]
@@ -51,9 +58,12 @@ def read(name: str) -> ShippedRecipe:
     text = path.read_text(encoding="utf-8")
     extends = parse_file(path).get("extends", [])
     bases = (extends,) if isinstance(extends, str) else tuple(extends)
+    runs_on = _RUNS_ON.search(text)
     return ShippedRecipe(
         name=full,
         summary=text.partition("\n")[0].removeprefix("# "),
+        hardware=runs_on[1] if runs_on else "",
+        time=runs_on[2] if runs_on and runs_on[2] != "not measured" else "",
         extends=bases,
         inherits=tuple(dict.fromkeys([*bases, *(above for base in bases for above in read(base).inherits)])),
         text=text,
@@ -89,13 +99,15 @@ def to_text(selected: ShippedRecipe | Sequence[ShippedRecipe], *, width: int) ->
 
 
 def _listed(recipe: ShippedRecipe, width: int) -> Iterator[str]:
-    """The lines of a recipe in the list: its name, and what it is beside or below it."""
-    column = _COLUMN if width >= _NARROW else 4
-    beside = width >= _NARROW and len(recipe.name) < _COLUMN
-    first, *others = textwrap.wrap(recipe.summary, width - column, break_long_words=False, break_on_hyphens=False)
+    """The lines of a recipe in the list: its name, hardware and time, and what it is beside or below them."""
+    cells = (recipe.name, recipe.hardware, recipe.time)
+    beside = width >= _NARROW and len(recipe.name) < _COLUMNS[0]
+    column = sum(_COLUMNS) if beside else 4
+    lines = textwrap.wrap(recipe.summary, width - column, break_long_words=False, break_on_hyphens=False)
     if beside:
-        yield f"{recipe.name:<{column}}{first}"
+        yield "".join(f"{cell:<{size}}" for cell, size in zip(cells, _COLUMNS, strict=True)) + lines.pop(0)
     else:
         yield recipe.name
-        yield " " * column + first
-    yield from (" " * column + line for line in others)
+        if recipe.hardware:
+            yield " " * column + ", ".join(filter(None, cells[1:]))
+    yield from (" " * column + line for line in lines)

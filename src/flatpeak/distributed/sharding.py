@@ -140,6 +140,7 @@ class Replica(Policy):
             own.copy_(source)
 
     def free(self) -> None:
-        """Give the memory of the weights back."""
+        """Give the memory of the weights back, and of their packed copy: the next ones have no other version."""
+        self.kernels.release()
         for weight in self.model.parameters():
             weight.data = weight.data.new_empty(0)

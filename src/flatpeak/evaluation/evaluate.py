@@ -293,7 +293,7 @@ def _add_far_from_training(values: Values, prompts: Sequence[Prompt]) -> None:
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    row: dict[str, Any] = {"id": prompt.id, "gold": prompt.example.gold}
+    row: dict[str, Any] = {"id": prompt.id, "question": prompt.example.question, "gold": prompt.example.gold}
     return row | ({"subsets": dict(prompt.example.subsets)} if prompt.example.subsets else {})
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatpeak.kernels.matmul import linear
+from flatpeak.kernels.matmul import add_linear, linear
 
 _LOGITS_PER_CHUNK_CPU = 1 << 22
 """16 MiB of float32: what larger caches hold, and few enough passes over the gradient of a large output layer."""
 _LOGITS_PER_CHUNK = 1 << 26
 """256 MiB of float32."""
+_ROWS_CPU = 256
+"""Rows of a chunk at least, on a CPU: the product of fewer with a large output layer is slower."""
 _ROW_MULTIPLE = 64
 """Whole tiles for the matrix product, so that a token's row is computed alike in every chunk but the last."""
 
@@ -57,8 +59,8 @@ def token_logprobs(
 
 def chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
     """The tokens of a chunk where `token_logprobs` chooses."""
-    budget = _LOGITS_PER_CHUNK_CPU if on_cpu else _LOGITS_PER_CHUNK
-    return max(1, budget // (vocabulary * _ROW_MULTIPLE)) * _ROW_MULTIPLE
+    budget, least = (_LOGITS_PER_CHUNK_CPU, _ROWS_CPU) if on_cpu else (_LOGITS_PER_CHUNK, _ROW_MULTIPLE)
+    return max(least, budget // (vocabulary * _ROW_MULTIPLE) * _ROW_MULTIPLE)
 
 
 def _autocast(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -193,7 +195,7 @@ class _Gradients:
         if self.hidden_TD is not None:
             self.hidden_TD[rows] = linear(grad_CV, weight_VD.t())
         if self.weight_VD is not None:
-            self.weight_VD.add_(linear(grad_CV.t(), hidden_CD.t()))
+            add_linear(self.weight_VD, grad_CV.t(), hidden_CD.t())
 
 
 class _DifferentiatedOnce(torch.autograd.Function):

@@ -40,6 +40,14 @@ def linear(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) ->
     return multiply(input_MK, weight_NK, bias_N)
 
 
+def add_linear(sum_MN: Tensor, input_MK: Tensor, weight_NK: Tensor) -> None:
+    """Add input W^T to a sum outside autograd, without a product beside it where torch itself multiplies."""
+    if served(weight_NK) or sum_MN.dtype != input_MK.dtype:
+        sum_MN.add_(linear(input_MK, weight_NK))
+    else:
+        sum_MN.addmm_(input_MK, weight_NK.t())
+
+
 def served(weight: Tensor) -> bool:
     """Whether products with this matrix go through oneDNN: a rule of the weight alone.
 

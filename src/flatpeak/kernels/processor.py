@@ -1,17 +1,41 @@
-"""The maker of the processor, read without importing torch."""
+"""The processor as Linux describes it, read without importing torch."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 
+KIND = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "flags",
+    "CPU implementer",
+    "CPU part",
+    "Features",
+)
+"""The fields that are alike on two machines with the same processor."""
+
 
 @cache
-def vendor() -> str:
-    """The first processor's vendor as Linux names it, such as GenuineIntel; empty where nothing says it."""
+def fields() -> dict[str, str]:
+    """The fields of the first processor; none where there is no such file."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            named = next((line for line in lines if line.startswith("vendor_id")), "")
+            first = lines.read().partition("\n\n")[0]
     except OSError:
-        return ""
-    return named.partition(":")[2].strip()
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def vendor() -> str:
+    """The processor's vendor, such as GenuineIntel; empty where nothing says it."""
+    return fields().get("vendor_id", "")
+
+
+def kind() -> list[str]:
+    """Values by which two kinds of processors differ."""
+    return [fields().get(name, "") for name in KIND]

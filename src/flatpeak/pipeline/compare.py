@@ -21,6 +21,7 @@ from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, verify_checkp
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.notices import NoticeLog, RecordedProgress
 from flatpeak.tasks.prompts import CHAT, TEXT_TEMPLATES, PromptConfig, template_text
+from flatpeak.utils.gguf import SUFFIX
 from flatpeak.utils.huggingface import is_surely_local
 
 RawRecipe = Mapping[str, Any]
@@ -169,6 +170,8 @@ def locate_model(name: str) -> ModelSource:
         parents = (RunPaths(parent) for parent in path.absolute().parents)
         own_run = next((parent for parent in parents if parent.is_run()), None)
         return _verified(ModelSource(path=name, recipe=None) if own_run is None else _model_of_run(own_run, path=name))
+    if path.suffix == SUFFIX and path.is_file():
+        return ModelSource(path=name, recipe=None)
     # A Hub name has no local folder before it either.
     if is_surely_local(name) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
         raise UserError(f"{name}: no such run or model directory{run_hint(name)}")

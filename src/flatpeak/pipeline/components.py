@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flatpeak.config.run_config import RunConfig
@@ -16,6 +17,7 @@ from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.config import ModelConfig
+from flatpeak.policy.kernel_verdicts import remembered
 from flatpeak.policy.model import Policy
 from flatpeak.policy.precision import check_trainable, slow_dtype_notices
 from flatpeak.protocols import Progress, ResumableSampler, Sampler, Tokenizer
@@ -222,14 +224,13 @@ class CheckedSampler:
 
 
 def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:
-    """Try the native engine, with notices where completions depend on the batch or a kernel is not the fastest.
-
-    Prompts leave room for `max_new_tokens`.
-    """
+    """Try the native engine on prompts, with notices where the batch decides bits or a kernel is not the fastest."""
     if not policy.native:
         return
-    engine = NativeEngine(policy)
-    invariant = batch_invariant(engine, prompts[:3], max_new_tokens=min(16, max_new_tokens))
+    engine, tried = NativeEngine(policy), prompts[:3]
+    trial = partial(batch_invariant, engine, tried, max_new_tokens=min(16, max_new_tokens))
+    facts = policy.decoded_with, policy.batch_invariant, [len(each.token_ids) for each in tried], trial.keywords
+    invariant = remembered(f"invariance {facts}", policy, trial)
     if policy.batch_invariant and not invariant:
         progress.notice(
             "on this machine a completion's log-probabilities depend on the batch in their last bits, so a token may "
@@ -244,9 +245,8 @@ def batch_invariant(
 ) -> bool:
     """Whether prompts decoded alone and together give the same tokens and bitwise the same log-probs.
 
-    True is evidence and not proof: a matrix product may round differently at a shape that was not tried. Where it is
-    False log-probs agree to rounding, and a token may rarely differ. Each prompt is sampled alone (one row), as a group
-    alone, and among all of them; give prompts of different lengths.
+    True is evidence and not proof: a matrix product may round differently at a shape that was not tried. Each prompt is
+    sampled alone (one row), as a group alone, and among all of them; give prompts of different lengths.
     """
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)

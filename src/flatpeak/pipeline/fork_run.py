@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
-from flatpeak.config.load import Settings, apply_settings, load_recipe, merge, parse_config
+from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.components import SamplerFactory
+from flatpeak.pipeline.forked_recipe import forked_recipe, source_run
 from flatpeak.pipeline.lifecycle import RunResult
 from flatpeak.pipeline.train import train
 from flatpeak.pipeline.user_objects import CallerObjects
@@ -67,10 +68,10 @@ def fork(
     sampler, loss, advantage) have to be given again. Raises UserError where the checkpoint is missing or the changes
     make it unusable; nothing is left of the fork then.
     """
-    source = _source_run(run)
+    source = source_run(run)
     origin = read_origin(source, step)
     own = CallerObjects(loss=loss, advantage=advantage)
-    before, config = _configs(source, name, own.named_in(settings) or ())
+    before, config = forked_recipe(source, name, own.named_in(settings) or ())
     _check_fork(source, origin, before, config)
     target = Path(config.run.directory) / name
     copy_run(source, origin, target, before=before, config=config, command=command)
@@ -95,14 +96,6 @@ def fork(
         raise
 
 
-def metric_of(run: str | Path) -> str:
-    """The metric that chooses the best checkpoint of a run. UserError where the directory is no run's."""
-    source = _source_run(run)
-    if not source.config.is_file():
-        raise UserError(f"{run} is not a run's directory: give the directory, or the name of a run in runs/")
-    return parse_config(load_recipe(source.config)).evaluation.metric
-
-
 def read_origin(source: RunPaths, step: int) -> CheckpointState:
     """The checkpoint that a fork starts from, verified; UserError naming those at hand where it is missing."""
     if not source.is_run():
@@ -112,27 +105,6 @@ def read_origin(source: RunPaths, step: int) -> CheckpointState:
         choices = f"choose one of {', '.join(map(str, steps))}" if steps else "RL has not begun in this run"
         raise UserError(f"{source.path} has no checkpoint of step {step}: {choices}")
     return read_checkpoint(source.checkpoints / checkpoint_name(step))
-
-
-def _configs(source: RunPaths, name: str, settings: Settings) -> tuple[RunConfig, RunConfig]:
-    """The configurations of the run and of its fork."""
-    recipe = load_recipe(source.config)
-    before = parse_config(recipe)
-    changed = apply_settings(recipe, settings)
-    run = {"run": {"name": name, "directory": str(_runs_directory(source, before.run.name))}}
-    return before, parse_config(merge(changed, run))
-
-
-def _source_run(run: str | Path) -> RunPaths:
-    directory, named = RunPaths(Path(run)), RunPaths(Path("runs") / run)
-    return named if not directory.is_run() and named.is_run() else directory
-
-
-def _runs_directory(source: RunPaths, name: str) -> Path:
-    """The directory of runs that the source lies in, wherever that was moved to; a name may have several levels."""
-    levels = Path(name).parts
-    path = source.path.resolve() if source.path.name in ("", "..") else source.path
-    return path.parents[len(levels) - 1] if path.parts[-len(levels) :] == levels else path.parent
 
 
 def _check_fork(source: RunPaths, origin: CheckpointState, before: RunConfig, config: RunConfig) -> None:

@@ -93,7 +93,7 @@ class Run:
     """Set once the body of `open_run` has ended."""
 
     def __init__(
-        self, config: RunConfig, request: RunRequest, progress: Progress, notices: NoticeLog, ranks: Ranks
+        self, config: RunConfig, request: RunRequest, progress: RecordedProgress, notices: NoticeLog, ranks: Ranks
     ) -> None:
         self.config = config
         self.ranks = ranks

@@ -8,12 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
+from flatpeak import __version__
 from flatpeak.errors import UserError
 
 if TYPE_CHECKING:
-    from flatpeak.protocols import Progress
+    from flatpeak.config.run_config import RunConfig
+    from flatpeak.protocols import Progress, Task
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -29,6 +32,53 @@ _STEP_METRICS = (  # name, label, format
 """The metrics of a training step that are displayed."""
 _FALLBACK_METRICS = ("sampled/accuracy", "reward", "sampled/reward")
 """Displayed of an evaluation that has neither an accuracy nor the metric that chooses checkpoints."""
+
+
+def first_line(config: RunConfig, *, model: Any = None, task: Task | None = None) -> str:
+    """The line that names model, task and run directory: those of the recipe, or a caller's own model and task."""
+    return (
+        f"flatpeak {__version__}: {_model_name(config, model)} on {_task_name(config, task)}, "
+        f"run directory {Path(config.run.directory) / config.run.name}"
+    )
+
+
+def model_line(model: Any, *, data: str) -> str:
+    """The line of a model's size, type and device, and of its `data`."""
+    import torch  # a command says its first line before this
+
+    size, trained = model.num_parameters(), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    threads = f" (threads: {torch.get_num_threads()})" if model.device.type == "cpu" else ""
+    parts = [
+        f"{model.config.model_type}, {_count(size)} parameters",
+        *([f"{_count(trained)} trained"] if trained < size else []),
+        str(model.dtype).removeprefix("torch."),
+        f"{model.device}{threads}",
+    ]
+    return f"{', '.join(parts)} · {data}"
+
+
+def _count(parameters: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M")):
+        if parameters >= size:
+            return f"{parameters / size:.1f}{unit}"
+    return f"{parameters:,}"
+
+
+def _model_name(config: RunConfig, model: Any) -> str:
+    if model is not None:
+        return type(model).__name__
+    if config.model.new is not None:
+        return f"a new {config.model.new.architecture}"
+    return Path(config.model.path).name.removesuffix(".gguf") if config.model.path else "no model"
+
+
+def _task_name(config: RunConfig, task: Task | None) -> str:
+    if task is not None:
+        return str(getattr(task, "name", type(task).__name__))
+    section = config.task
+    if section.type == "custom":
+        return section.factory.rpartition(":")[2]
+    return str(getattr(section, "name", section.type))
 
 
 def as_progress(progress: Progress | bool | None, *, metric: str | None = None) -> Progress:
@@ -74,6 +124,7 @@ class PlainProgress:
         self._printed: float | None = None
         self._updated: float | None = None
         self._began: dict[str, tuple[int, float]] = {}
+        self._said: set[str] = set()
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Print the step where enough time has passed since the last one."""
@@ -94,6 +145,12 @@ class PlainProgress:
     def notice(self, text: str) -> None:
         """Print the notice at once."""
         self._print(text)
+
+    def say(self, text: str) -> None:
+        """Print a line about the run, once: a command says the first one before flatpeak.train does."""
+        if text not in self._said:
+            self._said.add(text)
+            self._print(text)
 
     def _print(self, text: str) -> None:
         # A pipe whose reader has ended (`| head`), a full disk, a closed stream: the run matters more.

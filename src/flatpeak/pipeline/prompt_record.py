@@ -195,13 +195,14 @@ def hub_base(model: ModelConfig) -> tuple[str | None, str | None]:
         return None, None
     directory = Path(model.path).expanduser()
     if not directory.is_dir():
-        return (None, None) if is_surely_local(model.path) else (model.path, model.revision)
+        repository = "/".join(model.path.split("/")[:2])  # of a GGUF file too
+        return (None, None) if is_surely_local(model.path) else (repository, model.revision)
     record = read_prompt_record(directory)
     if record is not None:
         return record.base_model, record.base_revision
     if (directory / ADAPTER_CONFIG).is_file():
         base, revision = named_base(directory, where="model.path")
-        return (None, None) if Path(base).expanduser().is_dir() or is_surely_local(base) else (base, revision)
+        return (None, None) if Path(base).expanduser().exists() or is_surely_local(base) else (base, revision)
     return None, None
 
 

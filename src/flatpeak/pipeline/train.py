@@ -12,6 +12,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import open_ranks
 from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
+from flatpeak.pipeline.algorithm_words import algorithm_name
 from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.components import (
     CheckedSampler,
@@ -27,6 +28,7 @@ from flatpeak.pipeline.lifecycle import (
     open_run,
     resolve_config,
 )
+from flatpeak.pipeline.progress import first_line, model_line
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.resume_point import ResumePoint, restore_trainer
 from flatpeak.pipeline.served_sampler import drawing_sampler
@@ -43,11 +45,13 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name
 from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.notices import RecordedProgress
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.trainer import Trainer, TrainerConfig
+from flatpeak.utils.gguf import SUFFIX, cache_directory
 
 StageName = Literal["sft", "train"]
 
@@ -124,17 +128,16 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
         open_ranks(config.distributed) as ranks,
         open_run(request, config, metric=config.evaluation.metric, notices=notices, ranks=ranks) as run,
     ):
+        run.progress.say(first_line(config, model=objects.model, task=objects.task))
         point = run.resume_point
         with ranks.together():
             reference_checkpoint = _reference_checkpoint(config, point)
+            _announce_conversion(config, run.progress)
             components = run.resources.enter_context(
                 closing(build_components(config, objects, checkpoint=point.model, progress=run.progress, ranks=ranks))
             )
-        if not isinstance(config.rollout.engine, VLLMConfig):
-            announce_decoding(
-                components.policy, components.test, run.progress, max_new_tokens=config.rollout.max_new_tokens
-            )
-        _announce_kernels(components.policy, run.progress)
+        run.progress.say(model_line(components.policy.model, data=_data_line(config, components, stages)))
+        _check_kernels(config, components, run.progress)
         point.announce_engine(components.policy, run.progress)
         decoder = _decoder(components.sampler, components.policy)
         components = share_components(components, config, objects, ranks)
@@ -166,8 +169,28 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
     return run.result
 
 
-def _announce_kernels(policy: Policy, progress: Progress) -> None:
-    """Compare native kernels with torch in a training pass, with a notice where they do not decode or train."""
+def _data_line(config: RunConfig, components: Components, stages: Sequence[StageName]) -> str:
+    """The numbers of questions, and the names of the stages."""
+    train = sum(len(phase.prompts.items) for phase in components.phases)
+    names = {"sft": "SFT" if config.sft.steps else "", "train": algorithm_name(config)}
+    trained_by = ", then ".join(names[stage] for stage in stages if names[stage])
+    return f"{train:,} questions to train on, {len(components.test):,} held out · {trained_by}"
+
+
+def _announce_conversion(config: RunConfig, progress: RecordedProgress) -> None:
+    """Say that a GGUF file is converted, where the cache does not have it."""
+    file = Path(config.model.path or "").expanduser()
+    if file.is_file() and file.suffix == SUFFIX and not cache_directory(file).is_dir():
+        progress.say(f"converting {file.name} to float32, once")
+
+
+def _check_kernels(config: RunConfig, components: Components, progress: RecordedProgress) -> None:
+    """Compare native kernels with torch and single rollouts with batches, with a notice where they differ."""
+    policy = components.policy
+    if policy.native:
+        progress.say("checking kernels and rollouts on this model")
+    if not isinstance(config.rollout.engine, VLLMConfig):
+        announce_decoding(policy, components.test, progress, max_new_tokens=config.rollout.max_new_tokens)
     if policy.native:
         policy.kernels.trains(policy)
     for reason in policy.kernels.notices:

@@ -22,6 +22,7 @@ from flatpeak.pipeline.lifecycle import (
     open_run,
     resolve_config,
 )
+from flatpeak.pipeline.progress import first_line, model_line
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.resume_point import restore_trainer
 from flatpeak.policy.loading import (
@@ -96,10 +97,15 @@ def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any =
     resolved = resolve_config(request.recipe, request.settings)
     check_alone(resolved.distributed, "reward models")
     with open_run(request, resolved, metric="accuracy") as run:
+        run.progress.say(first_line(resolved, model=model))
         checkpoint = run.resume_point.train
         components = build_reward_model_components(
             resolved, model, tokenizer, checkpoint=checkpoint, progress=run.progress
         )
+        pairs = (
+            f"{len(components.train):,} pairs to train on, {len(components.evaluator.pairs):,} held out · reward model"
+        )
+        run.progress.say(model_line(components.classifier.model, data=pairs))
         section = resolved.reward_model
         recorder = run.start(
             components.evaluator,

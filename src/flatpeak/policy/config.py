@@ -34,7 +34,8 @@ class ModelConfig(StrictConfig):
     """One of `path` (a directory or Hub name) and `new`; neither where the caller of flatpeak.train brings a model."""
 
     path: str | None = None
-    """A directory or Hub name of a model, a checkpoint or an adapter; null: `new`, or the caller's model."""
+    """A directory or Hub name of a model, a checkpoint or an adapter, or a GGUF file; null: `new`, or the caller's
+    model."""
     revision: str | None = None
     """Of a Hub name: a branch, tag or commit; null: main."""
     new: NewModelConfig | None = None

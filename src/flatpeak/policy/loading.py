@@ -20,6 +20,7 @@ from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
 from flatpeak.policy.model import Policy
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base, read_record
 from flatpeak.utils.adapters import LoraConfig, add_adapters, restore_adapter
+from flatpeak.utils.gguf import SUFFIX, find_gguf
 from flatpeak.utils.huggingface import (
     has_tokenizer,
     is_surely_local,
@@ -64,13 +65,14 @@ def check_source(config: ModelConfig, *, tokenizer: bool = True) -> None:
     if config.path is None:
         raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
     directory = Path(config.path).expanduser()
-    if directory.is_file():
+    if directory.is_file() and directory.suffix != SUFFIX:
         raise UserError(
-            f"model.path={config.path} is a file: name the directory that holds config.json and the weights"
+            f"model.path={config.path} is a file: name the directory that holds config.json and the weights, or a GGUF "
+            "file"
         )
-    if is_surely_local(config.path) and not directory.is_dir():
-        raise UserError(f"model.path={config.path}: no such directory")
-    if directory.is_dir():
+    if is_surely_local(config.path) and not directory.exists():
+        raise UserError(f"model.path={config.path}: no such directory, and no GGUF file")
+    if directory.is_dir() and find_gguf(config.path) is None:
         _check_files(config.path, directory, tokenizer=tokenizer)
 
 
@@ -141,11 +143,11 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
     An adapter that `config.lora` names is not loaded, but the tokenizer is that of its directory, if there is one.
     """
     assert config.path is not None  # check_source
-    path = local_or_hub(config.path)
     source = {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
     adapter = Path(config.lora.adapter).expanduser() if config.lora and config.lora.adapter else None
     with no_load_report_before_errors():
         with load_errors(config.path, where="model.path"):
+            path = local_or_hub(config.path, revision=config.revision)
             if adapter is not None and has_tokenizer(adapter):
                 tokenizer = load_tokenizer(str(adapter), trust_remote_code=config.trust_remote_code)
             else:
@@ -169,6 +171,7 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
         )
     disable_repacking(model)
     move_to_own_memory(model)
+    model.name_or_path = config.path  # adapters name it as their base
     return model, tokenizer
 
 

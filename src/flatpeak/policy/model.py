@@ -134,6 +134,7 @@ class Policy:
     def forget_weights(self) -> None:
         """Drop all references to weights that others of the same values replace, or their memory would stay in use."""
         self._masters.clear()
+        self.kernels.release()
         self._before.forget_weights()
 
     @cached_property
@@ -148,6 +149,8 @@ class Policy:
         Dropout, if the policy has any, is active exactly when gradients are. `twice_differentiable` goes through the
         plain model and attention written out, at the price of a [T, V] tensor: for exact curvature.
         """
+        if torch.is_grad_enabled():
+            self.kernels.release()
         if self.model.training != torch.is_grad_enabled():
             self.model.train(torch.is_grad_enabled())
         scored: tuple[Tensor, Tensor] = self.enter(

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from flatpeak.errors import UserError
-from flatpeak.kernels.native.build import UnavailableError, library, library_name
+from flatpeak.kernels.low_rank import Adapter
+from flatpeak.kernels.native.build import UnavailableError, library_name
 from flatpeak.kernels.native.decode import LINEAR, Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.compatibility import Probed
+from flatpeak.policy.kernel_verdicts import remembered
 from flatpeak.policy.linears import FastLayer, plain_class
 from flatpeak.policy.model_settings import has_training_forward
 from flatpeak.policy.native_training import Trained, largest_gaps, probe_tokens
@@ -56,7 +58,10 @@ _GELU = ("gelu_new", "gelu_pytorch_tanh")
 TORCH = "torch"
 """The name of what decodes without kernels."""
 TOLERANCE = 1e-5
-"""Of the self-test's log-probabilities, times the largest logit: what sampler and trainer promise each other."""
+"""Of the expected difference of a drawn token's log-probability, times the largest logit: what sampler and trainer
+promise each other."""
+LARGEST_TOLERANCE = 1e-4
+"""Of any token's, likewise: for improbable tokens of a large vocabulary, torch's own rounding exceeds the first one."""
 TEST_PROMPTS, TEST_GROUPS, TEST_STEPS = (1, 33, 3, 18), (1, 5, 2, 4), 20
 """Tokens of each prompt, completions of each, and tokens of each completion in the self-test."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -80,6 +85,14 @@ class Computed(Decoded, Trained, Protocol):
 Result = TypeVar("Result")
 
 
+class _Copy(NamedTuple):
+    """Packed weights, and the weights and their state that they are a copy of."""
+
+    packed: PackedModel
+    weights: Sequence[Tensor]
+    state: list[Any]
+
+
 class KernelChoice:
     """Whether a policy's requests and training passes go through native kernels, and why not."""
 
@@ -99,6 +112,7 @@ class KernelChoice:
         """Whether servers draw the rollouts, so that no decoder is chosen."""
         self._agrees: bool | None = None  # not known before the first comparison
         self._trains: bool | None = None
+        self._kept: _Copy | None = None
         self._tested: list[int] | None = None
         """The versions of the weights that training passes were last compared on, with or without a verdict."""
 
@@ -165,29 +179,49 @@ class KernelChoice:
     def _refusal(self, reason: str) -> UserError:
         return UserError(f"{self._asked_by}=native: {reason}; set {self._asked_by}=auto or torch")
 
+    def release(self) -> None:
+        """Free the packed weights: a training pass needs the memory, and changes the weights after it."""
+        self._kept = None
+
     def _pack(self, policy: Decoded) -> PackedModel:
-        packed = PackedModel(read_weights(policy))
+        weights = read_weights(policy)  # nothing is copied yet
         if self._agrees is None:
-            gap, tolerance = largest_gap(policy, packed)
-            if not math.isfinite(gap):
-                raise UnavailableError("the model's logits are NaN or infinite")
-            self._agrees = gap <= tolerance
+            self._agrees = remembered(
+                f"decoding by {library_name()}",
+                policy,
+                lambda: _is_tolerated("logits are", largest_gap(policy, self._copy(policy, weights))),
+            )
         if not self._agrees:
+            self.release()
             raise UnavailableError("their log-probabilities differ from torch's on this model and machine")
-        return packed
+        return self._copy(policy, weights)
+
+    def _copy(self, policy: Decoded, weights: ModelWeights) -> PackedModel:
+        """The packed weights: those of the last request while nothing has changed them."""
+        state = _state(policy)
+        if self._kept is None or self._kept.state != state:
+            self.release()  # before there is another
+            self._kept = _Copy(PackedModel(weights), list(policy.model.parameters()), state)
+        return self._kept.packed
 
     def _compare(self, policy: Computed) -> None:
         weight = policy.head.linear.weight
         if policy.below_float32 or (weight.device.type, weight.dtype) != ("cpu", torch.float32):
             raise UnavailableError("they compute in float32 on a CPU")
-        library()
+        test = f"training by {library_name()}"
         self._tested = _versions(policy)
-        gaps = largest_gaps(policy)
-        if not all(map(math.isfinite, gaps)):
-            raise UnavailableError("the model's log-probabilities or its gradient are NaN or infinite")
-        self._trains = max(gaps) <= 1
+        self._trains = remembered(
+            test, policy, lambda: _is_tolerated("log-probabilities or its gradient are", *largest_gaps(policy))
+        )
         if not self._trains:
             raise UnavailableError("log-probabilities or gradients differ from torch's on this model and machine")
+
+
+def _is_tolerated(what: str, *gaps: float) -> bool:
+    """Whether gaps are within what is tolerated; UnavailableError where there is no verdict."""
+    if not all(map(math.isfinite, gaps)):
+        raise UnavailableError(f"the model's {what} NaN or infinite")
+    return max(gaps) <= 1
 
 
 def _versions(policy: Decoded) -> list[int]:
@@ -195,9 +229,16 @@ def _versions(policy: Decoded) -> list[int]:
     return [weight._version for weight in policy.model.parameters()]
 
 
+def _state(policy: Decoded) -> list[Any]:
+    """All that packed weights depend on: which weights there are, their versions, and the adapters at work."""
+    adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
+    scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
+    return [list(map(id, policy.model.parameters())), _versions(policy), scalings]
+
+
 @torch.no_grad()
 def read_weights(policy: Decoded) -> ModelWeights:
-    """The weights of a model, as the kernels know it; UnavailableError where they do not."""
+    """The weights of a model, as the kernels know it; UnavailableError where they do not. Layers are read lazily."""
     config, gpt2 = policy.causal.config, policy.causal.config.model_type == "gpt2"
     if (reason := _unserved(policy)) is not None:
         raise UnavailableError(reason)
@@ -207,16 +248,16 @@ def read_weights(policy: Decoded) -> ModelWeights:
     attention = [block.attn if gpt2 else block.self_attn for block in blocks]
     rotary = None if gpt2 else trunk.rotary_emb
     _check_own(policy, trunk, *blocks, *attention, *(block.mlp for block in blocks), *filter(None, [rotary]))
+    paths = LAYERS[config.model_type]
+    for block in blocks:
+        _check_layer(block, paths)
     return ModelWeights(
         embedding=_embedding(trunk.wte if gpt2 else trunk.embed_tokens),
         positions=_embedding(trunk.wpe) if gpt2 else None,
         rope=None if rotary is None else partial(_rope, rotary),
         last=_norm(trunk.ln_f if gpt2 else trunk.norm),
         head=_joined([policy.head.linear]),
-        layers=[
-            {component: _component(block, component, paths) for component, paths in LAYERS[config.model_type].items()}
-            for block in blocks
-        ],
+        layers=(_layer(block, paths) for block in blocks),
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
         epsilon=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
@@ -270,9 +311,21 @@ def _embedding(module: nn.Module) -> Tensor:
     return module.weight
 
 
-def _component(block: nn.Module, component: str, paths: str) -> Affine:
-    modules = [block.get_submodule(path) for path in paths.split()]
-    return _joined(modules) if component in LINEAR else _norm(*modules)
+def _check_layer(block: nn.Module, paths: Mapping[str, str]) -> None:
+    """UnavailableError where a layer has a component that the kernels do not know."""
+    for component in LINEAR:
+        modules: list[Any] = [block.get_submodule(path) for path in paths.get(component, "").split()]
+        for module in modules:
+            _adapter(module)
+        if len({getattr(module, "base_layer", module).bias is None for module in modules}) > 1:
+            raise UnavailableError("only some of the layers that they join have a bias")
+
+
+@torch.no_grad()
+def _layer(block: nn.Module, paths: Mapping[str, str]) -> dict[str, Affine]:
+    """The components of a layer, with copies of what is joined or merged."""
+    modules = {name: [block.get_submodule(path) for path in each.split()] for name, each in paths.items()}
+    return {name: _joined(each) if name in LINEAR else _norm(*each) for name, each in modules.items()}
 
 
 def _norm(module: Any) -> Affine:
@@ -284,28 +337,38 @@ def _norm(module: Any) -> Affine:
 
 def _joined(layers: Sequence[Any]) -> Affine:
     """Linear layers that read the same input, one below the other, each with its adapter merged."""
-    biases = [getattr(layer, "base_layer", layer).bias for layer in layers]
-    if len({bias is None for bias in biases}) > 1:
-        raise UnavailableError("only some of the layers that they join have a bias")
-    return Affine(torch.cat([_matrix(layer) for layer in layers]), None if biases[0] is None else torch.cat(biases))
+    weights = [_matrix(layer) for layer in layers]
+    biases = [bias for layer in layers if (bias := getattr(layer, "base_layer", layer).bias) is not None]
+    if len(layers) == 1:
+        return Affine(weights[0], biases[0] if biases else None)
+    return Affine(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
 def _matrix(layer: Any) -> Tensor:
     """The weight as [out, in]."""
-    if plain_class(layer) in (nn.Linear, Conv1D):
-        matrix: Tensor = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    elif isinstance(layer, FastLayer) and (adapter := layer.adapter()) is not None:
-        matrix = layer.matrix() + adapter.scaling * (adapter.up_NR @ adapter.down_RK)
-    else:
-        raise UnavailableError(f"they do not know {type(layer).__name__} as a linear layer")
+    adapter = _adapter(layer)
+    if adapter is not None:
+        merged: Tensor = layer.matrix() + adapter.scaling * (adapter.up_NR @ adapter.down_RK)
+        return merged
+    matrix: Tensor = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
     return matrix
 
 
-@torch.inference_mode()
-def largest_gap(policy: Decoded, packed: PackedModel) -> tuple[float, float]:
-    """The largest difference of log-probabilities from torch's, on groups of uneven sizes, and what is tolerated.
+def _adapter(layer: Any) -> Adapter | None:
+    """The adapter of a linear layer that has one; UnavailableError where the kernels do not know the layer."""
+    if plain_class(layer) in (nn.Linear, Conv1D):
+        return None
+    adapter = layer.adapter() if isinstance(layer, FastLayer) else None
+    if adapter is None:
+        raise UnavailableError(f"they do not know {type(layer).__name__} as a linear layer")
+    return adapter
 
-    Completions are given tokens, and not drawn: those of all slots at every step.
+
+@torch.inference_mode()
+def largest_gap(policy: Decoded, packed: PackedModel) -> float:
+    """The largest difference of log-probabilities from torch's, relative to what is tolerated; NaN where there is one.
+
+    Groups have uneven sizes. Completions are given tokens, and not drawn: those of all slots at every step.
     """
     context = policy.context_length or 1 << 30
     steps = max(1, min(TEST_STEPS, context // 2))
@@ -323,6 +386,13 @@ def largest_gap(policy: Decoded, packed: PackedModel) -> tuple[float, float]:
     for _ in range(steps):
         tokens_R = torch.tensor([next(tokens) for _ in slots])
         pairs.append((policy.decode(torch_cache, tokens_R), native_cache.decode(tokens_R)))
-    gaps = [(a.log_softmax(-1) - b.log_softmax(-1)).abs().max().item() for a, b in pairs]
-    largest = max(logits.abs().max().item() for logits, _ in pairs)
-    return max(gaps), TOLERANCE * max(1.0, largest)
+    largest = torch.stack([logits.abs().max() for logits, _ in pairs]).max().clamp(min=1)
+    return float(torch.stack([_gap(*pair) for pair in pairs]).max() / largest)
+
+
+def _gap(theirs_RV: Tensor, ours_RV: Tensor) -> Tensor:
+    """The larger of the expected and the largest difference of log-probabilities, by what is tolerated of each."""
+    logprobs_RV = theirs_RV.log_softmax(-1)
+    gaps_RV = (logprobs_RV - ours_RV.log_softmax(-1)).abs()
+    expected_R = (logprobs_RV.exp() * gaps_RV).sum(-1)
+    return torch.maximum(expected_R.max() / TOLERANCE, gaps_RV.max() / LARGEST_TOLERANCE)

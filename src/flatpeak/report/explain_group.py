@@ -120,6 +120,8 @@ def _explain_completions(
         )
         for name in (LAST, checkpoint_name(0))
     )
+    for policy in (last, first):  # the self-test of the kernels takes longer than one group
+        policy.kernels.choose("torch", unserved=None)
     batch = collate([group], torch.ones(1, len(rows), dtype=torch.bool), device=last.device)
     last_logprobs_T, first_logprobs_T = (
         score(

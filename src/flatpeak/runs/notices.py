@@ -110,6 +110,10 @@ class RecordedProgress:
         self._log.add(text)
         self._progress.notice(text)
 
+    def say(self, text: str) -> None:
+        """Pass on a line about the run, which is not logged, where the display has a method for it."""
+        getattr(self._progress, "say", lambda text: None)(redact(text))
+
 
 def read_notices(path: Path) -> list[Row]:
     """The rows of a notices.jsonl, in order; none where there is no such file."""

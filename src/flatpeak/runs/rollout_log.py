@@ -111,6 +111,18 @@ def write_answers(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomic(path, "".join(json.dumps(_without_secrets(row), ensure_ascii=False) + "\n" for row in rows))
 
 
+def answers_before_and_after(directory: Path, stages: Sequence[str], *, count: int = 3) -> list[tuple[Row, Row]]:
+    """The rows of the first questions in the files of a run's first and last evaluation, such as `train_000010`.
+
+    Empty where a file is missing or not whole, and where the questions are not the same.
+    """
+    try:
+        before, after = (read_rollouts(directory / f"{stages[at]}.jsonl") for at in (0, -1))
+    except (OSError, UserError, IndexError):
+        return []
+    return [(a, b) for a, b in zip(before[:count], after[:count], strict=False) if a["id"] == b["id"] and "text" in a]
+
+
 def _without_secrets(row: Mapping[str, Any]) -> Row:
     # Mappings hold numbers by the names of rewards, of which one may be called `secret`.
     return {key: item if isinstance(item, Mapping) else redact(item, prose=True) for key, item in row.items()}

@@ -39,11 +39,11 @@ class BaseRecord:
 
 
 def name_absolutely(directory: Path) -> None:
-    """Make a saved adapter name a base in a directory by its absolute path."""
+    """Make a saved adapter name a base in a directory or file by its absolute path."""
     settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     base = settings.get("base_model_name_or_path")
-    if base and Path(base).is_dir():
-        settings["base_model_name_or_path"] = str(Path(base).absolute())
+    if base and Path(base).expanduser().exists():
+        settings["base_model_name_or_path"] = str(Path(base).expanduser().absolute())
         text = json.dumps(settings, indent=2, sort_keys=True)
         (directory / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
 
@@ -53,7 +53,7 @@ def named_base(directory: Path, *, where: str) -> tuple[str, str | None]:
     base, revision = _named(directory)
     if not base:
         raise UserError(f"{where}={directory} is an adapter that does not name its base: {_NAME_BASE}{directory}")
-    if is_surely_local(base) and not Path(base).expanduser().is_dir():
+    if is_surely_local(base) and not Path(base).expanduser().exists():
         remedy = f", or {_NAME_BASE}{directory}" if where == "model.path" else ""
         raise UserError(f"{where}={directory} is an adapter of {base}, which is not there: put that back{remedy}")
     return base, revision

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError, brief
+from flatpeak.utils.gguf import SUFFIX, dequantized, find_gguf, names_hub_file
 
 if TYPE_CHECKING:
     import torch
@@ -88,14 +89,25 @@ def is_self_contained(path: str) -> bool:
     return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
-def local_or_hub(path: str) -> str:
-    """The argument of `from_pretrained` for a setting: a directory with `~` expanded, or a Hub name as it is."""
+def local_or_hub(path: str, *, revision: str | None = None) -> str:
+    """The argument of `from_pretrained` for a setting: a directory with `~` expanded, or a Hub name as it is.
+
+    For a GGUF file, or a directory or Hub name with one, it is the directory that the file was dequantized into.
+    """
+    file = find_gguf(path, revision=revision)
+    if file is not None:
+        return str(dequantized(file))
     directory = Path(path).expanduser()
     return str(directory) if directory.is_dir() else path
 
 
 def is_surely_local(path: str) -> bool:
-    """Whether a name can only be meant as a local path: Hub names have at most one slash, and none begins so."""
+    """Whether a name can only be meant as a local path: Hub names have at most one slash, and none begins so.
+
+    A GGUF file is local unless it has the form of one on the Hub.
+    """
+    if path.endswith(SUFFIX):
+        return not names_hub_file(path)
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
@@ -209,8 +221,8 @@ def pick_device(name: str, *, where: str) -> torch.device:
 
 @contextmanager
 def hub_or_directory(path: str) -> Iterator[str | None]:
-    """`hub_or_cache` for a path that may be a directory, for which the Hub is not asked."""
-    if Path(path).expanduser().is_dir():
+    """`hub_or_cache` for a path that may be a directory or a file, for which the Hub is not asked."""
+    if Path(path).expanduser().exists():
         yield None
     else:
         with hub_or_cache() as problem:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flatpeak.kernels.matmul import onednn_is_faster
 from flatpeak.pipeline.planning import dry_run
 from flatpeak.pipeline.planning.dry_run import (
     logits_peak,
@@ -99,10 +100,10 @@ def test_without_gradients_a_layer_is_freed_before_the_next(tmp_path: Path) -> N
 
 def test_chunks_of_logits_take_a_few_tensors_of_their_size(tmp_path: Path) -> None:
     settings = settings_of(saved_model(tmp_path, **{**SIZES, "vocab_size": 16_384}))
-    # A chunk has 4 Mi logits: 256 tokens, 16 MiB. There are scores and their gradient, and a chunk's share of the
-    # gradient of the weight before it is added.
+    # A chunk has 4 Mi logits: 256 tokens, 16 MiB. There are scores and their gradient, and where oneDNN multiplies a
+    # chunk's share of the gradient of the weight before it is added.
     chunk, weight = 2**24, 4 * 16_384 * 64
-    assert logits_peak(settings, 512) == pytest.approx(2 * chunk + weight, rel=0.01)
+    assert logits_peak(settings, 512) == pytest.approx(2 * chunk + weight * onednn_is_faster(), rel=0.01)
 
 
 def test_attention_on_a_gpu_keeps_scores_where_heads_share_keys(tmp_path: Path) -> None:

@@ -24,13 +24,24 @@ INLINE int64_t position(const Row& row) { return row.shared.length + row.own.len
 
 enum Epilogue { STORE, ADD, SWIGLU, GELU };
 constexpr int CHUNK = 128, QUERIES = 4;  // rows that go through the layers together, queries that are attended together
+constexpr int TERMS = 128;  // of a product, summed in one chain: those after a huge term are rounded at its size
 
 template <int M>
-INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float* bias, float* y, int64_t ldy, int end) {
+INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float* bias, float* y, int64_t ldy, int end,
+                 Ahead ahead) {
   Vec acc[M][TILE];
   for (int m = 0; m < M; m++)
     for (int i = 0; i < TILE; i++) acc[m][i] = bias ? load(bias + WIDTH * i) : Vec{};
-  accumulate(acc, x, ldx, 1, w, PANEL, WIDTH, K);
+  accumulate(acc, x, ldx, 1, w, PANEL, WIDTH, std::min(K, TERMS), ahead);
+  for (int k = TERMS; k < K; k += TERMS) {
+    Vec sums[M][TILE] = {};
+    Ahead rest = {ahead.next + k * ahead.step, ahead.step};
+    accumulate(sums, x + k, ldx, 1, w + (int64_t)k * PANEL, PANEL, WIDTH, std::min(K - k, TERMS), rest);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int i = 0; i < TILE; i++) acc[m][i] += sums[m][i];
+  }
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++, y += ldy) {
 #pragma GCC unroll 4
@@ -44,7 +55,8 @@ INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float
   }
 }
 
-// Y = X W^T + b and what follows it, called by all threads. Rows are cut into tiles of similar height.
+// Y = X W^T + b and what follows it, called by all threads. Rows are cut into tiles of similar height. Each asks for its
+// share of the next panel: few rows would wait for memory longer than they compute. One row alone reads it in order.
 static void multiply(const float* X, int64_t ldx, int R, int K, const Product& by, int64_t N, float* Y, int64_t ldy,
                      Epilogue end, int threads) {
   int panels = (int)(padded(N, PANEL) / PANEL), tiles = (R + TALL - 1) / TALL;
@@ -53,11 +65,14 @@ static void multiply(const float* X, int64_t ldx, int R, int K, const Product& b
   for (int item = 0; item < panels * parts; item++) {
     int n = item / parts * PANEL, part = item % parts;
     const float* bias = by.bias ? by.bias + n : nullptr;
-    for (int t = tiles * part / parts; t < tiles * (part + 1) / parts; t++) {
+    int first = tiles * part / parts, last = tiles * (part + 1) / parts;
+    int64_t share = R > 1 ? (PANEL + last - first - 1) / (last - first) : 0;
+    for (int t = first; t < last; t++) {
+      Ahead ahead = {by.weight + (int64_t)K * (n + PANEL + (t - first) * share), share};
       int m = (int)((int64_t)R * t / tiles), height = (int)((int64_t)R * (t + 1) / tiles) - m;
       float* y = Y + m * ldy + (end == SWIGLU ? n / 2 : n);
       with_count<TALL>(height, [&](auto M) __attribute__((always_inline)) {
-        tile<M.value>(X + m * ldx, ldx, by.weight + (int64_t)n * K, K, bias, y, ldy, end);
+        tile<M.value>(X + m * ldx, ldx, by.weight + (int64_t)n * K, K, bias, y, ldy, end, ahead);
       });
     }
   }

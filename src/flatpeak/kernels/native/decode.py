@@ -8,7 +8,7 @@ that moving a completion to another slot copies no key. A decoding step is one c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,8 +43,8 @@ class ModelWeights:
     """cos and sin, each [n, D / 2]."""
     last: Affine
     head: Affine
-    layers: Sequence[Mapping[str, Affine]]
-    """Their components, by name."""
+    layers: Iterable[Mapping[str, Affine]]
+    """Their components, by name; read once, one after the other, so that a joined copy of one is all there is."""
     heads: int
     kv_heads: int
     epsilon: float
@@ -57,17 +57,19 @@ class PackedModel:
     def __init__(self, weights: ModelWeights) -> None:
         self.width: int = library().vector_width()
         self._panel: int = library().panel()
-        self._weights = weights
-        self.vocabulary, first = len(weights.head.weight), weights.layers[0]
-        inner = first["down"].weight.shape[1]
-        self._gated = len(first["up"].weight) != inner
-        self._dim = len(first["qkv"].weight) // (weights.heads + 2 * weights.kv_heads)
-        layers: dict[str, Tensor | None] = {}
-        for number, layer in enumerate(weights.layers):
+        self.vocabulary = len(weights.head.weight)
+        self._embedding, self._positions, self._rope = weights.embedding, weights.positions, weights.rope
+        count, layers = 0, dict[str, Tensor | None]()
+        for layer in weights.layers:
+            inner = layer["down"].weight.shape[1]
+            self._gated = len(layer["up"].weight) != inner
+            self._dim = len(layer["qkv"].weight) // (weights.heads + 2 * weights.kv_heads)
             for component in _LAYER:
-                layers |= self._packed(component, layer.get(component), number)
+                layers |= self._packed(component, layer.get(component), count)
+            count += 1
+        self._memories = count * weights.kv_heads
         self._model = record(
-            layers=len(weights.layers),
+            layers=count,
             hidden=weights.embedding.shape[1],
             inner=inner,
             heads=weights.heads,
@@ -88,24 +90,23 @@ class PackedModel:
 
     def reach(self, positions: int) -> None:
         """Make the tables of rope for this many positions; IndexError where the model has learned fewer."""
-        learned = self._weights.positions
+        learned = self._positions
         if learned is not None and positions > len(learned):
             raise IndexError(f"{positions} positions are asked for, and the model has {len(learned)}")
-        if self._weights.rope is not None:
-            self._tables = [table.contiguous() for table in self._weights.rope(positions)]
+        if self._rope is not None:
+            self._tables = [table.contiguous() for table in self._rope(positions)]
             self._model.cosines, self._model.sines = (table.data_ptr() for table in self._tables)
 
     def check(self, tokens: Tensor) -> None:
         """IndexError where a token has no embedding: the kernels would read whatever lies there."""
-        known = len(self._weights.embedding)
+        known = len(self._embedding)
         for token in tokens[(tokens < 0) | (tokens >= known)].tolist():
             raise IndexError(f"token {token} of a prompt is none of the model's {known}")
 
     def memory(self, count: int, columns: int) -> Tensor:
         """Uninitialized memory for the keys and values of this many tokens, `count` times: [count, floats]."""
         per_column = self._dim + round_up(self._dim, self.width // 2)
-        heads = len(self._weights.layers) * self._weights.kv_heads
-        return torch.empty(count, heads * round_up(columns, self.width) * per_column, dtype=torch.float32)
+        return torch.empty(count, self._memories * round_up(columns, self.width) * per_column, dtype=torch.float32)
 
     def forward(self, rows: Tensor, order: Tensor, outputs: int) -> Tensor:
         """The logits of these rows, in this order: float32 [outputs, V], those of no row without meaning."""

@@ -4,13 +4,16 @@
 
 constexpr int TALL = 6;  // rows of a tile of registers
 
+struct Ahead { const float* next; int64_t step; };  // memory that is asked for while a sum is made, `step` floats a term
+
 // acc[m][t] += sum over k < K of a[m][k] b[k][t], where rows, terms and vectors lie these steps apart.
 template <class V, int M, int T>
 INLINE void accumulate(V (&acc)[M][T], const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
-                       int64_t b_vector, int64_t K) {
+                       int64_t b_vector, int64_t K, Ahead ahead = {}) {
   const float* rows[M];
   for (int m = 0; m < M; m++) rows[m] = a + m * a_row;
   for (int64_t k = 0; k < K; k++) {
+    if (ahead.step) __builtin_prefetch(ahead.next + k * ahead.step, 0, 2);
     V terms[T];
 #pragma GCC unroll 4
     for (int t = 0; t < T; t++) terms[t] = load<V>(b + k * b_step + t * b_vector);

@@ -96,7 +96,7 @@ def read_model(config: ModelConfig) -> PlannedModel:
     assert config.path is not None
     with load_errors(config.path, where="model.path"):
         shape = AutoConfig.from_pretrained(
-            local_or_hub(config.path),
+            local_or_hub(config.path, revision=config.revision),
             revision=config.revision or "main",
             trust_remote_code=config.trust_remote_code,
         )

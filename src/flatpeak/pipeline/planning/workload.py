@@ -148,7 +148,7 @@ def _tokenizer(source: ModelConfig) -> Any:
     with cache_alone():
         try:
             with load_errors(source.path, where="model.path"):
-                return load_tokenizer(local_or_hub(source.path), **settings)
+                return load_tokenizer(local_or_hub(source.path, revision=source.revision), **settings)
         except UserError:
             if has_tokenizer(Path(source.path).expanduser()):
                 raise

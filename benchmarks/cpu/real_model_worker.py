@@ -1,0 +1,176 @@
+"""Worker of `real_model`: the parts of a step on one model, each measured once per turn."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.harness.worker_process import ParentPipe
+from flatpeak.pipeline.components import PlainSampler
+from flatpeak.policy.model import Policy
+from flatpeak.rollout.engine import NativeEngine
+from flatpeak.types import Example, PackedCompletions, Prompt, SamplingParams
+
+PARTS = {
+    "product": "GFLOP",
+    "decode": "GFLOP",
+    "prompts": "GFLOP",
+    "training": "GFLOP",
+    "rollout": "tokens",
+    "generate": "tokens",
+}
+"""Part: what its rate counts."""
+QUESTIONS = (
+    "Tom has 12 pens and buys 7 more. How many pens does he have?",
+    "List the numbers in this text: 3 cats, 4 dogs and 17 birds.",
+    "Write a short poem about the sea and the wind.",
+    "What is the capital of France, and which river flows through it?",
+)
+SIDE, GROUP, PROMPT_TOKENS, STEPS = 1024, 8, 64, 8
+TRAINED_PROMPTS, TRAINED_TOKENS, RESPONSE_TOKENS = 8, 70, 16
+GIGA = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timer:
+    """A clock of CPU and wall time that turns work into rates."""
+
+    rates: dict[str, float]
+
+    def measure(self, part: str, work: Callable[[], float]) -> None:
+        """Add the rates of a part whose work is done, and returned in its unit, by `work`."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        done = work()
+        self.rates[f"{part} cpu"] = done / (time.process_time() - cpu)
+        self.rates[f"{part} wall"] = done / (time.perf_counter() - wall)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A model, and the number of its weights that a token is multiplied by: below the output layer, and there."""
+
+    policy: Policy
+    body: int
+    head: int
+    new_tokens: int
+
+    def turn(self, number: int) -> dict[str, float]:
+        """The rates of all parts."""
+        timer = Timer(rates={})
+        factor = torch.randn(SIDE, SIDE)
+        timer.measure("product", lambda: multiply(factor, times=8))
+        self.decode(timer)
+        timer.measure("training", self.train)
+        self.policy.kernels.release()
+        timer.measure("rollout", lambda: self.draw(NativeEngine(self.policy, max_rows=4 * GROUP), number))
+        timer.measure("generate", lambda: self.draw(PlainSampler(self.policy, max_rows=4 * GROUP), number))
+        return timer.rates
+
+    def decode(self, timer: Timer) -> None:
+        """Read prompts, and feed tokens to a group of each; the weights are packed already."""
+        entries, slots = range(len(QUESTIONS)), range(len(QUESTIONS) * GROUP)
+        prompts = [tokens(self.policy.vocabulary_size, PROMPT_TOKENS, seed=entry) for entry in entries]
+        with self.policy.decoding(), torch.inference_mode():
+            cache: Any = self.policy.open(
+                slots=len(slots),
+                entries=len(prompts),
+                prompt_lengths=[PROMPT_TOKENS] * len(prompts),
+                new_tokens=STEPS + 1,
+            )
+
+            def read() -> float:
+                self.policy.prefill(cache, prompts, entries)
+                return 2 * len(prompts) * (PROMPT_TOKENS * self.body + self.head) / GIGA
+
+            def feed(steps: int) -> float:
+                for _ in range(steps):
+                    self.policy.decode(cache, torch.arange(len(slots)))
+                return 2 * steps * len(slots) * (self.body + self.head) / GIGA
+
+            timer.measure("prompts", read)
+            cache.admit(slots, [slot // GROUP for slot in slots])
+            feed(1)
+            timer.measure("decode", lambda: feed(STEPS))
+
+    def train(self) -> float:
+        """A forward and backward pass."""
+        count, vocabulary = TRAINED_PROMPTS * GROUP, self.policy.vocabulary_size
+        total = count * RESPONSE_TOKENS
+        batch = PackedCompletions(
+            prompts=tuple(tuple(tokens(vocabulary, TRAINED_TOKENS, seed=each)) for each in range(TRAINED_PROMPTS)),
+            prompt_N=torch.arange(TRAINED_PROMPTS).repeat_interleave(GROUP),
+            lengths_N=torch.full((count,), RESPONSE_TOKENS),
+            tokens_T=torch.tensor(tokens(vocabulary, total, seed=99)),
+            sequence_T=torch.arange(count).repeat_interleave(RESPONSE_TOKENS),
+        )
+        self.policy.model.zero_grad(set_to_none=False)
+        torch.autograd.backward(self.policy.token_logprobs(batch, temperature=1.0)[0].mean())
+        return 6 * ((TRAINED_PROMPTS * TRAINED_TOKENS + total) * self.body + total * self.head) / GIGA
+
+    def draw(self, sampler: Any, seed: int) -> float:
+        """A rollout; its tokens."""
+        tokenizer: Any = self.policy.tokenizer
+        prompts = [prompt(tokenizer, question) for question in QUESTIONS]
+        sampling = SamplingParams(max_new_tokens=self.new_tokens)
+        groups = sampler.generate(prompts, group_size=GROUP, sampling=sampling, seed=seed)
+        return sum(len(each.token_ids) for group in groups for each in group.completions)
+
+
+def main() -> None:
+    """Load, report, and measure in turn."""
+    parent = ParentPipe()
+    arguments = json.loads(sys.argv[1])
+    torch.set_num_threads(arguments["threads"])
+    policy = Policy(*load(Path(arguments["model"])))
+    head = policy.vocabulary_size * policy.head.linear.in_features
+    matrices = [module.weight.numel() for module in policy.causal.modules() if isinstance(module, torch.nn.Linear)]
+    bench = Bench(policy=policy, body=sum(matrices) - head, head=head, new_tokens=4 if arguments["quick"] else 48)
+    bench.train()  # kernels are chosen here
+    parent.send(parameters=sum(each.numel() for each in policy.model.parameters()), computed=policy.computed_with)
+    while True:
+        parent.send(**bench.turn(parent.receive()["round"]))
+
+
+def load(path: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a directory or of a GGUF file, in float32."""
+    directory, file = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **file)
+    return model, AutoTokenizer.from_pretrained(directory, **file)
+
+
+def multiply(factor: torch.Tensor, *, times: int) -> float:
+    """Square a matrix so often; the operations in GFLOP."""
+    for _ in range(times):
+        factor @ factor
+    return times * 2 * SIDE**3 / GIGA
+
+
+def tokens(vocabulary: int, count: int, *, seed: int) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(vocabulary, (count,), generator=generator).tolist()
+    return ids
+
+
+def prompt(tokenizer: Any, question: str) -> Prompt:
+    """A question as a chat's first message, or as it is where there is no template."""
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": question}]
+        ids: Sequence[int] = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer(question)["input_ids"]
+    return Prompt(
+        id=question, token_ids=tuple(ids), text=question, example=Example(id=question, question=question, gold="")
+    )
+
+
+if __name__ == "__main__":
+    main()

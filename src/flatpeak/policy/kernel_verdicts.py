@@ -1,0 +1,102 @@
+"""Verdicts of self-tests, kept in the user's cache: the second start of a run tests nothing again.
+
+A verdict belongs to the kernels and to a model's shape, not to its weights. Kernels and torch compute the same sums in
+another order: they differ by rounding, which blocked sums keep as small as torch's at any weights, or by a bug, which
+a shape has at any weights. Hooks and modules that the kernels do not know are looked for at every request, and weights
+that are not finite are tested again, as a test refuses them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+
+from flatpeak.kernels.matmul import onednn_is_faster
+from flatpeak.kernels.native.build import UnavailableError, cache_folder
+from flatpeak.kernels.processor import kind
+from flatpeak.policy.linears import plain_class
+
+PACKAGE = Path(__file__).parents[1]
+FOLDERS = ("kernels", "policy", "functional", "rollout")
+"""The folders of the package whose source decides a verdict."""
+WORDS = {True: "passed", False: "failed"}
+
+
+class Tested(Protocol):
+    """The interface of a policy that is read here."""
+
+    model: Any
+    causal: Any
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        ...
+
+
+def remembered(test: str, policy: Tested, decide: Callable[[], bool]) -> bool:
+    """The verdict of a test on a policy's model, from the cache or from `decide`.
+
+    `test` names the test and all that decides its verdict beside model, machine and program.
+    """
+    path = _path(test, policy)
+    if path is not None and _is_finite(policy):
+        with suppress(OSError, UnicodeDecodeError):
+            known = path.read_text(encoding="utf-8")
+            for verdict, word in WORDS.items():
+                if known == word:
+                    return verdict
+    verdict = decide()
+    if path is not None:
+        with suppress(OSError):
+            path.write_text(WORDS[verdict], encoding="utf-8")
+    return verdict
+
+
+def _path(test: str, policy: Tested) -> Path | None:
+    """The file of a verdict; None on a GPU, whose kernels a test uses first, and without a folder of this user's."""
+    if policy.device.type != "cpu":
+        return None
+    try:
+        folder = cache_folder()
+    except UnavailableError:
+        return None
+    facts = [test, _model(policy), _machine(), _sources()]
+    digest = blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16)
+    return folder / f"verdict-{digest.hexdigest()}"
+
+
+def _model(policy: Tested) -> list[Any]:
+    config = policy.causal.config.to_dict()
+    config.pop("_name_or_path", None)
+    modules = [(name, str(plain_class(module))) for name, module in policy.model.named_modules()]
+    weights = [(str(each.shape), str(each.dtype), each.requires_grad) for each in policy.model.parameters()]
+    return [config, modules, weights]
+
+
+def _machine() -> list[Any]:
+    versions = [torch.__version__, transformers.__version__, platform.python_version()]
+    processor = [platform.machine(), kind(), torch.backends.cpu.get_cpu_capability()]
+    return [versions, processor, torch.get_num_threads(), onednn_is_faster()]
+
+
+@cache
+def _sources() -> str:
+    digest = blake2b(digest_size=16)
+    for path in sorted(file for folder in FOLDERS for file in (PACKAGE / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_finite(policy: Tested) -> bool:
+    """Whether all weights are: one that is not makes their sum so."""
+    return all(bool(weight.detach().sum().isfinite()) for weight in policy.model.parameters())

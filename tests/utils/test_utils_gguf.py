@@ -1,0 +1,121 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flatpeak.errors import UserError
+from flatpeak.pipeline.compare import locate_model
+from flatpeak.policy.config import ModelConfig
+from flatpeak.policy.loading import load_policy
+from flatpeak.utils.adapters import LoraConfig
+from flatpeak.utils.gguf import dequantized, find_gguf
+from flatpeak.utils.huggingface import is_surely_local
+from support.gguf import TEMPLATE, gguf_model, write_gguf
+
+TOKENS = torch.tensor([[3, 14, 15, 92, 65, 35]])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+def policy_logits(**settings: object) -> torch.Tensor:
+    with load_policy(ModelConfig(**settings)).plain_attention() as model:
+        return logits(model)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("F32", 1e-6), ("Q8_0", 0.05)])
+def test_a_gguf_file_loads_as_the_model_that_it_was_made_of(tmp_path: Path, kind: str, tolerance: float) -> None:
+    expected = logits(gguf_model())
+    policy = load_policy(ModelConfig(path=str(write_gguf(tmp_path / "m.gguf", gguf_model(), kind=kind))))
+    assert policy.tokenizer.chat_template == TEMPLATE
+    assert policy.tokenizer.eos_token_id == 258
+    with policy.plain_attention() as model:
+        gap = (logits(model) - expected).abs().max() / expected.abs().max()
+    assert gap < tolerance
+    assert (gap > 1e-4) == (kind == "Q8_0")
+
+
+def test_the_dequantized_directory_is_made_once_and_loads_in_transformers_as_plain_weights(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", gguf_model(), kind="Q8_0")
+    directory = dequantized(file)
+    made = (directory / "config.json").stat().st_mtime_ns
+    assert dequantized(file) == directory
+    assert (directory / "config.json").stat().st_mtime_ns == made
+    assert "quantization_config" not in json.loads((directory / "config.json").read_text())
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    assert torch.equal(logits(plain), policy_logits(path=str(file)))
+    assert AutoTokenizer.from_pretrained(directory).chat_template == TEMPLATE
+
+
+def test_another_file_of_the_same_name_is_dequantized_anew(tmp_path: Path) -> None:
+    before = dequantized(write_gguf(tmp_path / "m.gguf", gguf_model()))
+    assert dequantized(write_gguf(tmp_path / "m.gguf", gguf_model(), kind="Q8_0")) != before
+
+
+def test_a_directory_stands_for_its_only_gguf_file(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", gguf_model())
+    assert find_gguf(str(tmp_path)) == file
+    assert load_policy(ModelConfig(path=str(tmp_path))).tokenizer.eos_token_id == 258
+    (tmp_path / "n.gguf").touch()
+    with pytest.raises(UserError, match=r"has 2 GGUF files: name one, as .*m\.gguf \(m\.gguf, n\.gguf\)"):
+        load_policy(ModelConfig(path=str(tmp_path)))
+    (tmp_path / "config.json").touch()
+    assert find_gguf(str(tmp_path)) is None
+
+
+def test_an_adapter_names_the_gguf_file_as_its_base(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", gguf_model())
+    policy = load_policy(ModelConfig(path=str(file), lora=LoraConfig(rank=2)))
+    policy.save(tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(file)
+    with policy.plain_attention() as model:
+        assert torch.equal(policy_logits(path=str(tmp_path / "adapter")), logits(model))
+
+
+def test_a_gguf_file_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "m.gguf", gguf_model())
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole.read_bytes()[: whole.stat().st_size * 3 // 4])
+    other = write_gguf(tmp_path / "other.gguf", gguf_model(), architecture="abacus")
+    for file, reason in ((cut, "cut short"), (other, "architecture abacus is not supported")):
+        with pytest.raises(UserError, match=rf"model\.path=.*does not load: .*{reason}"):
+            load_policy(ModelConfig(path=str(file)))
+    with pytest.raises(UserError, match=r"no such directory, and no GGUF file"):
+        load_policy(ModelConfig(path=str(tmp_path / "none.gguf")))
+
+
+def test_eval_and_chat_find_a_gguf_file(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", gguf_model())
+    assert locate_model(str(file)).path == str(file)
+
+
+def test_a_gguf_file_on_the_hub_has_three_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "m.gguf", gguf_model())
+    asked = []
+
+    def download(repository, name, revision=None):
+        asked.append((repository, name, revision))
+        return str(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert find_gguf("org/name/m.gguf", revision="v1") == file
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["README.md", "m.gguf"])
+    assert find_gguf("org/name-GGUF") == file
+    assert asked == [("org/name", "m.gguf", "v1"), ("org/name-GGUF", "m.gguf", None)]
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["a.gguf", "m.gguf"])
+    with pytest.raises(UserError, match=r"org/name-GGUF has 2 GGUF files: name one, as org/name-GGUF/a\.gguf"):
+        find_gguf("org/name-GGUF")
+    assert not is_surely_local("org/name/m.gguf")
+    assert is_surely_local("m.gguf")
+    assert is_surely_local("models/m.gguf")
