@@ -138,7 +138,7 @@ def overlap(completion: str, gold: str) -> float:
     """The share of the numbers that stand in their places in the first list, or half of it in a text without a list."""
     first = re.search(r"\[[^\[\]]*\]", completion)
     given = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", first[0] if first else completion)]
-    wanted = json.loads(gold)
+    wanted: list[float] = json.loads(gold)
     right = sum(a == b for a, b in zip(given, wanted, strict=False)) / max(len(given), len(wanted))
     return right if first else right / 2
 
