@@ -15,7 +15,7 @@ from support.distributed_gradreg import chosen, over_mesh, plain
 
 pytestmark = pytest.mark.slow
 
-PERTURBED = {"mlp": "all", "llama": "blocks", "lora": "adapters"}
+PERTURBED = {"mlp": "all", "waves": "all", "llama": "blocks", "lora": "adapters"}
 WAYS = ("ddp", "ddp_view", "fsdp")
 OPTIONS = {
     "central difference": {"difference": "central"},
@@ -159,3 +159,16 @@ def test_wrappers_do_not_change_which_parameters_are_perturbed(ranks, task, pert
     wanted = chosen(task, "single", perturbed)
     assert wanted
     assert ranks(chosen, task, way, perturbed) == [wanted, wanted]
+
+
+@pytest.mark.filterwarnings("ignore:gradient regularization. the step is now")
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_both_ranks_find_the_step_of_one_process(both, way):
+    wanted = case("waves", steps=1, step=None, check_every=1, strength="ratio:0.3")
+    (one,) = alone(wanted).reports
+    for found in both(wanted, way):
+        (report,) = found.reports
+        assert report.step == one.step < 3e-5
+        assert report.consistency == pytest.approx(one.consistency, rel=1e-4)
+        assert report.consistency > 0.9
+        assert distance(found.gradients[0], alone(wanted).gradients[0]) < 1e-5

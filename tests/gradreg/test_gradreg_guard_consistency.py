@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.directions import perturbation_direction, step_consistency
+from flatpeak.gradreg.directions import step_consistency
 from flatpeak.gradreg.guard import Guard
+from flatpeak.gradreg.perturbation import PerturbationFidelity
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from support.gradreg import (
     Quadratic,
+    Sharp,
     cosine,
     gradient,
     joined,
@@ -142,11 +144,14 @@ def check_consistency(guard, consistency, *, update=7):
     """A measurement of a plain quadratic."""
     model = Quadratic()
     ours = regularizer(model, perturbed="all")
-    g1 = dict(zip(ours.parameters, gradient(ours.parameters, model.loss), strict=True))
-    way = perturbation_direction(g1, ours.perturbation, scaling="none")
-    with ours.perturbation.applied(way.vector, step=1e-4) as kept:
-        pass
-    guard.check_consistency(consistency, kept, update=update, h=1e-4, direction=way, perturbation=ours.perturbation)
+    guard.check_consistency(
+        consistency,
+        PerturbationFidelity(cosine=1.0, norm=1.0),
+        measure=lambda factor: math.nan,
+        update=update,
+        size=1e-4,
+        perturbation=ours.perturbation,
+    )
 
 
 @pytest.mark.parametrize("consistency", [0.49, 0.0, -0.6, -1.0])
@@ -201,18 +206,6 @@ def test_a_step_over_which_the_gradient_bends_is_refused_with_the_other_way_out(
     ours = regularizer(model, step=0.1, step_scale="relative", **CHECKED)
     with pytest.raises(UserError, match=r"bends over so long a step: lower gradient_regularization\.step"):
         ours.accumulate(one(language(model)))
-
-
-class Sharp(nn.Module):
-    """L(w) = sum cos(k w) / k^2, float64, whose gradient -sin(k w) / k bends within a step of 1 / k."""
-
-    def __init__(self, k):
-        super().__init__()
-        self.k = k
-        self.w = nn.Parameter(torch.linspace(0.5, 1.5, 64, dtype=torch.float64))
-
-    def loss(self):
-        return (self.k * self.w).cos().sum() / self.k**2
 
 
 @pytest.mark.parametrize("step", [3e-5, 3e-6])

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.directions import default_step, perturbation_direction, step_size
-from flatpeak.gradreg.guard import rounding_message
+from flatpeak.gradreg.directions import default_step
+from flatpeak.gradreg.guard_messages import rounding_message
 from flatpeak.gradreg.parameters import observe_precision
 from flatpeak.gradreg.perturbation import PerturbationFidelity
 from flatpeak.gradreg.regularizer import GradientRegularizer
@@ -201,12 +201,7 @@ def test_a_step_far_below_the_usual_one_is_told_where_something_rounds(through, 
     model = network(dtype=torch.float32)
     ours = regularizer(model, step=1e-6, step_scale="relative")
     ours.perturbation.coarsest_dtype = through
-    g1 = dict(zip(ours.parameters, (torch.ones_like(p) for p in ours.parameters), strict=True))
-    way = perturbation_direction(g1, ours.perturbation, scaling="none")
-    h = step_size(way, ours.perturbation, ours.config)
-    said = rounding_message(
-        PerturbationFidelity(cosine=1.0, norm=1.0), h=h, direction=way, perturbation=ours.perturbation
-    )
+    said = rounding_message(PerturbationFidelity(cosine=1.0, norm=1.0), size=1e-6, perturbation=ours.perturbation)
     assert (said is None) == silent
     assert silent or "the step is 1.0e-06 of the weights' norm, where 3e-04 is usual in bfloat16" in said
 

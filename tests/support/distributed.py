@@ -81,6 +81,17 @@ def squared_error(model: nn.Module, rows: Rows) -> Tensor:
     return (outputs - rows[1]).square().sum()
 
 
+class Waves(nn.Module):
+    """A linear layer under sin(1e5 x): its gradient bends over the default step of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(1e5 * self.linear(x)).sum(-1, keepdim=True)
+
+
 def llama() -> nn.Module:
     """A Llama of two blocks with a tied head. torch's own norms: those of transformers go through float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -140,6 +151,7 @@ def linears(model: nn.Module) -> list[nn.Module]:
 
 TASKS = {
     "mlp": Task(build=mlp, rows=mlp_rows, loss=squared_error, parts=linears),
+    "waves": Task(build=Waves, rows=mlp_rows, loss=squared_error, parts=linears),
     "llama": Task(build=llama, rows=llama_rows, loss=policy_gradient, parts=blocks),
     "lora": Task(build=lora, rows=llama_rows, loss=policy_gradient, parts=blocks),
 }

@@ -52,6 +52,18 @@ class Vector(nn.Module):
         self.value = nn.Parameter(value.clone())
 
 
+class Sharp(nn.Module):
+    """L(w) = sum cos(k w) / k^2, float64, whose gradient -sin(k w) / k bends within a step of 1 / k."""
+
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.k = k
+        self.w = nn.Parameter(torch.linspace(0.5, 1.5, 64, dtype=torch.float64))
+
+    def loss(self) -> Tensor:
+        return (self.k * self.w).cos().sum() / self.k**2
+
+
 class Layer(nn.Module):
     """x + tanh(W x + c), with dropout after it: smooth, so that differences converge."""
 

@@ -135,6 +135,7 @@ GRADREG = (
     "cosine",
     "perturbation_kept",
     "perturbation_norm_kept",
+    "step",
     "strength",
     "skipped",
     "time_share",

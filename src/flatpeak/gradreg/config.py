@@ -45,7 +45,9 @@ class GradientRegularizationConfig(StrictConfig):
     one of its patterns (`*.mlp.*`). All others keep g1, unless `outside` is g2."""
     step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The size of the perturbation, in the unit of `step_scale`; null: relative, 3e-5 where everything on the way
-    through the model is float32; where anything is in half precision 3e-4, and 3e-3 if adapters are perturbed."""
+    through the model is float32; where anything is in half precision 3e-4, and 3e-3 if adapters are perturbed. A check
+    (`check_every`) that finds this default inconsistent tries shorter and longer steps and keeps the best. A step that
+    is set is never changed."""
     step_scale: Literal["relative", "radius", "absolute"] = "relative"
     """relative: step * ||theta|| is how far the perturbed parameters move. radius: step itself is (SAM). absolute: step
     multiplies the gradient (the paper's epsilon)."""
@@ -71,15 +73,17 @@ class GradientRegularizationConfig(StrictConfig):
     """Updates over which the strength rises linearly from 0, after those of `delay_updates`; 0: none."""
     step_warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Updates over which the step rises linearly from 0, after those of `delay_updates`; 0: none. A small step drowns
-    in rounding: watch gradreg/step_consistency."""
+    in rounding: watch gradreg/step_consistency. With a warm-up the checks change no step."""
     min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.3
     """The least cosine of the perturbation, as rounding leaves it, with the intended one. Below it a run is refused at
-    its start; later there is a notice, once."""
+    its start if `step` is set, and another step is looked for if it is null; later there is a notice, once."""
     check_every: Annotated[int, Field(ge=0)] = 100
     """Updates between checks that the penalty at the step agrees with that at the opposite step, by their cosine; the
-    first is made at the first update with advantages. There a cosine below 0.5 ends the run; otherwise one below 0.9
-    gives a notice. A check costs one more pass with difference=forward, and none with central; exact needs no check. 0:
-    never, for a step that is meant to be long, as SAM's."""
+    first is made at the first update with advantages. A cosine below 0.9 starts a search for another step where `step`
+    is null. If the cosine is then below 0.5, the first check ends the run; otherwise one below 0.9 gives a notice. A
+    check costs one more pass with difference=forward, and none with central; a search costs two passes for every step
+    that it tries, at most nine, and those of the update again; exact needs no check. 0: never, for a step that is meant
+    to be long, as SAM's."""
     g1_clip: Annotated[float, Field(gt=0)] | None = None
     """Clip g1, the plain gradient, to this norm before the difference is taken, as published code does, which bends the
     penalty. The update then has the clipped g1 too. null: never."""
@@ -135,6 +139,11 @@ class GradientRegularizationConfig(StrictConfig):
     def enabled(self) -> bool:
         """Whether the penalty has a strength other than 0."""
         return self.strength != 0
+
+    @property
+    def finds_step(self) -> bool:
+        """Whether a check that finds the step inconsistent looks for another."""
+        return self.step is None and self.check_every > 0 and self.step_warmup_updates == 0
 
     @property
     def ratio(self) -> float | None:

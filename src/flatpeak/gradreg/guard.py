@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.directions import Direction, default_step, perturbation_direction, relative_step, step_size
+from flatpeak.gradreg.directions import perturbation_direction, step_size
+from flatpeak.gradreg.guard_messages import (
+    NOTICE_BELOW,
+    OTHER_STEPS,
+    REFUSE_BELOW,
+    ROUNDED_AWAY,
+    inconsistency_message,
+    new_step_message,
+    rounding_message,
+)
 from flatpeak.gradreg.parameters import is_below_float32
 from flatpeak.gradreg.perturbation import Perturbation, PerturbationFidelity, RandomState
 from flatpeak.gradreg.shards import noise_like
 
-REFUSE_BELOW, NOTICE_BELOW = 0.5, 0.9
-"""Bounds of the consistency. With independent errors 0.9 is an error of a quarter of the penalty, 0.5 of 0.7."""
-ANOTHER_FUNCTION = -0.9
-"""Consistency below which the difference of the passes does not depend on the step: they compute two functions."""
-OTHER_STEPS = (0.1, 10.0)
-"""Factors of the steps whose consistencies separate a step that is too long from one that rounding drowns."""
-BETTER_BY = 0.1
-"""The least gain in consistency of the better step, which is above 0: independent errors give -1/2 at every step."""
-WEAK_BELOW = 0.75
-"""Share of the perturbation along the gradient below which a notice is given: the penalty is as much weaker."""
-SHORT_STEP = 1 / 30
-"""Share of the usual step, in half precision: the changes of a shorter one may be rounded away, alike both ways."""
+BETWEEN = 10**0.5
+SHORTER, LONGER = (0.1, 0.01, 0.001), (BETWEEN, 10.0, 10 * BETWEEN, 100.0)
+"""Factors of the steps that a search tries, before those on both sides of the best.
+
+Longer ones are closer: what bends alike in both directions is an error that the consistency does not see.
+"""
+SHORT_ENOUGH = 0.99
+"""Consistency at which shorter steps end: one more of them divides the error by ten, and leaves room for training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +54,8 @@ class Report:
     """The agreement of the realized with the intended perturbation; None where nothing was perturbed."""
     consistency: float | None = None
     """Cosine of the penalty's gradient at the step and at its opposite; None in updates that do not check it."""
+    step: float = math.nan
+    """The step in use, in the unit of `step_scale`."""
     seconds: float = 0.0
     """Wall time of everything after the first pass."""
 
@@ -72,6 +79,7 @@ class Report:
         if self.kept is not None:
             metrics["gradreg/perturbation_kept"] = self.kept.cosine
             metrics["gradreg/perturbation_norm_kept"] = self.kept.norm
+            metrics["gradreg/step"] = self.step
         if self.consistency is not None:
             metrics["gradreg/step_consistency"] = self.consistency
         return metrics
@@ -81,7 +89,8 @@ class Guard:
     """Checks of the penalty: a bad one is refused at the start of a run, and gives a notice later.
 
     Every second pass measures how much of the perturbation survives rounding, and every `check_every` updates an
-    additional pass measures whether the penalty is the same with the opposite step.
+    additional pass measures whether the penalty is the same with the opposite step. Where it is not, and the user has
+    set no step, other steps are measured and the best is kept.
     """
 
     def __init__(self, config: GradientRegularizationConfig, *, notice: Callable[[str], None]) -> None:
@@ -89,6 +98,8 @@ class Guard:
         self.check_every = config.check_every
         self.config = config
         self.notice = notice
+        self.factor = 1.0
+        """The step that was found, over the default one."""
         self.passed = False
         """Whether any perturbation has survived rounding."""
         self.warned = False
@@ -113,14 +124,22 @@ class Guard:
         noise = {p: noise_like(p) for p in perturbation.parameters}
         before.restore()
         direction = perturbation_direction(noise, perturbation, scaling=config.scaling)
-        h = step_size(direction, perturbation, config)
+        longest = max(LONGER) if self.config.finds_step else 1.0
+        h = longest * step_size(direction, perturbation, config)
         with perturbation.applied(direction.vector, step=h) as fidelity:
-            self.check_rounding(fidelity, perturbation)
+            self.check_rounding(fidelity, perturbation, final=True)
 
-    def check_rounding(self, fidelity: PerturbationFidelity, perturbation: Perturbation) -> None:
-        """Raise UserError at a first perturbation that rounding swallows, and give a notice of a later one."""
+    def check_rounding(
+        self, fidelity: PerturbationFidelity, perturbation: Perturbation, *, final: bool = False
+    ) -> None:
+        """Raise UserError at a first perturbation that rounding swallows, and give a notice of a later one.
+
+        Unless the step is `final`, the first check may yet find a longer one.
+        """
         if fidelity.cosine >= self.minimum:
             self.passed = True
+            return
+        if self.config.finds_step and self.checked is None and not final:
             return
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in perturbation.parameters})
         computed = perturbation.compute_dtype
@@ -153,52 +172,84 @@ class Guard:
             return False
         return self.checked is None or update - self.checked >= self.check_every
 
-    def needs_other_steps(self, consistency: float) -> bool:
-        """Whether `check_consistency` is about to give a message, which names the cause by other steps."""
-        if not consistency < NOTICE_BELOW:  # or is not a number
+    def needs_other_steps(self, consistency: float, fidelity: PerturbationFidelity) -> bool:
+        """Whether a check has to measure other steps: to find one, or to name the cause in a message."""
+        if math.isnan(consistency):
             return False
-        return self._refuses(consistency) or math.log10(self.inconsistent + 1).is_integer()
-
-    def _refuses(self, consistency: float) -> bool:
-        return self.checked is None and consistency < REFUSE_BELOW
+        if self.config.finds_step:
+            return consistency < NOTICE_BELOW or fidelity.cosine < self.minimum
+        gives_message = self._refuses(consistency) or math.log10(self.inconsistent + 1).is_integer()
+        return consistency < NOTICE_BELOW and gives_message
 
     def check_consistency(
         self,
         consistency: float,
         fidelity: PerturbationFidelity,
         *,
-        shorter: float = math.nan,
-        longer: float = math.nan,
+        measure: Callable[[float], float],
         update: int,
-        h: float,
-        direction: Direction,
+        size: float,
         perturbation: Perturbation,
-    ) -> None:
-        """Raise UserError where the first penalty is inconsistent; give a notice of a later or a coarse one.
+    ) -> float:
+        """Check a step of relative `size`; return its consistency, or that of the step that was found in its place.
 
-        `shorter` and `longer` are the consistencies of `OTHER_STEPS`, NaN where one is not known.
+        `measure` gives the consistency of another step by its factor, NaN where that says nothing. Raise UserError
+        where the first penalty is inconsistent; give a notice of a later or a coarse one, and of another step.
         """
         if math.isnan(consistency):  # an update that is left out measures nothing: the next one is checked
-            return
-        if consistency < NOTICE_BELOW:
-            message = inconsistency_message(
-                consistency, shorter, longer, h=h, direction=direction, perturbation=perturbation, config=self.config
-            )
-            if self._refuses(consistency):
+            return consistency
+        tried = {1.0: consistency}
+        if self.needs_other_steps(consistency, fidelity):
+            tried |= self._measure_steps(measure, consistency, fidelity, perturbation)
+        best = best_factor(tried) if self.config.finds_step else 1.0
+        factor = best if tried[best] >= REFUSE_BELOW else 1.0
+        if tried[best] < NOTICE_BELOW:
+            message = inconsistency_message(tried, factor, size=size, perturbation=perturbation, config=self.config)
+            if self._refuses(tried[best]):
                 raise UserError(message)
             self.inconsistent += 1
             if math.log10(self.inconsistent).is_integer():
                 self.notice(f"{message} (update {update}; seen {self.inconsistent} times)")
-        elif not self.coarse and (
-            lost := rounding_message(fidelity, h=h, direction=direction, perturbation=perturbation)
-        ):
+        elif factor != 1:
+            self.notice(f"{new_step_message(tried, factor, size=size)} (update {update})")
+        elif not self.coarse and (lost := rounding_message(fidelity, size=size, perturbation=perturbation)):
             self.coarse = True
             self.notice(lost)
         self.checked = update
+        self.factor *= factor
+        return tried[factor] if factor != 1 else consistency
+
+    def _measure_steps(
+        self,
+        measure: Callable[[float], float],
+        consistency: float,
+        fidelity: PerturbationFidelity,
+        perturbation: Perturbation,
+    ) -> dict[float, float]:
+        """The consistencies of steps by their factors. A search ends in the first direction with a consistent step.
+
+        In half precision a search begins with longer steps, since rounding is then the likelier fault.
+        """
+        if not self.config.finds_step:
+            return {factor: measure(factor) for factor in OTHER_STEPS}
+        tried = {1.0: consistency if fidelity.cosine >= self.minimum else ROUNDED_AWAY}
+        half = is_below_float32(perturbation.coarsest_dtype)
+        directions = ((SHORTER, SHORT_ENOUGH), (LONGER, NOTICE_BELOW))
+        for factors, enough in reversed(directions) if half else directions:
+            _try_steps(factors, tried, measure, enough=enough)
+        best = best_factor(tried)
+        for factor in (best / BETWEEN, best * BETWEEN):
+            if not any(math.isclose(factor, other) for other in tried):
+                _try_steps((factor,), tried, measure, enough=NOTICE_BELOW)
+        return tried
+
+    def _refuses(self, consistency: float) -> bool:
+        return self.checked is None and consistency < REFUSE_BELOW
 
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint keeps for a resumed run."""
         return {
+            "guard_step_factor": self.factor,
             "guard_passed": self.passed,
             "guard_warned": self.warned,
             "guard_coarse": self.coarse,
@@ -209,6 +260,7 @@ class Guard:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore `state`, also one without a measured consistency: its run has begun all the same."""
+        self.factor = state.get("guard_step_factor", 1.0) if self.config.finds_step else 1.0
         self.passed = state["guard_passed"]
         self.warned = state.get("guard_warned", False)
         self.coarse = state.get("guard_coarse", False)
@@ -217,112 +269,20 @@ class Guard:
         self.lost = state.get("guard_lost", 0)
 
 
-def rounding_message(
-    fidelity: PerturbationFidelity, *, h: float, direction: Direction, perturbation: Perturbation
-) -> str | None:
-    """The notice of a consistent penalty that rounding diminishes; None where it takes little."""
-    if not is_below_float32(perturbation.coarsest_dtype):
-        return None
-    if fidelity.along < WEAK_BELOW:
-        return (
-            f"gradient regularization: rounding leaves {fidelity.along:.2f} of the perturbation's length along the "
-            "gradient, and the penalty is about as much weaker; raise gradient_regularization.step, or keep the weights"
-            " in float32"
-        )
-    size, usual = relative_step(h, direction, perturbation), default_step(perturbation)
-    if size < SHORT_STEP * usual:
-        dtype = str(perturbation.coarsest_dtype).removeprefix("torch.")
-        return (
-            f"gradient regularization: the step is {size:.1e} of the weights' norm, where {usual:.0e} is usual in "
-            f"{dtype}: most of what it changes may be rounded away; raise gradient_regularization.step"
-        )
-    return None
+def _try_steps(
+    factors: Iterable[float], tried: dict[float, float], measure: Callable[[float], float], *, enough: float
+) -> None:
+    """Add the consistencies of these steps to `tried`, up to one that is `enough` or one beyond the best."""
+    if max(tried.values()) >= NOTICE_BELOW:
+        return
+    for factor in factors:
+        best = max(tried.values())
+        consistency = measure(factor)
+        tried[factor] = ROUNDED_AWAY if math.isnan(consistency) else consistency
+        if tried[factor] >= enough or tried[factor] < best >= REFUSE_BELOW:
+            return
 
 
-def is_meaningful(
-    fidelity: PerturbationFidelity, *, h: float, direction: Direction, perturbation: Perturbation
-) -> bool:
-    """Whether the consistency of a step says something: a perturbation that is rounded away is consistent as well."""
-    spoilt = rounding_message(fidelity, h=h, direction=direction, perturbation=perturbation)
-    return spoilt is None and fidelity.along >= WEAK_BELOW
-
-
-def inconsistency_message(
-    consistency: float,
-    shorter: float,
-    longer: float,
-    *,
-    h: float,
-    direction: Direction,
-    perturbation: Perturbation,
-    config: GradientRegularizationConfig,
-) -> str:
-    """The message about a penalty that depends on the sign of its step, with the fix."""
-    size, usual = relative_step(h, direction, perturbation), default_step(perturbation)
-    dtype = str(perturbation.coarsest_dtype).removeprefix("torch.")
-    clips = [name for name in ("g1_clip", "g2_clip") if getattr(config, name) is not None]
-    others = {text: value for text, value in (("a tenth of", shorter), ("ten times", longer)) if not math.isnan(value)}
-    if len(clips) == 1:
-        fault = (
-            f"{clips[0]} scales one of the two gradients whose difference is the penalty, which is then mostly their "
-            "unlike lengths: leave it out"
-        )
-    elif clips:
-        fault = "g1_clip and g2_clip scale the two gradients before their difference is taken: leave them out"
-    elif max([consistency, *others.values()]) < ANOTHER_FUNCTION:
-        fault = (
-            "the second pass does not compute the first one's function: let the loss depend on nothing that it "
-            "changes, such as a counter"
-        )
-    else:
-        fault = _step_fault(
-            consistency, shorter, longer, too_long=size > 2 * usual, perturbation=perturbation, config=config
-        )
-    measured = "".join(f", at {text} the step {value:.2f}" for text, value in others.items())
-    return (
-        f"gradient regularization: the penalty at the step and that at its opposite have a cosine of {consistency:.2f},"
-        f" wanted {NOTICE_BELOW} ({REFUSE_BELOW} to begin){measured}; the step is {size:.1e} of the weights' norm, "
-        f"{usual:.0e} is usual in {dtype}; {fault}; gradient_regularization.check_every=0 leaves this check out"
-    )
-
-
-def _step_fault(
-    consistency: float,
-    shorter: float,
-    longer: float,
-    *,
-    too_long: bool,
-    perturbation: Perturbation,
-    config: GradientRegularizationConfig,
-) -> str:
-    """The fault of a step, by the consistencies of other steps; both causes where these decide nothing."""
-    half = is_below_float32(perturbation.coarsest_dtype)
-    rounding = f"rounding to {str(perturbation.coarsest_dtype).removeprefix('torch.')}" if half else "rounding"
-    precise = ", or compute in float32" if half else ""
-    bends = "the gradient bends over so long a step: lower gradient_regularization.step"
-    step = config.step or default_step(perturbation)
-    better = max(0.0, consistency + BETTER_BY)
-    if shorter > better and not longer > shorter:
-        return f"{bends} to {OTHER_STEPS[0] * step:.2g}{'' if shorter >= NOTICE_BELOW else ' or less'}"
-    if longer > better:
-        return (
-            f"{rounding} drowns the difference of two gradients: raise gradient_regularization.step to "
-            f"{OTHER_STEPS[1] * step:.2g}{'' if longer >= NOTICE_BELOW else ' or more'}{precise}"
-        )
-    if too_long:
-        return bends
-    if half and config.direction == "random":
-        return (
-            "along a random direction the gradient changes less than along its own, so that "
-            f"{rounding} drowns the difference sooner: raise gradient_regularization.step, tenfold or more{precise}"
-        )
-    if half:
-        return (
-            f"{rounding} drowns the difference of two gradients, or the gradient bends over the step: raise "
-            "gradient_regularization.step, lower it if gradreg/step_consistency then falls, or compute in float32"
-        )
-    return (
-        "rounding drowns the difference of two gradients (raise gradient_regularization.step), or the gradient bends "
-        "over the step (lower it), or is not the same in both passes (random numbers that are not replayed: mend the "
-        "loss)"
-    )
+def best_factor(tried: Mapping[float, float]) -> float:
+    """The factor of the most consistent step."""
+    return max(tried, key=tried.__getitem__)

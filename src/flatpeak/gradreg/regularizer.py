@@ -18,15 +18,18 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.directions import (
     Direction,
     central_difference,
+    default_step,
     exact_curvature,
     forward_difference,
     perturbation_direction,
     random_direction,
+    relative_step,
     step_consistency,
     step_size,
 )
 from flatpeak.gradreg.gradients import add_gradients, backward, clip_to_norm, combine, take_gradients
-from flatpeak.gradreg.guard import OTHER_STEPS, Guard, Report, is_meaningful
+from flatpeak.gradreg.guard import Guard, Report
+from flatpeak.gradreg.guard_messages import is_meaningful
 from flatpeak.gradreg.parameters import (
     check_not_sparse,
     choose_parameters,
@@ -248,6 +251,7 @@ class _Update:
         """The gradient g2 of the parameters that are not perturbed, where it takes the place of g1."""
         self.kept: PerturbationFidelity | None = None
         self.consistency: float | None = None
+        self.step = math.nan
         self.pass_count = 0
 
     def run(self) -> Report:
@@ -288,6 +292,7 @@ class _Update:
             cosine=along / (size * g1_norm) if size else math.nan,
             kept=self.kept,
             consistency=self.consistency,
+            step=self.step,
         )
 
     @property
@@ -310,7 +315,9 @@ class _Update:
     def _difference(self, direction: Direction, *, check: bool) -> dict[nn.Parameter, Tensor]:
         """The product H d by a difference of gradients; a check runs the pass that otherwise only `central` needs."""
         owner, central = self.owner, self.owner.config.difference == "central"
-        h = owner.schedule.step_factor * step_size(direction, owner.perturbation, owner.config)
+        factor = owner.schedule.step_factor * owner.guard.factor
+        h = factor * step_size(direction, owner.perturbation, owner.config)
+        self.step = factor * (owner.config.step or default_step(owner.perturbation))
         start = RandomState.now()
         ahead, kept = self._gradient_at(h, direction)
         self.kept = kept
@@ -320,23 +327,20 @@ class _Update:
         behind, kept_behind = self._gradient_at(-h, direction)
         if check:
             self.consistency = self._agreement(ahead, behind)
-            others = owner.guard.needs_other_steps(self.consistency)
+            others = owner.guard.needs_other_steps(self.consistency, kept)
             if others:
                 del ahead, behind  # the other steps then take no more memory than this one
-            shorter, longer = [self._agreement_at(f * h, direction) if others else math.nan for f in OTHER_STEPS]
-            owner.guard.check_consistency(
+            self.consistency = owner.guard.check_consistency(
                 self.consistency,
                 kept,
-                shorter=shorter,
-                longer=longer,
+                measure=lambda factor: self._agreement_at(factor, h, direction),
                 update=owner.schedule.updates,
-                h=h,
-                direction=direction,
+                size=relative_step(h, direction, owner.perturbation),
                 perturbation=owner.perturbation,
             )
             if others:
                 start.restore()
-                (ahead, _), (behind, _) = self._gradient_at(h, direction), self._gradient_at(-h, direction)
+                return self._difference(direction, check=False)
         if central:
             self.kept = kept_behind
             return central_difference(ahead, behind, step=h)
@@ -346,13 +350,14 @@ class _Update:
     def _agreement(self, ahead: dict[nn.Parameter, Tensor], behind: dict[nn.Parameter, Tensor]) -> float:
         return lowest_over_ranks(step_consistency(self.g1, ahead, behind), device=self.device)
 
-    def _agreement_at(self, h: float, direction: Direction) -> float:
-        """The consistency at another step; NaN at a step that rounding of the weights spoils."""
-        ahead, kept = self._gradient_at(h, direction, other=True)
-        behind, _ = self._gradient_at(-h, direction, other=True)
-        consistency = self._agreement(ahead, behind)
-        meaningful = is_meaningful(kept, h=h, direction=direction, perturbation=self.owner.perturbation)
-        return consistency if meaningful else math.nan
+    def _agreement_at(self, factor: float, h: float, direction: Direction) -> float:
+        """The consistency at `factor` times the step; NaN at a step that rounding of the weights spoils."""
+        ahead, kept = self._gradient_at(factor * h, direction, other=True)
+        behind, _ = self._gradient_at(-factor * h, direction, other=True)
+        consistency, perturbation = self._agreement(ahead, behind), self.owner.perturbation
+        size = relative_step(factor * h, direction, perturbation)
+        meaningful = factor > 1 or is_meaningful(kept, size=size, perturbation=perturbation)
+        return consistency if meaningful and kept.cosine >= self.owner.guard.minimum else math.nan
 
     def _gradient_at(
         self, h: float, direction: Direction, *, other: bool = False

@@ -64,7 +64,7 @@ class GradientRegularizationArguments:
         metadata={
             "help": "Absolute step: the weights move by eps * gradient. Unset: a step relative to the norm of the "
             "weights: 3e-5 in float32, 3e-4 where weights are rounded to bfloat16, 3e-3 for adapters of a model in "
-            "bfloat16 (published behavior: 1e-3, absolute)."
+            "bfloat16, or another that the first check finds (published behavior: 1e-3, absolute)."
         },
     )
     grad_reg_warmup: int = field(
@@ -129,8 +129,8 @@ class GradientRegularizationArguments:
         default=100,
         metadata={
             "help": "Compare the penalty at the step with that at its opposite in the first regularized step with "
-            "advantages, and again after so many: a cosine below 0.5 is refused at the first. 0: never, as in "
-            "published behavior."
+            "advantages, and again after so many. Below a cosine of 0.9 another step is looked for where none is set; "
+            "a cosine below 0.5 is refused at the first. 0: never, as in published behavior."
         },
     )
     grad_reg_behavior: str = field(
