@@ -64,6 +64,8 @@ LARGEST_TOLERANCE = 1e-4
 """Of any token's, likewise: for improbable tokens of a large vocabulary, torch's own rounding exceeds the first one."""
 TEST_PROMPTS, TEST_GROUPS, TEST_STEPS = (1, 33, 3, 18), (1, 5, 2, 4), 20
 """Tokens of each prompt, completions of each, and tokens of each completion in the self-test."""
+SAMPLED = 64
+"""Elements of each weight that tell whether it has changed: torch counts no change by a fused optimizer or `.data`."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -225,15 +227,21 @@ def _is_tolerated(what: str, *gaps: float) -> bool:
 
 
 def _versions(policy: Decoded) -> list[int]:
-    """The number of changes of each weight so far, as torch counts them."""
-    return [weight._version for weight in policy.model.parameters()]
+    """The number of changes of each weight so far, as torch counts them; 0 where it counts none (inference mode)."""
+    return [0 if weight.is_inference() else weight._version for weight in policy.model.parameters()]
+
+
+def _sample(weight: Tensor) -> list[float]:
+    sampled: list[float] = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED)].tolist()
+    return sampled
 
 
 def _state(policy: Decoded) -> list[Any]:
-    """All that packed weights depend on: which weights there are, their versions, and the adapters at work."""
+    """All that packed weights depend on: which weights there are, their changes, and the adapters at work."""
     adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
     scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
-    return [list(map(id, policy.model.parameters())), _versions(policy), scalings]
+    weights = list(policy.model.parameters())
+    return [list(map(id, weights)), _versions(policy), list(map(_sample, weights)), scalings]
 
 
 @torch.no_grad()
