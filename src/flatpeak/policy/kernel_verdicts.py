@@ -2,8 +2,9 @@
 
 To pass belongs to the kernels and to a model's shape, not to its weights. Kernels and torch compute the same sums in
 another order: they differ by rounding, or by a bug, which a shape has at any weights. To fail may be due to weights
-alone, as a diverged run's, whose gradients are mostly rounding: it is tested again at every start. Hooks and modules that the kernels do not know are looked for at every request, and weights
-that are not finite are tested again, as a test refuses them.
+alone, as a diverged run's, whose gradients are mostly rounding: it is tested again at every start. Hooks and modules
+that the kernels do not know are looked for at every request, and weights that are not finite are tested again, as a
+test refuses them.
 """
 
 from __future__ import annotations

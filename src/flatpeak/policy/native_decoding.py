@@ -64,8 +64,6 @@ LARGEST_TOLERANCE = 1e-4
 """Of any token's, likewise: for improbable tokens of a large vocabulary, torch's own rounding exceeds the first one."""
 TEST_PROMPTS, TEST_GROUPS, TEST_STEPS = (1, 33, 3, 18), (1, 5, 2, 4), 20
 """Tokens of each prompt, completions of each, and tokens of each completion in the self-test."""
-SAMPLED = 64
-"""Elements of each weight that tell whether it has changed: torch counts no change by a fused optimizer or `.data`."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -188,10 +186,9 @@ class KernelChoice:
     def _pack(self, policy: Decoded) -> PackedModel:
         weights = read_weights(policy)  # nothing is copied yet
         if self._agrees is None:
+            test = f"decoding by {library_name()}"
             self._agrees = remembered(
-                f"decoding by {library_name()}",
-                policy,
-                lambda: _is_tolerated("logits are", largest_gap(policy, self._copy(policy, weights))),
+                test, policy, lambda: _is_tolerated("logits are", largest_gap(policy, self._copy(policy, weights)))
             )
         if not self._agrees:
             self.release()
@@ -231,17 +228,14 @@ def _versions(policy: Decoded) -> list[int]:
     return [0 if weight.is_inference() else weight._version for weight in policy.model.parameters()]
 
 
-def _sample(weight: Tensor) -> list[float]:
-    sampled: list[float] = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED)].tolist()
-    return sampled
-
-
 def _state(policy: Decoded) -> list[Any]:
     """All that packed weights depend on: which weights there are, their changes, and the adapters at work."""
     adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
     scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
     weights = list(policy.model.parameters())
-    return [list(map(id, weights)), _versions(policy), list(map(_sample, weights)), scalings]
+    # A few values of each: torch counts no change by a fused optimizer or through `.data`.
+    samples = [weight.detach().flatten()[:: max(1, weight.numel() // 64)].tolist() for weight in weights]
+    return [list(map(id, weights)), _versions(policy), samples, scalings]
 
 
 @torch.no_grad()
