@@ -218,7 +218,7 @@ def test_a_fork_that_was_stopped_is_resumed_by_its_own_recipe(monkeypatch, capsy
 
 
 def test_a_run_that_is_done_shows_questions_with_the_answers_before_and_after(tmp_path, capsys):
-    for stage, text in (("start_000000", "no\n idea " + 30 * "word "), ("train_000003", "7")):
+    for stage, text in (("start_000000", "no\n idea " + 30 * "word "), ("train_000003", "7\x1b[2J")):
         row = {"id": "a", "question": "3+4=", "text": text}
         write_answers(tmp_path / "evaluations" / f"{stage}.jsonl", [row])
     result = SimpleNamespace(
@@ -227,7 +227,7 @@ def test_a_run_that_is_done_shows_questions_with_the_answers_before_and_after(tm
     RunOutput(label="train").finish(result, "train: done")
     heading, question, before, after, last = capsys.readouterr().out.splitlines()
     assert heading == "held-out questions, with the answers before and after:"
-    assert (question.strip(), after.split(), last) == ("3+4=", ["after", "7"], "train: done")
+    assert (question.strip(), after.split(), last) == ("3+4=", ["after", r"7\x1b[2J"], "train: done")
     assert before.startswith("    before no idea word")
     assert before.endswith("word ...")
     assert len(before) <= 111

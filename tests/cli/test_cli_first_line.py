@@ -47,6 +47,12 @@ def test_the_json_object_has_standard_output_to_itself(tmp_path: Path) -> None:
     assert f"flatpeak {__version__}: SmolLM2-135M-Instruct on numbers" in done.stderr
 
 
+def test_the_first_line_has_no_secrets(tmp_path: Path) -> None:
+    key = "hf_" + 20 * "a"
+    done = without_torch("train", "flatpeak:laptop", f"model.path=org/{key}", f"run.directory={key}", cwd=tmp_path)
+    assert done.stdout.endswith(": [redacted] on numbers, run directory [redacted]/laptop\n")
+
+
 def test_a_fork_says_what_it_trains_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "config.yaml").write_text(

@@ -172,6 +172,11 @@ module.main()
     assert (tmp_path / "numbers").read_text() == "True True"
 
 
+def test_a_standard_output_without_a_character_shows_its_code_and_goes_on() -> None:
+    done = run_main("print('a · b'); print('end')", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert (done.stdout, done.returncode) == ("a \\xb7 b\nend\n", 0)
+
+
 def test_a_user_s_error_is_one_line_even_where_it_has_several():
     done = run_main(r"raise UserError('first\nsecond')")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: first second\n")

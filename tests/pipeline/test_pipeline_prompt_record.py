@@ -228,6 +228,8 @@ def test_the_base_is_followed_through_checkpoints_to_the_hub(copy: Path, tmp_pat
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "me/other", "revision": None}))
     assert hub_base(ModelConfig(path=str(adapter))) == ("me/other", None)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "me/other/m.gguf"}))
+    assert hub_base(ModelConfig(path=str(adapter))) == ("me/other", None)
     assert hub_base(ModelConfig(path="/nowhere/at/all")) == (None, None)
     assert hub_base(ModelConfig()) == (None, None)
 

@@ -26,6 +26,7 @@ from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rewards.sequence_classifier import load_model
+from support.gguf import gguf_model, write_gguf
 from support.models import run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.pushed_runs import PRINTED_KEY, STORED_KEY, contents, copied, python_of, quick_train
@@ -155,6 +156,17 @@ def base(tmp_path: Path) -> Path:
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
+
+
+def test_the_recipe_over_a_gguf_file_names_the_base_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    recipe = tiny_recipe(tmp_path / "runs")
+    file = write_gguf(tmp_path / "m.gguf", gguf_model())
+    recipe["model"] = {"path": str(file), "device": "cpu", "lora": {"rank": 2}}
+    run = quick_train(recipe, reward=odd)
+    push(run, repo="me/tiny", checkpoint="last", base_model="me/base", dry_run=tmp_path / "dry")
+    assert yaml.safe_load((tmp_path / "dry" / "recipe.yaml").read_text())["model"]["path"] == "me/base"
+    assert str(tmp_path) not in contents(tmp_path / "dry")
 
 
 def test_adapters_name_their_base_on_the_hub_and_peft_loads_them_with_equal_answers(base: Path, tmp_path: Path) -> None:

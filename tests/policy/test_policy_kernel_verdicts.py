@@ -80,11 +80,12 @@ def test_weights_that_are_not_finite_and_hooks_are_refused_whatever_was_said_bef
     assert hooked.kernels.reason == "a Qwen2MLP has a hook"
 
 
-def test_a_model_that_failed_is_refused_without_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_decoding, "largest_gap", lambda policy, packed: 1.5)
-    start(make())
-    monkeypatch.setattr(native_decoding, "largest_gap", lambda policy, packed: 0.5)
-    assert start(make()) == (False, True)
+def test_weights_that_failed_decide_nothing_for_others_of_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:  # as those of a run that has diverged
+        patch.setattr(native_decoding, "largest_gap", lambda policy, packed: 1.5)
+        patch.setattr(native_decoding, "largest_gaps", lambda policy: (0.1, 19.0))
+        assert start(make()) == (False, False)
+    assert start(make()) == (True, True)
 
 
 def _damage(file: Path) -> None:

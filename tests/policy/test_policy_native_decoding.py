@@ -226,6 +226,14 @@ def test_weights_are_packed_once_until_they_change_or_are_trained(monkeypatch: p
     def replace_norm() -> None:
         policy.trunk.norm.weight = torch.nn.Parameter(policy.trunk.norm.weight.detach().clone())
 
+    def assign() -> None:
+        policy.trunk.norm.weight.data = policy.trunk.norm.weight.data * 0.5
+
+    def step() -> None:
+        weight = policy.trunk.layers[1].mlp.down_proj.weight
+        weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW([weight], lr=1e-6, fused=True).step()  # which torch counts as no change
+
     @torch.no_grad()
     def score() -> None:
         policy.token_logprobs(batch, temperature=1.0)
@@ -234,9 +242,19 @@ def test_weights_are_packed_once_until_they_change_or_are_trained(monkeypatch: p
         lambda: None,
         halve,
         replace_norm,
+        assign,
+        step,
         lambda: policy.token_logprobs(batch, temperature=1.0),
     )
-    assert [packs(change) for change in (*changes, score)] == [1, 1, 1, 1, 0]
+    assert [packs(change) for change in (*changes, score)] == [1, 1, 1, 1, 1, 1, 0]
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_weights_made_in_inference_mode_are_packed() -> None:
+    policy = make_policy()
+    policy.kernels.setting = "native"
+    assert sample(policy, (3,), sampling=SAMPLINGS["one token"])
 
 
 @needs_kernels

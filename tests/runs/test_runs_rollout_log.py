@@ -146,6 +146,7 @@ def test_answers_before_and_after_are_those_of_the_first_and_the_last_evaluation
     pairs = answers_before_and_after(tmp_path, stages)
     assert [(a["question"], a["text"], b["text"]) for a, b in pairs] == [(f"{i}+1=", "?", "1") for i in range(3)]
     assert answers_before_and_after(tmp_path, []) == []
+    assert answers_before_and_after(tmp_path, ["start_000000"]) == []
     assert answers_before_and_after(tmp_path, ["start_000000", "train_000006"]) == []
     (tmp_path / "train_000004.jsonl").write_text('{"id": "0", "te', encoding="utf-8")
     assert answers_before_and_after(tmp_path, stages) == []

@@ -3,13 +3,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flatpeak.errors import UserError
 from flatpeak.pipeline.compare import locate_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
-from flatpeak.utils.adapters import LoraConfig
+from flatpeak.rewards.sequence_classifier import load_model, locate
+from flatpeak.utils.adapters import LoraConfig, add_adapters, save_adapter
 from flatpeak.utils.gguf import dequantized, find_gguf
 from flatpeak.utils.huggingface import is_surely_local
 from support.gguf import TEMPLATE, gguf_model, write_gguf
@@ -92,6 +94,52 @@ def test_a_gguf_file_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> 
             load_policy(ModelConfig(path=str(file)))
     with pytest.raises(UserError, match=r"no such directory, and no GGUF file"):
         load_policy(ModelConfig(path=str(tmp_path / "none.gguf")))
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", gguf_model())
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+        with pytest.raises(
+            UserError, match=r"/cache/flatpeak/gguf \(I/O error: No space left.*\): make room there, or"
+        ):
+            load_policy(ModelConfig(path=str(file)))
+    assert list((tmp_path / "cache" / "flatpeak" / "gguf").iterdir()) == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.raises(UserError, match=r"m\.gguf/flatpeak/gguf \(.*Not a directory.*\): make room there, or set XDG"):
+        load_policy(ModelConfig(path=str(file)))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.raises(UserError, match="no home for the weights of a GGUF file: set XDG_CACHE_HOME"):
+        dequantized(file)
+
+
+def test_a_reward_model_and_its_adapters_begin_with_a_gguf_file(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", gguf_model())
+    settings = {"where": "model.path", "device": torch.device("cpu")}
+    assert [locate(str(path), where="model.path") for path in (file, tmp_path)] == [str(file), str(tmp_path)]
+    with pytest.raises(UserError, match=r"has no score\.weight: it is not a reward model"):
+        load_model(str(file), **settings)
+    base, _, _ = load_model(str(file), trained=False, num_labels=1, **settings)
+    model = add_adapters(base, LoraConfig(rank=2), seed=0, head="score")
+    save_adapter(model, tmp_path / "adapter")
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(file)
+    again, _, _ = load_model(str(tmp_path / "adapter"), **settings)
+    assert torch.equal(again.score(torch.ones(32)), model.score(torch.ones(32)))
+
+
+def test_a_judge_reads_a_gguf_file(tmp_path: Path) -> None:
+    from flatpeak.rewards.judge.local import LocalJudge
+
+    path = str(write_gguf(tmp_path / "m.gguf", gguf_model()))
+    assert LocalJudge(path, device="cpu").identity.startswith(f"{path} (")
 
 
 def test_eval_and_chat_find_a_gguf_file(tmp_path: Path) -> None:

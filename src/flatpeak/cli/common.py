@@ -156,7 +156,9 @@ def _answers(result: RunResult) -> list[str]:
 
 
 def _on_one_line(text: str) -> str:
-    return textwrap.shorten(text, ANSWER_WIDTH, placeholder=" ...")
+    """The beginning of a text, whose control characters are no commands to the terminal."""
+    line = textwrap.shorten(text, ANSWER_WIDTH, placeholder=" ...")
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
 
 
 def _resume_command(arguments: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 import warnings
+from io import TextIOWrapper
 from pathlib import Path
 
 import typer
@@ -65,7 +66,7 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 a bad command or recipe, 130 and 143 stopped by a signal."""
     warnings.formatwarning = _format_warning
-    _open_closed_streams()
+    _open_streams()
     try:
         if (code := run_directly(sys.argv[1:])) is not None:
             sys.exit(code)
@@ -85,13 +86,18 @@ def main() -> None:
         _fail(traceback.format_exc().rstrip() if line is None else f"error: {' '.join(line.split())}", code=1)
 
 
-def _open_closed_streams() -> None:
-    """Open the standard streams that cron or a supervisor has closed: they lead nowhere, also in child processes."""
+def _open_streams() -> None:
+    """Open the standard streams that cron or a supervisor has closed: they lead nowhere, also in child processes.
+
+    An open standard output shows the code of a character that its encoding lacks, as standard error does.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open until the process ends
             os.set_inheritable(stream.fileno(), True)  # it has the free number, which a run's file would have next
             setattr(sys, name, stream)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _format_warning(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flatpeak import __version__
 from flatpeak.errors import UserError
+from flatpeak.utils.redaction import redact
 
 if TYPE_CHECKING:
     from flatpeak.config.run_config import RunConfig
@@ -36,10 +37,11 @@ _FALLBACK_METRICS = ("sampled/accuracy", "reward", "sampled/reward")
 
 def first_line(config: RunConfig, *, model: Any = None, task: Task | None = None) -> str:
     """The line that names model, task and run directory: those of the recipe, or a caller's own model and task."""
-    return (
+    line: str = redact(
         f"flatpeak {__version__}: {_model_name(config, model)} on {_task_name(config, task)}, "
         f"run directory {Path(config.run.directory) / config.run.name}"
     )
+    return line
 
 
 def model_line(model: Any, *, data: str) -> str:

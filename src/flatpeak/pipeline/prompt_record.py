@@ -195,15 +195,20 @@ def hub_base(model: ModelConfig) -> tuple[str | None, str | None]:
         return None, None
     directory = Path(model.path).expanduser()
     if not directory.is_dir():
-        repository = "/".join(model.path.split("/")[:2])  # of a GGUF file too
-        return (None, None) if is_surely_local(model.path) else (repository, model.revision)
+        return on_hub(model.path, model.revision)
     record = read_prompt_record(directory)
     if record is not None:
         return record.base_model, record.base_revision
     if (directory / ADAPTER_CONFIG).is_file():
-        base, revision = named_base(directory, where="model.path")
-        return (None, None) if Path(base).expanduser().exists() or is_surely_local(base) else (base, revision)
+        return on_hub(*named_base(directory, where="model.path"))
     return None, None
+
+
+def on_hub(path: str, revision: str | None) -> tuple[str | None, str | None]:
+    """(repository, revision) of a model, which may be a GGUF file; (None, None) for one that is only here."""
+    if is_surely_local(path) or Path(path).expanduser().exists():
+        return None, None
+    return "/".join(path.split("/")[:2]), revision
 
 
 def read_prompt_record(directory: Path) -> PromptRecord | None:

@@ -23,7 +23,7 @@ from flatpeak.pipeline.compare import ModelSource, locate_model, recipe_of
 from flatpeak.pipeline.export import locate_checkpoint, whole_or_absent
 from flatpeak.pipeline.hub_upload import check_repository_name, hub_token, upload
 from flatpeak.pipeline.model_card import RECIPE, write_card
-from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, make_prompt_record
+from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, make_prompt_record, on_hub
 from flatpeak.report.page import write_report
 from flatpeak.rewards.sequence_classifier import RECORD as REWARD_MODEL
 from flatpeak.runs.checkpoints import TRAINING_FILES
@@ -32,7 +32,6 @@ from flatpeak.runs.manifest import flatten
 from flatpeak.runs.rollout_log import logged_steps
 from flatpeak.runs.summary import RunSummary, read_summary
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
-from flatpeak.utils.huggingface import is_surely_local
 from flatpeak.utils.redaction import HIDDEN, HIDDEN_DIRECTORY, is_key, local_roots, redact, without_local_paths
 
 EXTRAS: Final = ("rollouts", "report")
@@ -239,12 +238,11 @@ class _FolderWriter:
             check_repository_name(base_model, option="--base-model")
             record = record.model_copy(update={"base_model": base_model, "base_revision": None})
         elif self.adapter and record.base_model is None:  # of a caller's model, which itself says where it is from
-            base, revision = named_base(self.origin.path, where="RUN")
-            if not (is_surely_local(base) or Path(base).expanduser().is_dir()):
-                record = record.model_copy(update={"base_model": base, "base_revision": revision})
+            base, revision = on_hub(*named_base(self.origin.path, where="RUN"))
+            record = record.model_copy(update={"base_model": base, "base_revision": revision})
         if self.adapter and record.base_model is None:
             raise UserError(
-                f"{self.origin.path} holds adapters of a base in a local directory, which others do not have: name the "
+                f"{self.origin.path} holds adapters of a local base, which others do not have: name the "
                 "same model on the Hub with --base-model OWNER/NAME, or merge them with flatpeak export"
             )
         return record
@@ -288,9 +286,9 @@ class _FolderWriter:
         return recipe, tuple(changed)
 
     def _is_local_base(self, recipe: dict[str, Any]) -> bool:
-        """Whether the recipe names by a directory the very model that the Hub has, and not one trained from it."""
-        directory = Path(recipe["model"]["path"]).expanduser()
-        return directory.is_dir() and not (directory / PROMPT_RECORD).is_file()
+        """Whether the recipe names by a local path the very model that the Hub has, and not one trained from it."""
+        path = Path(recipe["model"]["path"]).expanduser()
+        return path.exists() and not (path / PROMPT_RECORD).is_file()
 
     def _add(self, folder: Path, extras: Sequence[str]) -> None:
         """Add the rollouts, and the report, which is written where there is none."""

@@ -1,9 +1,10 @@
-"""Verdicts of self-tests, kept in the user's cache: the second start of a run tests nothing again.
+"""Tests that passed, kept in the user's cache: the second start of a run tests nothing again.
 
-A verdict belongs to the kernels and to a model's shape, not to its weights. Kernels and torch compute the same sums in
-another order: they differ by rounding, which blocked sums keep as small as torch's at any weights, or by a bug, which
-a shape has at any weights. Hooks and modules that the kernels do not know are looked for at every request, and weights
-that are not finite are tested again, as a test refuses them.
+To pass belongs to the kernels and to a model's shape, not to its weights. Kernels and torch compute the same sums in
+another order: they differ by rounding, or by a bug, which a shape has at any weights. To fail may be due to weights
+alone, as a diverged run's, whose gradients are mostly rounding: it is tested again at every start. Hooks and modules
+that the kernels do not know are looked for at every request, and weights that are not finite are tested again, as a
+test refuses them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from flatpeak.policy.linears import plain_class
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = ("kernels", "policy", "functional", "rollout")
 """The folders of the package whose source decides a verdict."""
-WORDS = {True: "passed", False: "failed"}
+PASSED = "passed"
 
 
 class Tested(Protocol):
@@ -44,22 +45,20 @@ class Tested(Protocol):
 
 
 def remembered(test: str, policy: Tested, decide: Callable[[], bool]) -> bool:
-    """The verdict of a test on a policy's model, from the cache or from `decide`.
+    """Whether a policy's model passes a test, by the cache where it has passed before, else by `decide`.
 
     `test` names the test and all that decides its verdict beside model, machine and program.
     """
     path = _path(test, policy)
     if path is not None and _is_finite(policy):
         with suppress(OSError, UnicodeDecodeError):
-            known = path.read_text(encoding="utf-8")
-            for verdict, word in WORDS.items():
-                if known == word:
-                    return verdict
-    verdict = decide()
-    if path is not None:
+            if path.read_text(encoding="utf-8") == PASSED:
+                return True
+    passed = decide()
+    if passed and path is not None:
         with suppress(OSError):
-            path.write_text(WORDS[verdict], encoding="utf-8")
-    return verdict
+            path.write_text(PASSED, encoding="utf-8")
+    return passed
 
 
 def _path(test: str, policy: Tested) -> Path | None:

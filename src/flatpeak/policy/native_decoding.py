@@ -186,10 +186,9 @@ class KernelChoice:
     def _pack(self, policy: Decoded) -> PackedModel:
         weights = read_weights(policy)  # nothing is copied yet
         if self._agrees is None:
+            test = f"decoding by {library_name()}"
             self._agrees = remembered(
-                f"decoding by {library_name()}",
-                policy,
-                lambda: _is_tolerated("logits are", largest_gap(policy, self._copy(policy, weights))),
+                test, policy, lambda: _is_tolerated("logits are", largest_gap(policy, self._copy(policy, weights)))
             )
         if not self._agrees:
             self.release()
@@ -225,15 +224,18 @@ def _is_tolerated(what: str, *gaps: float) -> bool:
 
 
 def _versions(policy: Decoded) -> list[int]:
-    """The number of changes of each weight so far, as torch counts them."""
-    return [weight._version for weight in policy.model.parameters()]
+    """The number of changes of each weight so far, as torch counts them; 0 where it counts none (inference mode)."""
+    return [0 if weight.is_inference() else weight._version for weight in policy.model.parameters()]
 
 
 def _state(policy: Decoded) -> list[Any]:
-    """All that packed weights depend on: which weights there are, their versions, and the adapters at work."""
+    """All that packed weights depend on: which weights there are, their changes, and the adapters at work."""
     adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
     scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
-    return [list(map(id, policy.model.parameters())), _versions(policy), scalings]
+    weights = list(policy.model.parameters())
+    # A few values of each: torch counts no change by a fused optimizer or through `.data`.
+    samples = [weight.detach().flatten()[:: max(1, weight.numel() // 64)].tolist() for weight in weights]
+    return [list(map(id, weights)), _versions(policy), samples, scalings]
 
 
 @torch.no_grad()

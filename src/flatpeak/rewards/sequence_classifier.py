@@ -25,11 +25,13 @@ from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
 from flatpeak.utils.adapter_base import read_record as read_base_record
 from flatpeak.utils.adapters import load_adapter, save_adapter
 from flatpeak.utils.control_tokens import TextEncoder
+from flatpeak.utils.gguf import find_gguf
 from flatpeak.utils.huggingface import (
     has_tokenizer,
     is_surely_local,
     load_errors,
     load_tokenizer,
+    local_or_hub,
     no_progress_bar,
     no_warnings,
     save_tokenizer,
@@ -205,6 +207,8 @@ def locate(path: str, *, where: str) -> str:
     for candidate in (directory, checkpoints / "best", checkpoints / "last", checkpoints / "sft" / "last"):
         if any((candidate / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
             return str(candidate)
+    if directory.exists() and find_gguf(path) is not None:
+        return path
     if directory.is_dir():
         raise UserError(f"{where}={path}: neither a model's directory nor a run with a checkpoint")
     if is_surely_local(path):
@@ -256,10 +260,12 @@ def _load(path: str, *, where: str, trained: bool, **settings: Any) -> tuple[Any
     revision = {"revision": settings.pop("revision", None) or "main"}
     # Warnings about missing weights would repeat the error below, or name a head that is meant to be new.
     with load_errors(path, where=where, kind="a sequence-classification model"), no_progress_bar(), no_warnings():
-        tokenizer = load_tokenizer(path, **revision)
+        source = local_or_hub(path, revision=revision["revision"])
+        tokenizer = load_tokenizer(source, **revision)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, **revision, **settings, output_loading_info=True
+            source, **revision, **settings, output_loading_info=True
         )
+        model.name_or_path = path  # adapters name it as their base
     if trained and report["missing_keys"]:
         raise UserError(
             f"{where}={path} has no {', '.join(sorted(report['missing_keys']))}: it is not a reward model; train one "

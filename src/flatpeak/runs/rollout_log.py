@@ -114,11 +114,13 @@ def write_answers(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def answers_before_and_after(directory: Path, stages: Sequence[str], *, count: int = 3) -> list[tuple[Row, Row]]:
     """The rows of the first questions in the files of a run's first and last evaluation, such as `train_000010`.
 
-    Empty where a file is missing or not whole, and where the questions are not the same.
+    Empty where a file is missing or not whole, where the questions are not the same, and for a single evaluation.
     """
+    if len(stages) < 2:
+        return []
     try:
         before, after = (read_rollouts(directory / f"{stages[at]}.jsonl") for at in (0, -1))
-    except (OSError, UserError, IndexError):
+    except (OSError, UserError):
         return []
     return [(a, b) for a, b in zip(before[:count], after[:count], strict=False) if a["id"] == b["id"] and "text" in a]
 

@@ -66,22 +66,28 @@ def _only(place: str, files: list[Path]) -> Path | None:
 def dequantized(file: Path) -> Path:
     """The directory with a GGUF file's model in float32 and its tokenizer; made where the cache does not have it.
 
-    It takes 4 bytes per weight. UserError where a package is missing; transformers raises where it cannot read the
-    file's quantization or architecture.
+    It takes 4 bytes per weight. UserError where a package is missing, the file cannot be read, or the cache cannot be
+    written.
     """
     directory = cache_directory(file)
     home = directory.parent
     if not directory.is_dir():
-        home.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=home) as scratch:
-            made = Path(scratch) / "model"
-            _convert(file, made)
-            try:
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=home) as scratch:
+                made = Path(scratch) / "model"
+                _convert(file, made)
                 made.rename(directory)
-            except OSError:
-                if not directory.is_dir():  # else another process has made it
-                    raise
+        except OSError as error:
+            if error.errno is None:  # transformers' own
+                raise
+            if not directory.is_dir():  # else another process has made it
+                raise UserError(_unwritable(home, brief(error))) from error
     return directory
+
+
+def _unwritable(home: Path, reason: str) -> str:
+    return f"its weights in float32 cannot be written to {home} ({reason}): make room there, or set XDG_CACHE_HOME"
 
 
 def cache_directory(file: Path) -> Path:
@@ -90,8 +96,11 @@ def cache_directory(file: Path) -> Path:
 
     facts = file.stat()
     origin = f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns} transformers {transformers.__version__}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "flatpeak" / "gguf"
-    return home / f"{file.stem}-{hashlib.sha256(origin.encode()).hexdigest()[:16]}"
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError as error:
+        raise UserError("this user has no home for the weights of a GGUF file: set XDG_CACHE_HOME") from error
+    return home / "flatpeak" / "gguf" / f"{file.stem}-{hashlib.sha256(origin.encode()).hexdigest()[:16]}"
 
 
 def _convert(file: Path, directory: Path) -> None:
@@ -114,6 +123,7 @@ def _convert(file: Path, directory: Path) -> None:
 
 def _read_and_save(file: Path, directory: Path) -> None:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -127,5 +137,8 @@ def _read_and_save(file: Path, directory: Path) -> None:
     # What is saved has plain weights, in which loaders would look for quantized ones.
     del model.config.quantization_config
     model.hf_quantizer = None
-    model.save_pretrained(directory)
+    try:
+        model.save_pretrained(directory)
+    except SafetensorError as error:  # as of a full disk
+        raise UserError(_unwritable(directory.parents[1], brief(error))) from error
     tokenizer.save_pretrained(directory)

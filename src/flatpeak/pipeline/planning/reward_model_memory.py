@@ -20,7 +20,7 @@ from flatpeak.pipeline.planning.planned_model import with_layers
 from flatpeak.rewards.config import RewardConfig, SequenceClassifierConfig
 from flatpeak.rewards.sequence_classifier import default_batch_tokens, locate
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base, read_record
-from flatpeak.utils.huggingface import load_errors
+from flatpeak.utils.huggingface import load_errors, local_or_hub
 
 LAYERS: Final = 2
 """Layers that are run: without gradients a layer is freed before the next."""
@@ -77,7 +77,7 @@ def _describe(config: SequenceClassifierConfig, *, where: str) -> tuple[Any, int
         quantized = record is not None and record.quantization is not None
         source, revision = named_base(directory, where=f"{where}.path")
     with load_errors(source, where=f"{where}.path"):
-        shape = AutoConfig.from_pretrained(source, revision=revision or "main")
+        shape = AutoConfig.from_pretrained(local_or_hub(source, revision=revision), revision=revision or "main")
         model = _on_meta(shape, config.dtype)
     inner = {id(one.weight) for one in model.base_model.modules() if isinstance(one, torch.nn.Linear)}
     held = (nf4_bytes(p.numel()) if quantized and id(p) in inner else p.nbytes for p in model.parameters())

@@ -12,7 +12,7 @@ from typing import Any
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
 from flatpeak.utils.control_tokens import TextEncoder
-from flatpeak.utils.huggingface import hub_or_directory
+from flatpeak.utils.huggingface import hub_or_directory, local_or_hub
 
 
 class LocalJudge:
@@ -37,8 +37,9 @@ class LocalJudge:
 
         with hub_or_directory(path) as problem:
             try:
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
-                model: Any = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype)
+                source = local_or_hub(path, revision=revision)
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision)
+                model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype)
             except (OSError, ValueError, KeyError) as error:
                 text = problem or " ".join(str(error).split())[:200]
                 raise UserError(f"backend.path={path}: {text}: name a model directory or Hub model") from error
@@ -49,7 +50,7 @@ class LocalJudge:
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._lock = asyncio.Lock()
         self.batch_size = batch_size
-        self.identity = f"{path} ({_fingerprint(path, revision)}, {self._model.dtype})"
+        self.identity = f"{path} ({_fingerprint(source, revision)}, {self._model.dtype})"
 
     @property
     def reserved_tokens(self) -> tuple[str, ...]:
