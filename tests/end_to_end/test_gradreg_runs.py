@@ -28,7 +28,7 @@ from support.reward_functions import parity
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeRun = Callable[..., Run]
 
-NAMES = "penalty_ratio cosine g1_norm perturbation_kept perturbation_norm_kept strength skipped time_share"
+NAMES = "penalty_ratio cosine g1_norm perturbation_kept perturbation_norm_kept strength skipped step time_share"
 GRADREG = {f"gradreg/{name}" for name in NAMES.split()}
 DROPOUT = {"dropout": True, "new": {"config": {"attention_dropout": 0.2}}}
 SPARING = {"strength": "ratio:0.3", "every": 2, "group_fraction": 0.5}

@@ -69,7 +69,8 @@ def test_an_unserved_architecture_falls_back_with_a_notice_and_scores_right(name
     assert bool((entropy_T > 0).all())
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "gptj", "gpt_oss"])
+# transformers 5.24 gives GPT-J the attention interface: the probe finds nothing wrong with it there.
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "gpt_oss"])
 def test_the_probe_refuses_what_the_list_would_let_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model_type, settings, _ = UNSERVED[name]
     monkeypatch.setattr(support, "PROVEN", support.PROVEN | {model_type})

@@ -7,12 +7,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from flatpeak.errors import UserError
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, check_base, named_base
@@ -72,6 +75,10 @@ def test_the_active_adapter_is_saved_where_peft_looks_for_it_and_restored_whatev
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason="transformers wants a later peft",
+)
 def test_an_adapter_that_transformers_itself_has_added_is_restored(tmp_path: Path) -> None:
     model = plain(base(tmp_path / "base"))
     model.add_adapter(PeftLoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
