@@ -149,7 +149,7 @@ SAVED = {**LOOKSAM, "save_strategy": "steps", "save_steps": 3}
 ROUNDED = {
     "bf16": True,
     "grad_reg_precision": "autocast",
-    "grad_reg_eps": None,
+    "grad_reg_eps": 1e-6,  # a step that is set is never lengthened
     "grad_reg_min_perturbation_kept": 0.7,
 }
 CASES = {
