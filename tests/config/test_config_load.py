@@ -627,10 +627,13 @@ COMPANIONS = {
 def test_every_value_in_a_translation_is_accepted(name):
     text = re.sub(r"NAME(?=\.)", "correctness", FOREIGN_NAMES[name])
     for setting in re.findall(r"(?<!-)\b[a-z_]+(?:\.[a-z_0-9]+)+=[^\s,;]+", text):
-        parse_config(apply_overrides(MODEL, [setting, *COMPANIONS.get(setting, [])]))
+        recipe = apply_overrides(MODEL, [setting, *COMPANIONS.get(setting, [])])
+        assert recipe != MODEL
+        assert parse_config(recipe).model.path == MODEL["model"]["path"]
 
 
 @pytest.mark.parametrize("name", sorted(name for name in FOREIGN_NAMES if "extends: " in FOREIGN_NAMES[name]))
 def test_every_recipe_in_a_translation_is_one(name):
     recipe = FOREIGN_NAMES[name].partition("extends: ")[2].split()[0].strip(",;")
-    parse_config(read_recipe({"extends": recipe, **MODEL}))
+    assert recipe in shipped_recipes()
+    assert parse_config(read_recipe({"extends": recipe, **MODEL})).model.path == MODEL["model"]["path"]

@@ -52,6 +52,8 @@ def _reason(error: Exception, *, where: str) -> str:
     """The reason of a failed load, with the fix where the files are known to be at fault."""
     from safetensors import SafetensorError
 
+    if isinstance(error, UserError):
+        return str(error)  # whole: its end names the fix
     if "trust_remote_code" in str(error):
         fix = "set model.trust_remote_code=true if you trust it" if where == "model.path" else "name a model without"
         return f"it comes with code of its own, which is not run: {fix}"
