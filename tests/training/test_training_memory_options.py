@@ -90,7 +90,11 @@ def test_recomputed_layers_give_the_same_gradient_to_the_bit(
 
 
 def saved_bytes(policy: Policy) -> int:
-    """What one forward pass keeps for the backward pass, without the weights."""
+    """What one forward pass keeps for the backward pass, without the weights.
+
+    A pass before it, since the first one of a model's shape checks the training kernels too.
+    """
+    policy.token_logprobs(some_batch(), temperature=1.0)
     held = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
     storages: dict[int, int] = {}
 
@@ -115,7 +119,7 @@ def test_recomputed_layers_keep_their_inputs_alone() -> None:
             recomputed.append(saved_bytes(policy))
     row = 64  # 23 prompt and response tokens, rounded up
     hidden = row * 16 * 4
-    assert (plain[1] - plain[0]) / 6 > 15 * hidden
+    assert (plain[1] - plain[0]) / 6 > 10 * hidden
     assert (recomputed[1] - recomputed[0]) / 6 <= 1.1 * hidden
 
 
