@@ -88,7 +88,7 @@ _HELD_OUT: Final = 4
 
 
 def numbers(*, train_size: int = 2000, test_size: int = 400, shots: int = 0, seed: int = 0) -> ExampleTask:
-    """Texts of two sentences. No sentence of a held-out text is of a kind that a training text has.
+    """Texts of one to three sentences. No sentence of a held-out text is of a kind that a training text has.
 
     `shots` puts so many training texts with their answers before each held-out one, for a template without a chat.
     """
@@ -107,7 +107,7 @@ def numbers(*, train_size: int = 2000, test_size: int = 400, shots: int = 0, see
 def _texts(sentences: Sequence[str], size: int, generator: random.Random) -> tuple[Example, ...]:
     texts: dict[str, list[str]] = {}
     while len(texts) < size:
-        written = [_write(sentence, generator) for sentence in generator.sample(sentences, 2)]
+        written = [_write(sentence, generator) for sentence in generator.sample(sentences, generator.randint(1, 3))]
         texts[" ".join(text for text, _ in written)] = [value for _, values in written for value in values]
     return tuple(
         Example(id=text, question=text, gold=f"[{', '.join(values)}]", rationale=f"[{', '.join(values)}]")
