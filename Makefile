@@ -15,7 +15,8 @@ TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 DOTTED_SETTINGS = $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
 
-.PHONY: demo demo-real test test-all test-real test-vllm check wheel bench study study-report clean
+.PHONY: demo demo-real test test-all test-real test-vllm check wheel bench study study-report \
+	real-model-study clean
 
 demo: .venv/installed
 	$(BIN)/flatpeak demo $(DOTTED_SETTINGS)
@@ -98,6 +99,24 @@ study: .venv/installed-dev
 
 study-report: .venv/installed-dev
 	$(BIN)/python $(STUDY_TABLES)/make_report.py
+
+# docs/results/real_model.md, two hours and a half on two cores: GSM8K=DIRECTORY has its files where no Hub can be reached.
+REAL_STUDY := recipes/studies/real_model
+REAL_TABLES := docs/results/real_model
+EVAL := $(BIN)/flatpeak eval $(REAL_MODEL)
+real-model-study: .venv/installed-dev $(REAL_MODEL)
+	for sweep in full others; do \
+		$(BIN)/flatpeak sweep $(REAL_STUDY)/$$sweep.yaml settings.model.path=$(REAL_MODEL) || exit 1; \
+		cp runs/real_model/$$sweep/table.csv $(REAL_TABLES)/$$sweep.csv; \
+		cp runs/real_model/$$sweep/curves.csv $(REAL_TABLES)/$$sweep-curves.csv; \
+	done
+	$(EVAL) runs/real_model/*/*/seed-*/checkpoints/last evaluation.size=400 --json > $(REAL_TABLES)/numbers.json
+	$(EVAL) --recipe flatpeak:laptop evaluation.size=400 task.arguments.shots=3 'prompt.template="{question}\nNumbers:"' \
+		prompt.system=null 'prompt.user={question}' 'rollout.stop=["\n"]' --json > $(REAL_TABLES)/shots.json
+	$(EVAL) runs/real_model/full/full/seed-0/checkpoints/last evaluation.size=10 --rows $(REAL_TABLES)/answers.jsonl
+	$(EVAL) runs/real_model/full/full/seed-0/checkpoints/last --recipe $(REAL_STUDY)/gsm8k.yaml evaluation.size=400 \
+		$(if $(GSM8K),task.path=$(GSM8K)) --json > $(REAL_TABLES)/gsm8k.json
+	$(BIN)/python $(REAL_TABLES)/make_report.py
 
 # The stamps are made last, so that an installation that failed is tried again. torch goes first and alone: any other
 # order may fetch gigabytes of CUDA builds.

@@ -24,7 +24,7 @@ def test_a_gold_answer_has_the_numbers_of_its_text_in_their_order() -> None:
     for example in (*TASK.train, *TASK.test):
         written = [float(one.replace(",", "")) for one in re.findall(r"\d[\d,]*(?:\.\d+)?", example.question)]
         assert json.loads(example.gold) == written
-        assert 2 <= len(written) <= 4
+    assert {len(json.loads(example.gold)) for example in TASK.train} == {1, 2, 3, 4, 5, 6}
 
 
 def test_no_held_out_text_has_a_sentence_of_a_kind_that_is_trained_on() -> None:
@@ -48,7 +48,7 @@ def test_texts_are_distinct_and_the_same_for_the_same_seed() -> None:
         ("[3, 14.5]", (1, 1, 1)),
         (" [3,14.5]\n", (1, 1, 1)),
         ("[3, 14]", (0, 1 / 2, 1)),
-        ("[14.5, 3]", (0, 0, 1)),
+        ("[14.5, 3]", (0, 1, 1)),
         ("[3, 14.5, 7]", (0, 2 / 3, 1)),
         ("The numbers are [3, 14.5].", (0, 1, 0)),
         ("3 cups and 14.5 pens", (0, 1 / 2, 0)),
@@ -59,7 +59,7 @@ def test_texts_are_distinct_and_the_same_for_the_same_seed() -> None:
         ("[" * 100_000, (0, 0, 0)),
     ],
 )
-def test_the_rewards_pay_for_the_list_its_places_and_its_form(completion: str, rewards: tuple[float, ...]) -> None:
+def test_the_rewards_pay_for_the_list_its_numbers_and_its_form(completion: str, rewards: tuple[float, ...]) -> None:
     gold = "[3, 14.5]"
     assert (exact(completion, gold), overlap(completion, gold), shape(completion)) == pytest.approx(rewards)
 
@@ -76,7 +76,7 @@ def test_the_recipe_names_the_task_and_rewards() -> None:
     assert len(build_task(config.task).train) == 2000
     assert {name: reward.weight for name, reward in config.rewards.items()} == {
         "exact": 1.0,
-        "overlap": 0.5,
+        "overlap": 1.0,
         "shape": 0.25,
     }
     assert config.evaluation.accuracy_part == "exact"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -135,11 +136,11 @@ def exact(completion: str, gold: str) -> float:
 
 
 def overlap(completion: str, gold: str) -> float:
-    """The share of the numbers that stand in their places in the first list, or half of it in a text without a list."""
+    """The share of right numbers in the first list, in any order, or half of it in a text without a list."""
     first = re.search(r"\[[^\[\]]*\]", completion)
     given = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", first[0] if first else completion)]
     wanted: list[float] = json.loads(gold)
-    right = sum(a == b for a, b in zip(given, wanted, strict=False)) / max(len(given), len(wanted))
+    right = (Counter(given) & Counter(wanted)).total() / max(len(given), len(wanted))
     return right if first else right / 2
 
 
