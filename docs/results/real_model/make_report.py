@@ -65,8 +65,13 @@ def runs_table(sweeps: dict[str, SweepTable], models: list[dict[str, Any]]) -> s
             model = next(one for one in models if f"{row['arm']}/seed-{row['seed']}/" in one["label"])
             peak = row.get("memory/peak_gib.best")
             rows.append(
-                [ARMS[row["arm"]], str(row["seed"]), *(cell(model, metric) for metric in METRICS)]
-                + [f"{row['seconds'] / 60:.0f}", f"{peak:.1f}" if peak else ""]
+                [
+                    ARMS[row["arm"]],
+                    str(row["seed"]),
+                    *(cell(model, metric) for metric in METRICS),
+                    f"{row['seconds'] / 60:.0f}",
+                    f"{peak:.1f}" if peak else "",
+                ]
             )
     return markdown(["Arm", "Seed", *METRICS.values(), "Minutes", "GiB"], rows)
 
