@@ -110,11 +110,11 @@ real-model-study: .venv/installed-dev $(REAL_MODEL)
 		cp runs/real_model/$$sweep/table.csv $(REAL_TABLES)/$$sweep.csv; \
 		cp runs/real_model/$$sweep/curves.csv $(REAL_TABLES)/$$sweep-curves.csv; \
 	done
-	$(EVAL) runs/real_model/*/*/seed-*/checkpoints/last evaluation.size=400 --json > $(REAL_TABLES)/numbers.json
+	$(EVAL) runs/real_model/*/runs/*/seed-*/checkpoints/last evaluation.size=400 --json > $(REAL_TABLES)/numbers.json
 	$(EVAL) --recipe flatpeak:laptop evaluation.size=400 task.arguments.shots=3 'prompt.template="{question}\nNumbers:"' \
 		prompt.system=null 'prompt.user={question}' 'rollout.stop=["\n"]' --json > $(REAL_TABLES)/shots.json
-	$(EVAL) runs/real_model/full/full/seed-0/checkpoints/last evaluation.size=10 --rows $(REAL_TABLES)/answers.jsonl
-	$(EVAL) runs/real_model/full/full/seed-0/checkpoints/last --recipe $(REAL_STUDY)/gsm8k.yaml evaluation.size=400 \
+	$(EVAL) runs/real_model/full/runs/full/seed-0/checkpoints/last evaluation.size=10 --rows $(REAL_TABLES)/answers.jsonl
+	$(EVAL) runs/real_model/full/runs/full/seed-0/checkpoints/last --recipe $(REAL_STUDY)/gsm8k.yaml evaluation.size=400 \
 		$(if $(GSM8K),task.path=$(GSM8K)) --json > $(REAL_TABLES)/gsm8k.json
 	$(BIN)/python $(REAL_TABLES)/make_report.py
 
