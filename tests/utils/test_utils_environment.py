@@ -52,3 +52,22 @@ def test_imports_are_made_without_garbage_collection_which_is_then_as_it_was(col
         assert gc.isenabled() is collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_imported_objects_are_old_and_not_frozen() -> None:
+    with quick_imports():
+        imported: list[list[int]] = [[]]
+    oldest = {id(each) for each in gc.get_objects(generation=2)}
+    assert id(imported) in oldest
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with quick_imports():
+            pass
+        assert gc.get_freeze_count() >= frozen - 100  # frozen objects may end
+    finally:
+        gc.unfreeze()
