@@ -33,10 +33,10 @@ def set_defaults() -> None:
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
-    """A context for imports, without garbage collection: it finds none there, and took a sixth of their time.
+def without_collection() -> Iterator[None]:
+    """A context for imports and loading, without garbage collection: it finds none, and took a sixth of their time.
 
-    What was imported is moved to the oldest generation: else the next collection of each generation looks through it.
+    What is there then moves to the oldest generation: else the next collection of each generation looks through it.
     """
     collects = gc.isenabled()
     gc.disable()
