@@ -7,7 +7,7 @@ that torch reads when it loads (utils/environment.py), so import it before torch
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flatpeak.utils.environment import quick_imports, set_defaults
+from flatpeak.utils.environment import set_defaults, without_collection
 
 if TYPE_CHECKING:
     from flatpeak.config.run_config import RunConfig
@@ -50,6 +50,6 @@ set_defaults()
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        with quick_imports():
+        with without_collection():
             return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'flatpeak' has no attribute {name!r}")

@@ -164,7 +164,8 @@ class Tokenizer(Protocol):
 class DecodeState(Protocol):
     """The keys and values of prompts, by entry, and of the completions being decoded, by slot.
 
-    It may have a method `drawing(buffer)`, which returns what draws the tokens of a CompletionBuffer in its stead.
+    It may have a method `drawing(buffer)`, which returns what draws the tokens of a CompletionBuffer in its stead, and
+    `prefill_tokens`, the most prompt tokens that it wants in one pass.
     """
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:

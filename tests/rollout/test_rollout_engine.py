@@ -8,6 +8,7 @@ import torch
 
 from flatpeak.errors import UserError
 from flatpeak.rollout.engine import NativeEngine
+from flatpeak.rollout.slots import DecodeSlots
 from flatpeak.types import Completion, SamplingParams
 from support.fake_decoders import (
     HistoryDecoder,
@@ -175,6 +176,22 @@ def test_prompts_are_read_within_the_token_budget() -> None:
     assert [length for piece in decoder.prefilled for length in piece] == [5, 4, 3, 2, 2, 1, 1]
     assert all(sum(piece) <= 6 or len(piece) == 1 for piece in decoder.prefilled)
     assert len(decoder.prefilled) > 2
+
+
+def test_first_tokens_are_drawn_before_the_next_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SmallReads(HistoryDecoder):
+        class state_class(HistoryDecoder.state_class):  # type: ignore[misc]  # noqa: N801
+            prefill_tokens = 6
+
+    decoder, expected = SmallReads(), generate(HistoryDecoder())
+    read_before: list[int] = []
+    begin = DecodeSlots.begin
+    monkeypatch.setattr(
+        DecodeSlots, "begin", lambda *arguments: (read_before.append(len(decoder.prefilled)), begin(*arguments))
+    )
+    assert generate(decoder) == expected
+    assert decoder.prefilled == [(5,), (4,), (3, 2), (2, 1, 1)]
+    assert read_before == [1, 2, 3, 4]
 
 
 def test_groups_are_streamed_as_they_are_complete_and_equal_those_generated_at_once() -> None:

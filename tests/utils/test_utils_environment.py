@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from flatpeak.utils import environment
-from flatpeak.utils.environment import DEFAULTS, quick_imports, set_defaults
+from flatpeak.utils.environment import DEFAULTS, set_defaults, without_collection
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +46,28 @@ def test_imports_are_made_without_garbage_collection_which_is_then_as_it_was(col
     before = gc.isenabled()
     try:
         (gc.enable if collects else gc.disable)()
-        with pytest.raises(ImportError), quick_imports():
+        with pytest.raises(ImportError), without_collection():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled() is collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_imported_objects_are_old_and_not_frozen() -> None:
+    with without_collection():
+        imported: list[list[int]] = [[]]
+    oldest = {id(each) for each in gc.get_objects(generation=2)}
+    assert id(imported) in oldest
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with without_collection():
+            pass
+        assert gc.get_freeze_count() >= frozen - 100  # frozen objects may end
+    finally:
+        gc.unfreeze()

@@ -13,7 +13,7 @@ import typer
 
 from flatpeak.cli.common import Overrides, RecipeArgument, read_config
 from flatpeak.errors import UserError
-from flatpeak.utils.environment import quick_imports
+from flatpeak.utils.environment import without_collection
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,13 +52,13 @@ def plan(
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise UserError(f"--price {price:g}: give the price of an hour, such as 2.50")
     config = read_config(recipe, overrides)
-    with quick_imports():
+    with without_collection(), redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
         from flatpeak.pipeline.planning.advice import AdviceReport, advise
         from flatpeak.pipeline.planning.measurement import measure_run
         from flatpeak.pipeline.planning.run_plan import plan_run
 
-    with redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
         planned = plan_run(config, device_memory=device_memory)
+    with redirect_stdout(sys.stderr):
         advice = AdviceReport() if planned.fits else advise(planned)
         # Steps run on this machine, whatever device is planned for; what does not fit it would end for want of memory.
         measurable = planned.fits or device_memory is not None

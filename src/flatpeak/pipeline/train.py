@@ -51,6 +51,7 @@ from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.sft import SFTTrainer
 from flatpeak.training.trainer import Trainer, TrainerConfig
+from flatpeak.utils.environment import without_collection
 from flatpeak.utils.gguf import SUFFIX, cache_directory
 
 StageName = Literal["sft", "train"]
@@ -130,7 +131,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
     ):
         run.progress.say(first_line(config, model=objects.model, task=objects.task))
         point = run.resume_point
-        with ranks.together():
+        with ranks.together(), without_collection():
             reference_checkpoint = _reference_checkpoint(config, point)
             _announce_conversion(config, run.progress)
             components = run.resources.enter_context(

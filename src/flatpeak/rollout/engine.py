@@ -6,6 +6,7 @@ tensors, and the engine keeps the two in step: admit, decode some tokens, collec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,8 @@ class NativeEngine(StreamingSampler):
         `max_rows`: the most slots. `compact_below`: once the queue is empty and no more than this share of the slots is
         in use, what is left moves together. `read_every`: look for ended completions every so many tokens. On a GPU
         each look waits for the device, and so costs more than a few tokens too many; None is 1 on a CPU and 8
-        elsewhere. `prefill_tokens`: prompt tokens read in one forward pass.
+        elsewhere. `prefill_tokens`: prompt tokens read in one forward pass, at most; the decoder's memory may ask for
+        fewer.
         """
         self._decoder = decoder
         self._device = torch.device(decoder.device)
@@ -78,7 +80,7 @@ class NativeEngine(StreamingSampler):
                 decode_slots=decode_slots,
                 schedule=schedule,
                 group_size=group_size,
-                prefill_tokens=self._prefill_tokens,
+                prefill_tokens=min(self._prefill_tokens, getattr(decode_slots.cache, "prefill_tokens", math.inf)),
             )
             try:
                 while not request.done:
@@ -167,7 +169,7 @@ class _Request:
         decode_slots: DecodeSlots,
         schedule: Schedule,
         group_size: int,
-        prefill_tokens: int,
+        prefill_tokens: float,
     ) -> None:
         self._decoder = decoder
         self._prompts = prompts
@@ -195,19 +197,31 @@ class _Request:
         return self._collect()
 
     def _begin(self, admission: Admission) -> None:
-        """Read new prompts, put completions into slots, and draw their first tokens."""
+        """Read new prompts, put completions into slots, and draw their first tokens, batch by batch of prompts."""
         cache = self._slots.cache
+        completions_of: dict[int, list[int]] = {}
+        for k, completion in enumerate(admission.completions):
+            completions_of.setdefault(completion // self._group_size, []).append(k)
+        self._draw_first(admission, {p: ks for p, ks in completions_of.items() if p not in admission.new_prompts})
         for entries in self._prefill_batches(admission.new_prompts):
             token_ids = [self._prompts[p].token_ids for p in entries]
             logits_PV = self._decoder.prefill(cache, token_ids, list(entries.values()))
             self._first_logits |= dict(zip(entries, logits_PV, strict=True))
-        cache.admit(admission.slots, admission.entries)
-        prompt_of = [completion // self._group_size for completion in admission.completions]
-        prompts = list(dict.fromkeys(prompt_of))
-        index = {p: position for position, p in enumerate(prompts)}
-        logits_KV = torch.stack([self._first_logits[p] for p in prompts])[[index[p] for p in prompt_of]]
-        self._slots.begin(admission.slots, admission.completions, logits_KV)
-        for p in prompts:
+            self._draw_first(admission, {p: completions_of[p] for p in entries})
+
+    def _draw_first(self, admission: Admission, completions_of: dict[int, list[int]]) -> None:
+        """Begin completions of these prompts, which have been read; of each the places in the admission are given."""
+        if not completions_of:
+            return
+        chosen = [k for ks in completions_of.values() for k in ks]
+        slots, entries, completions = (
+            [each[k] for k in chosen] for each in (admission.slots, admission.entries, admission.completions)
+        )
+        self._slots.cache.admit(slots, entries)
+        rows = [row for row, ks in enumerate(completions_of.values()) for _ in ks]
+        logits_KV = torch.stack([self._first_logits[p] for p in completions_of])[rows]
+        self._slots.begin(slots, completions, logits_KV)
+        for p in completions_of:
             if (p + 1) * self._group_size - 1 in admission.completions:  # the last of its group
                 del self._first_logits[p]
 

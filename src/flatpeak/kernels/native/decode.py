@@ -147,6 +147,10 @@ def round_up(length: int, multiple: int) -> int:
 class NativeCache:
     """Keys and values of one request; implements protocols.DecodeState."""
 
+    prefill_tokens = 512
+    """Prompt tokens of one pass. Rows go through the layers 128 at a time, so that more gain nothing, and the first
+    tokens of a request are drawn after its first pass."""
+
     def __init__(self, model: PackedModel, *, slots: int, longest_prompt: int, new_tokens: int) -> None:
         model.reach(longest_prompt + new_tokens)
         self._model = model
