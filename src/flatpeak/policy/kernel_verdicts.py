@@ -69,13 +69,9 @@ def _path(test: str, policy: Tested) -> Path | None:
         folder = cache_folder()
     except UnavailableError:
         return None
-    return folder / f"verdict-{digest_of([test, _model(policy)])}"
-
-
-def digest_of(facts: list[Any], folders: tuple[str, ...] = FOLDERS) -> str:
-    """The digest of facts, of this machine and of the package's source in these folders."""
-    text = json.dumps([*facts, _machine(), _sources(folders)], sort_keys=True, default=str)
-    return blake2b(text.encode(), digest_size=16).hexdigest()
+    facts = [test, _model(policy), _machine(), _sources()]
+    digest = blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16)
+    return folder / f"verdict-{digest.hexdigest()}"
 
 
 def _model(policy: Tested) -> list[Any]:
@@ -93,9 +89,9 @@ def _machine() -> list[Any]:
 
 
 @cache
-def _sources(folders: tuple[str, ...]) -> str:
+def _sources() -> str:
     digest = blake2b(digest_size=16)
-    for path in sorted(file for folder in folders for file in (PACKAGE / folder).rglob("*.py")):
+    for path in sorted(file for folder in FOLDERS for file in (PACKAGE / folder).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -36,44 +36,6 @@ def settings_of(directory: Path, *, on_cpu: bool = True, recompute: bool = False
     )
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """The numbers of layers of all dry runs, in an empty cache."""
-    layers: list[int] = []
-    make = dry_run.fake_policy
-    monkeypatch.setattr(dry_run, "fake_policy", lambda settings, count: layers.append(count) or make(settings, count))
-    monkeypatch.setattr(dry_run, "cache_folder", lambda: tmp_path)
-    return layers
-
-
-def test_a_second_plan_of_such_a_model_runs_only_what_is_new(runs: list[int], tmp_path: Path) -> None:
-    directory = saved_model(tmp_path / "model", **SIZES)
-    other = saved_model(tmp_path / "other", **SIZES | {"intermediate_size": 96})
-    peaks = []
-    for place, batch, made in ((directory, BATCH, 1), (directory, BATCH, 1), (other, BATCH, 2)):
-        settings = settings_of(place)
-        with dry_run.kept_readings(settings.model):
-            peaks.append(update_peak(settings, batch))
-        assert len(runs) == made
-    assert peaks[0] == peaks[1] > peaks[2]
-    settings = settings_of(directory)
-    with dry_run.kept_readings(settings.model):
-        assert scoring_peak(settings, BATCH) < peaks[0]
-    assert len(runs) == 3
-
-
-def test_a_cache_that_is_damaged_is_ignored_and_written_anew(runs: list[int], tmp_path: Path) -> None:
-    directory = saved_model(tmp_path / "model", **SIZES)
-    for made in (1, 2, 2):
-        settings = settings_of(directory)
-        with dry_run.kept_readings(settings.model):
-            update_peak(settings, BATCH)
-        assert len(runs) == made
-        (file,) = tmp_path.glob("plan-*.json")
-        if made == 1:
-            file.write_text("{")
-
-
 def test_the_tracker_counts_what_is_alive() -> None:
     before = torch.zeros(1000)
     with MemoryTracker([before]) as memory:

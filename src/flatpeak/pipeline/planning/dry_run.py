@@ -7,33 +7,24 @@ allocation is counted. Layers repeat: what few of them take says what all do.
 
 from __future__ import annotations
 
-import json
 import logging
-from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from flatpeak.errors import UserError, brief
-from flatpeak.kernels.native.build import UnavailableError, cache_folder
 from flatpeak.pipeline.planning.fake_policy import FakeContext, PassSettings, fake_policy
 from flatpeak.pipeline.planning.memory_tracker import MemoryTracker
 from flatpeak.pipeline.planning.planned_model import PlannedModel
-from flatpeak.policy.kernel_verdicts import FOLDERS, digest_of
 from flatpeak.policy.loading import misfit
 from flatpeak.policy.packing import fill, pack_prompts
-from flatpeak.runs.files import write_atomic
 from flatpeak.types import Batch
 
 FEW, MORE = 2, 3
 """The numbers of layers that are run. Memory is linear in their number from the second on: the first has the embeddings
 for its input."""
-
-SOURCES = (*FOLDERS, "pipeline/planning", "utils")
-"""The folders of the package whose source decides a result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,34 +39,6 @@ class Reading:
 
 class NoDryRunError(Exception):
     """A model whose passes cannot be run without data, as where values decide which expert reads a token."""
-
-
-@contextmanager
-def kept_readings(model: PlannedModel) -> Iterator[None]:
-    """A context that knows the results of earlier plans of such a model, and keeps its own in the user's cache."""
-    file = _readings_file(model)
-    if file is not None:
-        with suppress(OSError, ValueError):
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            model.measured.update((literal_eval(key), value) for key, value in kept.items())
-    known = len(model.measured)
-    yield
-    if file is not None and len(model.measured) > known:
-        with suppress(OSError):
-            write_atomic(file, json.dumps({repr(key): value for key, value in model.measured.items()}))
-
-
-def _readings_file(model: PlannedModel) -> Path | None:
-    """The file of a model's results; None without a folder of this user's, and where other files decide the results."""
-    config = model.config
-    if config.trust_remote_code or (config.lora is not None and config.lora.adapter is not None):
-        return None
-    facts = [model.shape.to_dict(), config.model_dump(mode="json", exclude={"path", "new"})]
-    facts[0].pop("_name_or_path", None)
-    try:
-        return cache_folder() / f"plan-{digest_of(facts, SOURCES)}.json"
-    except UnavailableError:
-        return None
 
 
 def update_peak(settings: PassSettings, batch: Batch) -> int:

@@ -8,7 +8,6 @@ from typing import Any, Final
 from flatpeak.config.run_config import RunConfig
 from flatpeak.pipeline.planning.device import GIB, PlannedDevice, plan_device
 from flatpeak.pipeline.planning.disk import Disk, plan_disk
-from flatpeak.pipeline.planning.dry_run import kept_readings
 from flatpeak.pipeline.planning.memory import MemoryEstimate, estimate_memory
 from flatpeak.pipeline.planning.planned_model import PlannedModel
 from flatpeak.pipeline.planning.workload import Workload, plan_workload
@@ -109,8 +108,7 @@ def plan_run(config: RunConfig, *, device_memory: float | None = None) -> RunPla
     """Plan a run on the device at hand, or on one sold with so many GB; UserError for a recipe that cannot run."""
     device = plan_device(config.model.device, device_memory=device_memory)
     work, model = plan_workload(config)
-    with kept_readings(model):
-        return plan_on(config, work, model, device)
+    return plan_on(config, work, model, device)
 
 
 def plan_on(config: RunConfig, work: Workload, model: PlannedModel, device: PlannedDevice) -> RunPlan:
