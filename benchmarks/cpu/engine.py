@@ -39,7 +39,7 @@ TRANSFORMERS = ("transformers generate", "transformers generate_batch")
 VLLM = {
     "vLLM": {"eager": False, "dtype": "float32"},
     "vLLM eager": {"eager": True, "dtype": "float32"},
-    "vLLM bfloat16": {"eager": False, "dtype": "bfloat16"},
+    "vLLM, bfloat16": {"eager": False, "dtype": "bfloat16"},
 }
 """Contender: whether vLLM is kept from compiling the model, and the type of its weights."""
 CONTENDERS = (*KERNELS, *TRANSFORMERS, "vLLM", "vLLM eager")

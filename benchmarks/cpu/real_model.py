@@ -14,7 +14,7 @@ counted. Shares of the product are of CPU time on one thread and by the clock on
 Rollouts and steps are of four chat prompts of the recipe `flatpeak:laptop`, others in each round, with 8 completions of
 at most 48 tokens, at temperature 1. In rollouts flatpeak packs its weights anew, as after an update; vLLM, which
 compiles the model, and transformers' `generate` keep theirs. Steps are GRPO with one update per rollout, in float32;
-TRL samples by `generate`, with the batch in one piece or 8 completions at a time with gradients accumulated.
+TRL samples by `generate` and trains on 8 completions at a time, its default, with gradients accumulated.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from benchmarks.cpu import engine, step
 from benchmarks.cpu.real_model_worker import PARTS
 from benchmarks.harness.models import load_tokenizer
 from benchmarks.harness.runner import Row, Run, main, say
+from benchmarks.harness.tables import real_model
 from benchmarks.harness.workers import Worker, measure_in_turn
 from benchmarks.harness.workloads import GROUP, Workload
 from flatpeak.recipes.laptop import numbers
 from flatpeak.utils.gguf import dequantized, find_gguf
 
 THREADS = {"1 thread": 1, "2 threads": 2}
-ROLLOUTS = ("flatpeak", "transformers generate", "vLLM", "vLLM bfloat16")
+ROLLOUTS = ("flatpeak", "transformers generate", "vLLM", "vLLM, bfloat16")
 STEPS: dict[str, dict[str, object]] = {
     "flatpeak": {"contender": "flatpeak"},
-    "flatpeak, 2 threads": {"contender": "flatpeak", "threads": 2},
-    "TRL, one piece": {"contender": "TRL generate"},
     "TRL, 8 at a time": {"contender": "TRL generate", "micro_batch": 8},
 }
-UNCOUNTED = {"parts": 1, "rollouts": engine.UNCOUNTED, "steps": step.UNCOUNTED}
+UNCOUNTED = {"parts": 1, "rollouts": 1, "steps": step.UNCOUNTED}
 PROMPTS, MAX_NEW_TOKENS = 4, 48
 QUICK_GROUP, QUICK_TOKENS = 2, 4
 INSTRUCTION = "{}\nList the numbers in this text as JSON, like [3, 14, 7.5]. Write nothing else."
@@ -116,7 +115,7 @@ def steps(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worke
 STARTS = {"parts": parts, "rollouts": rollouts, "steps": steps}
 
 if __name__ == "__main__":
-    main(
+    measured = main(
         "real_model",
         __doc__,
         rows=list(STARTS),
@@ -125,3 +124,4 @@ if __name__ == "__main__":
         measure=measure,
         model="a model's directory, or a GGUF file",
     )
+    print(real_model(measured))

@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.harness.statistics import Measurement, Spread, Target, column, first_reaching, rates, ratio, spread
 from benchmarks.harness.targets import (
-    TWO_THREADS,
     adapters_target,
     engine_target,
     memory_target,
@@ -18,6 +17,7 @@ from benchmarks.harness.targets import (
     step_target,
     time_target,
     training_pass_target,
+    two_threads_target,
 )
 
 Wanted = Callable[[str, str], Target | None]
@@ -148,7 +148,7 @@ def _part_lines(row: Mapping[str, Any]) -> Iterator[list[str]]:
                 format_spread(spread(column(turns, f"{part} cpu"))),
                 format_number(spread(column(turns, f"{part} wall")).middle),
                 *((format_spread(share), "", "") if wanted is None else _judged_share(share, wanted)),
-                *_judged(faster, TWO_THREADS, turns is not one),
+                *_judged(faster, two_threads_target(part), turns is not one),
             ]
     for name, reason in row.get("failures", {}).items():
         yield ["", name, f"failed: {last_line(reason)}", *[""] * 7]
