@@ -13,9 +13,10 @@ counted. Shares of the product are of CPU time on one thread and by the clock on
 
 Rollouts and steps are of four chat prompts of the recipe `flatpeak:laptop`, others in each round, with 8 completions of
 at most 48 tokens, at temperature 1. In rollouts flatpeak packs its weights anew, as after an update; vLLM, which
-compiles the model, and transformers' `generate` keep theirs. bfloat16 is slow on a processor without instructions for
-it. What vLLM reserves when it loads (1 GiB of cache) is not in its peak. Steps are GRPO with one update per rollout, in
-float32; TRL samples by `generate` and trains on 8 completions at a time, its default, with gradients accumulated.
+compiles the model, and transformers' `generate` keep theirs. vLLM with bfloat16, for which a processor may lack
+instructions, takes minutes and has one round. What vLLM reserves when it loads (1 GiB of cache) is not in its peak.
+Steps are GRPO with one update per rollout, in float32; TRL samples by `generate` and trains on 8 completions at a time,
+its default, with gradients accumulated.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from flatpeak.recipes.laptop import numbers
 from flatpeak.utils.gguf import dequantized, find_gguf
 
 THREADS = {"1 thread": 1, "2 threads": 2}
-ROLLOUTS = ("flatpeak", "transformers generate", "vLLM", "vLLM, bfloat16")
+ROLLOUTS = ("flatpeak", "transformers generate", "vLLM")
+BFLOAT16 = "rollouts beside bfloat16"
 STEPS: dict[str, dict[str, object]] = {
     "flatpeak": {"contender": "flatpeak"},
     "TRL, 8 at a time": {"contender": "TRL generate", "micro_batch": 8},
 }
-UNCOUNTED = {"parts": 1, "rollouts": 1, "steps": step.UNCOUNTED}
+UNCOUNTED = {"parts": 1, "rollouts": 1, BFLOAT16: 0, "steps": step.UNCOUNTED}
 PROMPTS, MAX_NEW_TOKENS = 4, 48
 QUICK_GROUP, QUICK_TOKENS = 2, 4
 INSTRUCTION = "{}\nList the numbers in this text as JSON, like [3, 14, 7.5]. Write nothing else."
@@ -52,9 +54,10 @@ def measure(run: Run, name: str) -> Row:
     """Measure the parts of a step, or one comparison."""
     file = find_gguf(run.model)
     model = dequantized(file) if file else Path(run.model).absolute()
-    work = chat_workload(model, steps=UNCOUNTED[name] + run.repeats + 3, quick=run.quick)
+    repeats = 1 if name == BFLOAT16 else run.repeats
+    work = chat_workload(model, steps=UNCOUNTED[name] + repeats + 3, quick=run.quick)
     starts = STARTS[name](run, work, model)
-    measured, failures, reported = measure_in_turn(starts, uncounted=UNCOUNTED[name], repeats=run.repeats, say=say)
+    measured, failures, reported = measure_in_turn(starts, uncounted=UNCOUNTED[name], repeats=repeats, say=say)
     return {
         "parts": PARTS,
         "workload": asdict(work),
@@ -103,8 +106,13 @@ def parts(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worke
 
 
 def rollouts(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
-    """Workers that draw completions."""
+    """Workers that draw completions with weights in float32."""
     return engine.contenders(run, work, model, 1, ROLLOUTS)
+
+
+def rollouts_beside_bfloat16(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
+    """Workers that draw completions, vLLM's with weights in bfloat16."""
+    return engine.contenders(run, work, model, 1, ["flatpeak", "vLLM, bfloat16"])
 
 
 def steps(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
@@ -112,7 +120,7 @@ def steps(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worke
     return {name: step.start(run, work, model, name, arguments) for name, arguments in STEPS.items()}
 
 
-STARTS = {"parts": parts, "rollouts": rollouts, "steps": steps}
+STARTS = {"parts": parts, "rollouts": rollouts, BFLOAT16: rollouts_beside_bfloat16, "steps": steps}
 
 if __name__ == "__main__":
     measured = main(
