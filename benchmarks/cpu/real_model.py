@@ -44,7 +44,8 @@ STEPS: dict[str, dict[str, object]] = {
     "flatpeak": {"contender": "flatpeak"},
     "TRL, 8 at a time": {"contender": "TRL generate", "micro_batch": 8},
 }
-UNCOUNTED = {"parts": 1, "rollouts": 1, BFLOAT16: 0, "steps": step.UNCOUNTED}
+UNCOUNTED = {"parts": 1, "rollouts": 1, BFLOAT16: 0, "steps": 1}
+"""Of steps that is the set-up with the first rollout. Beside products of this size other warming up is small."""
 PROMPTS, MAX_NEW_TOKENS = 4, 48
 QUICK_GROUP, QUICK_TOKENS = 2, 4
 INSTRUCTION = "{}\nList the numbers in this text as JSON, like [3, 14, 7.5]. Write nothing else."
