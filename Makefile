@@ -8,7 +8,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # vLLM needs an environment of its own: it pins its torch.
 VLLM_BIN := .venv-vllm/bin
 BENCH := benchmarks/out
-BENCH_PARTS ?= engine engines training_pass mixed_lengths step memory adapters trackers ahead distributed time_to_accuracy
+BENCH_PARTS ?= engine engines training_pass mixed_lengths step memory adapters trackers ahead distributed \
+	time_to_accuracy $(if $(wildcard $(REAL_MODEL)),real_model)
 
 TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
 
@@ -67,11 +68,13 @@ wheel: .venv/installed
 	$(BIN)/python -m flatpeak.kernels.native.build
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
-# Less than an hour on two idle cores. `make bench QUICK=1` shows in minutes that everything works, and leaves RESULTS.md
-# alone; `make bench BENCH_PARTS="engine memory"` runs parts. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
+# Less than an hour on two idle cores, and less than half an hour more where `make demo-real` has left its model. `make
+# bench QUICK=1` shows in minutes that everything works, and leaves RESULTS.md alone; `make bench BENCH_PARTS="engine
+# memory"` runs parts. FLATPEAK_VLLM_PYTHON names a Python that has vLLM already.
 bench: .venv/installed-dev $(if $(FLATPEAK_VLLM_PYTHON),,.venv-vllm/installed)
 	for part in $(BENCH_PARTS); do \
-		$(BIN)/python -m benchmarks.cpu.$$part --json $(BENCH)/$$part.json $(if $(QUICK),--quick) || exit 1; \
+		model=$$(test $$part != real_model || echo $(REAL_MODEL)); \
+		$(BIN)/python -m benchmarks.cpu.$$part $$model --json $(BENCH)/$$part.json $(if $(QUICK),--quick) || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.harness.report $(BENCH) $(if $(QUICK),--into $(BENCH)/RESULTS.md)
 

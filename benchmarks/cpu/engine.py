@@ -5,8 +5,8 @@
 flatpeak decodes by native kernels where it can, named below the table as the decoder; "flatpeak, torch" does without.
 Each contender is a process of its own with one thread, or as many as the row names, which draws a step's completions
 when it is its turn. All keep to the same weights, prompts, limits and plain sampling at temperature 1. flatpeak and
-vLLM return the log-probability
-of every token, as training needs; transformers does not, and so is spared that. flatpeak returns text too. vLLM
+vLLM return the log-probability of every token, as training needs; transformers does not, and so is spared that.
+flatpeak returns text too, and packs its weights anew in every round, as after an update; the others keep theirs. vLLM
 compiles the model, or does not ("eager"); what it reserves when it loads (1 GiB of cache) is not in its peak. It runs
 in the Python that FLATPEAK_VLLM_PYTHON names, or in .venv-vllm; without either it is left out.
 """
@@ -14,10 +14,11 @@ in the Python that FLATPEAK_VLLM_PYTHON names, or in .venv-vllm; without either 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.models import save_model
 from benchmarks.harness.runner import Row, Run, main, model_directory, say
@@ -35,8 +36,14 @@ ROWS = {
 KERNELS = {"flatpeak": "auto", "flatpeak, torch": "torch"}
 """Contender: FLATPEAK_KERNELS."""
 TRANSFORMERS = ("transformers generate", "transformers generate_batch")
-VLLM = {"vLLM": False, "vLLM eager": True}
-"""Contender: whether vLLM is kept from compiling the model."""
+VLLM = {
+    "vLLM": {"eager": False, "dtype": "float32"},
+    "vLLM eager": {"eager": True, "dtype": "float32"},
+    "vLLM, bfloat16": {"eager": False, "dtype": "bfloat16"},
+}
+"""Contender: whether vLLM is kept from compiling the model, and the type of its weights."""
+CONTENDERS = (*KERNELS, *TRANSFORMERS, "vLLM", "vLLM eager")
+"""Contenders of a random model. Continuous batching, always the slowest, is shown at the smallest size only."""
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -64,39 +71,50 @@ def measure(run: Run, name: str) -> Row:
     """Measure all contenders on one workload."""
     size, lengths, threads = ROWS[name]
     work = workload(size, lengths)
+    names = [each for each in CONTENDERS if each != "transformers generate_batch" or size == "1M"]
     with model_directory(run, name) as model:
         save_model(work, model)
         measurements, failures, reported = measure_in_turn(
-            contenders(run, work, model, threads), uncounted=UNCOUNTED, repeats=run.repeats, say=say
+            contenders(run, work, model, threads, names), uncounted=UNCOUNTED, repeats=run.repeats, say=say
         )
-    versions = {
+    return {
+        "workload": asdict(work),
+        "contenders": measurements,
+        "failures": failures,
+        "reported": versions(reported),
+    }
+
+
+def versions(reported: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What of the contenders' reports the result names."""
+    return {
         key: value for facts in reported.values() for key, value in facts.items() if key in REPORTED and value != TORCH
     }
-    return {"workload": asdict(work), "contenders": measurements, "failures": failures, "reported": versions}
 
 
-def contenders(run: Run, work: Workload, model: Path, threads: int) -> dict[str, Callable[[], Worker]]:
-    """Worker starters by contender. Continuous batching, always the slowest, is shown at the smallest size only."""
+def contenders(
+    run: Run, work: Workload, model: Path, threads: int, names: Collection[str]
+) -> dict[str, Callable[[], Worker]]:
+    """Worker starters by contender."""
     arguments = {"workload": asdict(work), "model": str(model), "threads": threads}
     starts: dict[str, Callable[[], Worker]] = {}
-    for contender in (*KERNELS, *TRANSFORMERS):
-        if contender != "transformers generate_batch" or work.size == "1M":
-            starts[contender] = partial(
-                Worker,
-                "benchmarks.cpu.engine_worker",
-                {**arguments, "contender": contender.partition(",")[0]},
-                log=run.log(contender, work.size, work.lengths, str(threads)),
-                environment={"FLATPEAK_KERNELS": KERNELS[contender]} if contender in KERNELS else None,
-            )
+    for contender in [each for each in (*KERNELS, *TRANSFORMERS) if each in names]:
+        starts[contender] = partial(
+            Worker,
+            "benchmarks.cpu.engine_worker",
+            {**arguments, "contender": contender.partition(",")[0]},
+            log=run.log(contender, work.size, work.lengths, str(threads)),
+            environment={"FLATPEAK_KERNELS": KERNELS[contender]} if contender in KERNELS else None,
+        )
     python = vllm_python()
     if python is None:
         say("  no vLLM: set FLATPEAK_VLLM_PYTHON, or `make .venv-vllm/installed`")
         return starts
-    for contender, eager in VLLM.items():
+    for contender in [each for each in VLLM if each in names]:
         starts[contender] = partial(
             Worker,
             "benchmarks.cpu.vllm_worker",
-            {**arguments, "eager": eager},
+            {**arguments, **VLLM[contender]},
             log=run.log(contender, work.size, work.lengths, str(threads)),
             python=str(python),
             environment={**VLLM_ENVIRONMENT, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)},

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from benchmarks.harness.models import load_model, load_tokenizer
 from benchmarks.harness.worker_process import Meter, ParentPipe
-from benchmarks.harness.workloads import EOS, PAD, Workload, continuous_batching, prompt_ids, useful_tokens
+from benchmarks.harness.workloads import Workload, continuous_batching, prompt_ids
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Example, Prompt, SamplingParams
@@ -39,11 +39,11 @@ def main() -> None:
         meter.start()
         completions = draw(prompts, step)
         spent = meter.stop()
-        parent.send(tokens=sum(useful_tokens(sequence) for sequence in completions), **spent)
+        parent.send(tokens=sum(map(work.useful_tokens, completions)), **spent)
 
 
 def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Facts]:
-    """Sample with log-probabilities and decoded text, as training takes them."""
+    """Sample with log-probabilities and decoded text, as training takes them, by weights packed anew in every round."""
     policy = Policy(model, tokenizer)
     engine = NativeEngine(policy, max_rows=work.prompts * work.group)
     sampling = SamplingParams(max_new_tokens=work.limits.cap)
@@ -53,6 +53,7 @@ def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Fac
             Prompt(id=str(index), token_ids=tuple(ids), text="", example=Example(id=str(index), question="", gold=""))
             for index, ids in enumerate(prompts)
         ]
+        policy.kernels.release()
         groups = engine.generate(asked, group_size=work.group, sampling=sampling, seed=seed)
         return [list(completion.token_ids) for group in groups for completion in group.completions]
 
@@ -67,7 +68,7 @@ def generate_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Fac
         torch.manual_seed(seed)
         longest = max(map(len, prompts))
         rows = [ids for ids in prompts for _ in range(work.group)]
-        ids_NL = torch.tensor([[PAD] * (longest - len(ids)) + ids for ids in rows])
+        ids_NL = torch.tensor([[work.pad] * (longest - len(ids)) + ids for ids in rows])
         mask_NL = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in rows])
         with torch.no_grad():
             ids = model.generate(input_ids=ids_NL, attention_mask=mask_NL, generation_config=config)
@@ -103,8 +104,8 @@ def generation_config(work: Workload) -> GenerationConfig:
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
+        eos_token_id=work.eos,
+        pad_token_id=work.pad,
         use_cache=True,
     )
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.cpu.engine import VLLM_ENVIRONMENT
 from benchmarks.harness.models import load_model, load_tokenizer
 from benchmarks.harness.worker_process import Meter, ParentPipe
-from benchmarks.harness.workloads import Workload, prompt_ids, useful_tokens
+from benchmarks.harness.workloads import Workload, prompt_ids
 from flatpeak.pipeline.components import PlainSampler
 from flatpeak.pipeline.serve import ServeConfig, ServerProcess
 from flatpeak.policy.model import Policy
@@ -60,7 +60,7 @@ def main() -> None:
         groups = sampler.generate(prompts_of(work, step), group_size=work.group, sampling=sampling, seed=step)
         spent = meter.stop()
         drawn = [list(completion.token_ids) for group in groups for completion in group.completions]
-        tokens = sum(map(useful_tokens, drawn))
+        tokens = sum(map(work.useful_tokens, drawn))
         parent.send(tokens=tokens, update_cpu=updated["cpu"], update_wall=updated["wall"], **spent)
 
 

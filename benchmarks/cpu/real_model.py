@@ -1,89 +1,136 @@
-"""A real model on one and two threads: decoding, prompts, training pass and rollout beside a large product.
+"""A real model on a CPU: parts of a step beside a large product, rollouts beside vLLM, whole steps beside TRL.
 
-    python -m benchmarks.cpu.real_model MODEL --json FILE [--rounds 5] [--quick]
+    python -m benchmarks.cpu.real_model MODEL --json FILE [--row parts] [--rounds 3] [--quick]
 
-MODEL is a directory of transformers, or a GGUF file of a Llama-like model (needs the packages gguf and accelerate).
-Each number of threads has a process of its own, and they work in turn. "product" multiplies two float32 matrices of
-1024 x 1024 by torch: what the machine gives at that moment. "decode" feeds one token to 32 rows of four prompts,
-output layer included; "prompts" reads four prompts of 64 tokens; "training" is a forward and backward pass over 8
-prompts of 70 tokens with 8 responses of 16 each, logits that are made again not counted. "rollout" is four chat
-prompts with 8 completions of at most 48 tokens, weights packed anew as after an update, and "generate" the same by
-transformers' `generate`.
+MODEL is a directory of transformers, or a GGUF file (needs the packages gguf and accelerate), which is written as a
+directory in float32 into the user's cache first. Contenders have processes of their own and work in turn; those of
+flatpeak decode and train by native kernels where they can.
 
-Figures are GFLOP, or tokens, per second: of CPU time, and by the clock, which counts only while no other process wants
-the cores.
+"product" multiplies two float32 matrices of 1024 x 1024 by torch: what the machine gives at that moment. "decode" feeds
+one token to 32 rows of four prompts, output layer included; "prompts" reads four prompts of 64 tokens; "training" is a
+forward and backward pass over 8 prompts of 70 tokens with 8 responses of 16 each, logits that are made again not
+counted. Shares of the product are of CPU time on one thread and by the clock on two.
+
+Rollouts and steps are of four chat prompts of the recipe `flatpeak:laptop`, others in each round, with 8 completions of
+at most 48 tokens, at temperature 1. In rollouts flatpeak packs its weights anew, as after an update; vLLM, which
+compiles the model, and transformers' `generate` keep theirs. vLLM with bfloat16, for which a processor may lack
+instructions, takes minutes and has one round. What vLLM reserves when it loads (1 GiB of cache) is not in its peak.
+Steps are GRPO with one update per rollout, in float32; TRL samples by `generate` and trains on 8 completions at a time,
+its default, with gradients accumulated.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.cpu import engine, step
 from benchmarks.cpu.real_model_worker import PARTS
-from benchmarks.harness.runner import facts, say, write_json
-from benchmarks.harness.workers import Measurement, Worker, measure_in_turn
+from benchmarks.harness.models import load_tokenizer
+from benchmarks.harness.runner import Row, Run, main, say
+from benchmarks.harness.tables import real_model
+from benchmarks.harness.workers import Worker, measure_in_turn
+from benchmarks.harness.workloads import GROUP, Workload
+from flatpeak.recipes.laptop import numbers
+from flatpeak.utils.gguf import dequantized, find_gguf
 
-THREADS = (1, 2)
-UNCOUNTED = 1
+THREADS = {"1 thread": 1, "2 threads": 2}
+ROLLOUTS = ("flatpeak", "transformers generate", "vLLM")
+BFLOAT16 = "rollouts beside bfloat16"
+STEPS: dict[str, dict[str, object]] = {
+    "flatpeak": {"contender": "flatpeak"},
+    "TRL, 8 at a time": {"contender": "TRL generate", "micro_batch": 8},
+}
+UNCOUNTED = {"parts": 1, "rollouts": 1, BFLOAT16: 0, "steps": 1}
+"""Of steps that is the set-up with the first rollout. Beside products of this size other warming up is small."""
+PROMPTS, MAX_NEW_TOKENS = 4, 48
+QUICK_GROUP, QUICK_TOKENS = 2, 4
+INSTRUCTION = "{}\nList the numbers in this text as JSON, like [3, 14, 7.5]. Write nothing else."
 
 
-def main() -> None:
-    """Measure both numbers of threads in turn and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a model's directory, or a GGUF file")
-    parser.add_argument("--json", type=Path, required=True, help="the file to write")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one round, few tokens: shows that everything works")
-    given = parser.parse_args()
-    content: dict[str, Any] = {"part": "real_model", "quick": given.quick, "facts": facts("real_model")}
-    with TemporaryDirectory(prefix="flatpeak-bench-") as scratch:
-        starts = {
-            f"{threads} threads": partial(
-                Worker,
-                "benchmarks.cpu.real_model_worker",
-                {"model": str(given.model.absolute()), "threads": threads, "quick": given.quick},
-                log=Path(scratch) / f"{threads}.log",
-                environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
-            )
-            for threads in THREADS
-        }
-        measured, failures, reported = measure_in_turn(
-            starts, uncounted=UNCOUNTED, repeats=1 if given.quick else given.rounds, say=say
+def measure(run: Run, name: str) -> Row:
+    """Measure the parts of a step, or one comparison."""
+    file = find_gguf(run.model)
+    model = dequantized(file) if file else Path(run.model).absolute()
+    repeats = 1 if name == BFLOAT16 else run.repeats
+    work = chat_workload(model, steps=UNCOUNTED[name] + repeats + 3, quick=run.quick)
+    starts = STARTS[name](run, work, model)
+    measured, failures, reported = measure_in_turn(starts, uncounted=UNCOUNTED[name], repeats=repeats, say=say)
+    return {
+        "parts": PARTS,
+        "workload": asdict(work),
+        "contenders": measured,
+        "failures": failures,
+        "reported": engine.versions(reported),
+    }
+
+
+def chat_workload(model: Path, *, steps: int, quick: bool) -> Workload:
+    """Texts of the recipe `laptop` as chats, or without a frame where the tokenizer has no chat template."""
+    tokenizer = load_tokenizer(model)
+    texts = [INSTRUCTION.format(example.question) for example in numbers(train_size=steps * PROMPTS).train]
+    if tokenizer.chat_template:
+        texts = [chat(tokenizer, text) for text in texts]
+    return Workload(
+        size=model.name,
+        lengths="chat",
+        prompts=PROMPTS,
+        group=QUICK_GROUP if quick else GROUP,
+        asked=[(text, tokenizer(text)["input_ids"]) for text in texts],
+        cap=QUICK_TOKENS if quick else MAX_NEW_TOKENS,
+        eos=tokenizer.eos_token_id,
+        pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+    )
+
+
+def chat(tokenizer: Any, text: str) -> str:
+    """A chat up to the assistant's turn."""
+    message = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+
+
+def parts(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
+    """Workers of the parts of a step, with one thread and with two."""
+    return {
+        name: partial(
+            Worker,
+            "benchmarks.cpu.real_model_worker",
+            {"model": str(model), "threads": threads},
+            log=run.log(name),
+            environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
         )
-    write_json(given.json, content | {"contenders": measured, "failures": failures, "reported": reported})
-    print(table(measured))
+        for name, threads in THREADS.items()
+    }
 
 
-def table(measured: dict[str, list[Measurement]]) -> str:
-    """Rates by part: of CPU time on one thread, by the clock on both numbers of threads, and their ratios."""
-    one, two = (measured[f"{threads} threads"] for threads in THREADS)
-    lines = [
-        "| Part | One thread, per CPU-second | Of the product | Two threads, by the clock | Of the product "
-        "| Times one thread |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for part, unit in PARTS.items():
-        cells = [f"{part}, {unit}", spread([turn[f"{part} cpu"] for turn in one])]
-        cells.append(_share(one, part, "cpu") if unit == "GFLOP" else "")
-        cells.append(spread([turn[f"{part} wall"] for turn in two]))
-        cells.append(_share(two, part, "wall") if unit == "GFLOP" else "")
-        ratios = [b[f"{part} wall"] / a[f"{part} wall"] for a, b in zip(one, two, strict=True)]
-        lines.append("| " + " | ".join([*cells, f"{median(ratios):.2f}"]) + " |")
-    return "\n".join(lines)
+def rollouts(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
+    """Workers that draw completions with weights in float32."""
+    return engine.contenders(run, work, model, 1, ROLLOUTS)
 
 
-def spread(values: list[float]) -> str:
-    """The median with the smallest and the largest value."""
-    return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+def rollouts_beside_bfloat16(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
+    """Workers that draw completions, vLLM's with weights in bfloat16."""
+    return engine.contenders(run, work, model, 1, ["flatpeak", "vLLM, bfloat16"])
 
 
-def _share(turns: list[Measurement], part: str, clock: str) -> str:
-    return f"{median(turn[f'{part} {clock}'] / turn[f'product {clock}'] for turn in turns):.2f}"
+def steps(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
+    """Workers that train."""
+    return {name: step.start(run, work, model, name, arguments) for name, arguments in STEPS.items()}
 
+
+STARTS = {"parts": parts, "rollouts": rollouts, BFLOAT16: rollouts_beside_bfloat16, "steps": steps}
 
 if __name__ == "__main__":
-    main()
+    measured = main(
+        "real_model",
+        __doc__,
+        rows=list(STARTS),
+        quick=list(STARTS),
+        repeats=3,
+        measure=measure,
+        model="a model's directory, or a GGUF file",
+    )
+    print(real_model(measured))

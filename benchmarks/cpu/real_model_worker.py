@@ -5,36 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.harness.models import load_model, load_tokenizer
 from benchmarks.harness.worker_process import ParentPipe
-from flatpeak.pipeline.components import PlainSampler
 from flatpeak.policy.model import Policy
-from flatpeak.rollout.engine import NativeEngine
-from flatpeak.types import Example, PackedCompletions, Prompt, SamplingParams
+from flatpeak.types import PackedCompletions
 
-PARTS = {
-    "product": "GFLOP",
-    "decode": "GFLOP",
-    "prompts": "GFLOP",
-    "training": "GFLOP",
-    "rollout": "tokens",
-    "generate": "tokens",
-}
-"""Part: what its rate counts."""
-QUESTIONS = (
-    "Tom has 12 pens and buys 7 more. How many pens does he have?",
-    "List the numbers in this text: 3 cats, 4 dogs and 17 birds.",
-    "Write a short poem about the sea and the wind.",
-    "What is the capital of France, and which river flows through it?",
-)
-SIDE, GROUP, PROMPT_TOKENS, STEPS = 1024, 8, 64, 8
+PARTS = ("product", "decode", "prompts", "training")
+SIDE, PROMPTS, GROUP, PROMPT_TOKENS, STEPS = 1024, 4, 8, 64, 8
 TRAINED_PROMPTS, TRAINED_TOKENS, RESPONSE_TOKENS = 8, 70, 16
 GIGA = 1e9
 
@@ -60,23 +43,19 @@ class Bench:
     policy: Policy
     body: int
     head: int
-    new_tokens: int
 
-    def turn(self, number: int) -> dict[str, float]:
+    def turn(self) -> dict[str, float]:
         """The rates of all parts."""
         timer = Timer(rates={})
         factor = torch.randn(SIDE, SIDE)
         timer.measure("product", lambda: multiply(factor, times=8))
         self.decode(timer)
         timer.measure("training", self.train)
-        self.policy.kernels.release()
-        timer.measure("rollout", lambda: self.draw(NativeEngine(self.policy, max_rows=4 * GROUP), number))
-        timer.measure("generate", lambda: self.draw(PlainSampler(self.policy, max_rows=4 * GROUP), number))
         return timer.rates
 
     def decode(self, timer: Timer) -> None:
         """Read prompts, and feed tokens to a group of each; the weights are packed already."""
-        entries, slots = range(len(QUESTIONS)), range(len(QUESTIONS) * GROUP)
+        entries, slots = range(PROMPTS), range(PROMPTS * GROUP)
         prompts = [tokens(self.policy.vocabulary_size, PROMPT_TOKENS, seed=entry) for entry in entries]
         with self.policy.decoding(), torch.inference_mode():
             cache: Any = self.policy.open(
@@ -115,35 +94,21 @@ class Bench:
         torch.autograd.backward(self.policy.token_logprobs(batch, temperature=1.0)[0].mean())
         return 6 * ((TRAINED_PROMPTS * TRAINED_TOKENS + total) * self.body + total * self.head) / GIGA
 
-    def draw(self, sampler: Any, seed: int) -> float:
-        """A rollout; its tokens."""
-        tokenizer: Any = self.policy.tokenizer
-        prompts = [prompt(tokenizer, question) for question in QUESTIONS]
-        sampling = SamplingParams(max_new_tokens=self.new_tokens)
-        groups = sampler.generate(prompts, group_size=GROUP, sampling=sampling, seed=seed)
-        return sum(len(each.token_ids) for group in groups for each in group.completions)
-
 
 def main() -> None:
     """Load, report, and measure in turn."""
     parent = ParentPipe()
     arguments = json.loads(sys.argv[1])
     torch.set_num_threads(arguments["threads"])
-    policy = Policy(*load(Path(arguments["model"])))
+    policy = Policy(load_model(arguments["model"]), load_tokenizer(arguments["model"]))
     head = policy.vocabulary_size * policy.head.linear.in_features
     matrices = [module.weight.numel() for module in policy.causal.modules() if isinstance(module, torch.nn.Linear)]
-    bench = Bench(policy=policy, body=sum(matrices) - head, head=head, new_tokens=4 if arguments["quick"] else 48)
+    bench = Bench(policy=policy, body=sum(matrices) - head, head=head)
     bench.train()  # kernels are chosen here
     parent.send(parameters=sum(each.numel() for each in policy.model.parameters()), computed=policy.computed_with)
     while True:
-        parent.send(**bench.turn(parent.receive()["round"]))
-
-
-def load(path: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of a directory or of a GGUF file, in float32."""
-    directory, file = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **file)
-    return model, AutoTokenizer.from_pretrained(directory, **file)
+        parent.receive()
+        parent.send(**bench.turn())
 
 
 def multiply(factor: torch.Tensor, *, times: int) -> float:
@@ -158,18 +123,6 @@ def tokens(vocabulary: int, count: int, *, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(vocabulary, (count,), generator=generator).tolist()
     return ids
-
-
-def prompt(tokenizer: Any, question: str) -> Prompt:
-    """A question as a chat's first message, or as it is where there is no template."""
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": question}]
-        ids: Sequence[int] = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    else:
-        ids = tokenizer(question)["input_ids"]
-    return Prompt(
-        id=question, token_ids=tuple(ids), text=question, example=Example(id=question, question=question, gold="")
-    )
 
 
 if __name__ == "__main__":

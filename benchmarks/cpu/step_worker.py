@@ -14,7 +14,7 @@ import torch
 import flatpeak
 from benchmarks.harness.models import load_model, load_tokenizer
 from benchmarks.harness.worker_process import Meter, ParentPipe
-from benchmarks.harness.workloads import Workload, as_text, prompt_ids
+from benchmarks.harness.workloads import Workload, prompt_texts
 from flatpeak.config.load import merge
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Stream
@@ -58,9 +58,9 @@ def main() -> None:
     model, tokenizer = load_model(arguments["model"]), load_tokenizer(arguments["model"])
     reward = StepReward(parent, meter, completions=work.prompts * work.group)
     rows = [
-        {"id": f"{step}.{index}", "prompt": as_text(ids)}
+        {"id": f"{step}.{index}", "prompt": text}
         for step in range(arguments["steps"])
-        for index, ids in enumerate(prompt_ids(work, step))
+        for index, text in enumerate(prompt_texts(work, step))
     ]
     train = TRAIN[arguments["contender"]]
     parent.send()

@@ -10,7 +10,7 @@ import vllm
 from vllm import LLM, SamplingParams
 
 from benchmarks.harness.worker_process import Meter, ParentPipe
-from benchmarks.harness.workloads import Workload, prompt_ids, useful_tokens
+from benchmarks.harness.workloads import Workload, prompt_ids
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     torch.set_num_threads(arguments["threads"])
     engine = LLM(
         model=arguments["model"],
-        dtype="float32",
+        dtype=arguments["dtype"],
         max_model_len=work.limits.longest_prompt + work.limits.cap,
         max_num_seqs=work.prompts * work.group,
         enable_prefix_caching=True,
@@ -45,7 +45,7 @@ def main() -> None:
         outputs = engine.generate(asked, sampling, use_tqdm=False)
         spent = meter.stop()
         completions = [list(output.token_ids) for request in outputs for output in request.outputs]
-        parent.send(tokens=sum(useful_tokens(sequence) for sequence in completions), **spent)
+        parent.send(tokens=sum(map(work.useful_tokens, completions)), **spent)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from benchmarks.harness.workloads import EOS, FIRST_WORD, PAD, Workload
@@ -56,10 +56,10 @@ def word_tokenizer(vocabulary: int) -> Any:
 
 
 def load_model(directory: str | Path) -> Any:
-    """Load the saved model in float32."""
-    return Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    """Load a saved model in float32."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """Load the saved word tokenizer."""
+    """Load a saved tokenizer."""
     return PreTrainedTokenizerFast.from_pretrained(directory)

@@ -57,11 +57,8 @@ def described(benchmark: str) -> str:
 
 
 def command(arguments: list[str]) -> str:
-    """Write the command for a reader, without the folder of the result."""
-    words = list(arguments)
-    if "--json" in words:
-        index = words.index("--json")
-        words[index + 1] = Path(words[index + 1]).name
+    """Write the command for a reader, without the folders of result and model."""
+    words = [Path(word).name if "/" in word else word for word in arguments]
     return " ".join(f'"{word}"' if " " in word else word for word in words)
 
 

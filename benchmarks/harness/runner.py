@@ -30,6 +30,8 @@ class Run:
     """A directory that is deleted in the end."""
     quick: bool = False
     """Whether it is only to be seen that everything works."""
+    model: str = ""
+    """What the command names as the model, of a benchmark that asks for one."""
 
     def log(self, *names: str) -> Path:
         """The path of a file for a worker's output."""
@@ -45,12 +47,17 @@ def main(
     repeats: int,
     measure: Callable[[Run, str], Row],
     left_out: Sequence[str] = (),
+    model: str | None = None,
 ) -> list[Row]:
     """Parse the command line, measure row by row, and write the file after each: a stop loses one row at most.
 
-    Rows that are `left_out` are measured only where they are asked for.
+    Rows that are `left_out` are measured only where they are asked for. `model` is the help of a command's MODEL.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if model:
+        parser.add_argument("model", metavar="MODEL", help=model)
+    else:
+        parser.set_defaults(model="")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--rounds", type=int, dest="repeats", default=repeats, help="counted rounds (%(default)s)")
     parser.add_argument("--row", action="append", choices=rows, help="only this row; may be repeated")
@@ -59,7 +66,13 @@ def main(
     chosen = given.row or list(quick if given.quick else [row for row in rows if row not in left_out])
     content: dict[str, Any] = {"part": name, "quick": given.quick, "facts": facts(name), "rows": []}
     with TemporaryDirectory(prefix="flatpeak-bench-") as scratch:
-        run = Run(rows=chosen, repeats=2 if given.quick else given.repeats, scratch=Path(scratch), quick=given.quick)
+        run = Run(
+            rows=chosen,
+            repeats=2 if given.quick else given.repeats,
+            scratch=Path(scratch),
+            quick=given.quick,
+            model=given.model,
+        )
         for row_name in chosen:
             started = time.perf_counter()
             say(f"{name}: {row_name}")

@@ -38,6 +38,12 @@ class Target:
             return "**loses**"
         return "must reached" if sign * ratio >= sign * self.must else "below must"
 
+    def verdict_on_share(self, share: float) -> Verdict:
+        """Judge a share of a whole, which does not lose by being below 1."""
+        if share >= self.aim:
+            return "aim reached"
+        return "must reached" if share >= self.must else "below must"
+
 
 def spread(values: Sequence[float]) -> Spread:
     """Compute the median and the range."""

@@ -12,9 +12,12 @@ from benchmarks.harness.targets import (
     engine_target,
     memory_target,
     mixed_lengths_target,
+    real_model_target,
+    share_target,
     step_target,
     time_target,
     training_pass_target,
+    two_threads_target,
 )
 
 Wanted = Callable[[str, str], Target | None]
@@ -56,6 +59,18 @@ ENGINE_HEAD = (
     "Weight update, CPU-s",
     "s",
     "Native over it",
+)
+PART_HEAD = (
+    "Part",
+    "Contender",
+    "GFLOP per CPU-s",
+    "GFLOP per s",
+    "Of the product",
+    "Must / aim",
+    "",
+    "Over one thread",
+    "Must / aim",
+    "",
 )
 
 
@@ -105,6 +120,38 @@ def engines(rows: Sequence[Mapping[str, Any]], *, ours: str) -> str:
 def processes(rows: Sequence[Mapping[str, Any]], *, ours: str) -> str:
     """Seconds of a step of every contender, ours over theirs in tokens per second, and the payloads of collectives."""
     return _table(PROCESS_HEAD, _process_lines(rows, ours=ours))
+
+
+def real_model(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The parts of a step beside a large product, then rollouts and whole steps beside other libraries."""
+    parts = [row for row in rows if row["name"] == "parts"]
+    others = [row for row in rows if row["name"] != "parts"]
+    tables = [_table(PART_HEAD, _part_lines(row)) for row in parts]
+    if others:
+        tables.append(speeds(others, ours="flatpeak", wanted=real_model_target))
+    return "\n\n".join(tables)
+
+
+def _part_lines(row: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Shares of the product are by CPU time on one thread and by the clock on two, on which threads may wait."""
+    contenders: Mapping[str, Sequence[Measurement]] = row["contenders"]
+    one = contenders.get("1 thread")
+    for part in row["parts"]:
+        for name, turns in contenders.items():
+            clock = "cpu" if turns is one else "wall"
+            rate, product = column(turns, f"{part} {clock}"), column(turns, f"product {clock}")
+            share, wanted = ratio(rate, product), share_target(part)
+            faster = ratio(column(turns, f"{part} wall"), column(one, f"{part} wall")) if one else None
+            yield [
+                part,
+                name,
+                format_spread(spread(column(turns, f"{part} cpu"))),
+                format_number(spread(column(turns, f"{part} wall")).middle),
+                *((format_spread(share), "", "") if wanted is None else _judged_share(share, wanted)),
+                *_judged(faster, two_threads_target(part), turns is not one),
+            ]
+    for name, reason in row.get("failures", {}).items():
+        yield ["", name, f"failed: {last_line(reason)}", *[""] * 7]
 
 
 def _process_lines(rows: Sequence[Mapping[str, Any]], *, ours: str) -> Iterator[list[str]]:
@@ -232,6 +279,10 @@ def _judged(relative: Spread | None, target: Target | None, other: bool) -> list
     return [format_spread(relative), f"{target.must:g} / {target.aim:g}", target.verdict(relative.middle)]
 
 
+def _judged_share(share: Spread, target: Target) -> tuple[str, str, str]:
+    return format_spread(share), f"{target.must:g} / {target.aim:g}", target.verdict_on_share(share.middle)
+
+
 def format_spread(values: Spread) -> str:
     """Write median and range, or a single value alone."""
     if values.low == values.high:
@@ -293,6 +344,11 @@ BENCHMARKS = {
         title="Two processes beside one with two threads",
         table=lambda rows: processes(rows, ours="2 processes"),
         threads="threads as named",
+    ),
+    "real_model": Benchmark(
+        title="A real model: parts of a step, rollouts and whole steps",
+        table=real_model,
+        threads="one thread where none is named",
     ),
     "time_to_accuracy": Benchmark(
         title="Time to an accuracy of 0.9 beside TRL",

@@ -54,3 +54,22 @@ def adapters_target(row: str, contender: str) -> Target | None:
 def time_target(row: str, contender: str) -> Target | None:
     """CPU time until the goal."""
     return Target(must=0.5, aim=0.3, lower=True)
+
+
+def two_threads_target(part: str) -> Target | None:
+    """A real model's part on two threads over one, by the clock; the product's own ratio is the machine's."""
+    return None if part == "product" else Target(must=1.7, aim=1.7)
+
+
+def share_target(part: str) -> Target | None:
+    """A real model's part as a share of a large product."""
+    shares = {"decode": Target(must=0.65, aim=0.75), "training": Target(must=0.6, aim=0.7)}
+    return shares.get(part)
+
+
+def real_model_target(row: str, contender: str) -> Target | None:
+    """Tokens per CPU-second of a real model's rollouts and steps."""
+    rollouts = {"vLLM": Target(must=2, aim=2), "transformers generate": Target(must=3, aim=3)}
+    if row == "rollouts":
+        return rollouts.get(contender)
+    return Target(must=2, aim=3) if contender.startswith("TRL") else None

@@ -9,6 +9,7 @@ vLLM's Python has nothing of ours.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PAD, EOS = 0, 1
@@ -59,13 +60,19 @@ LENGTHS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and what it is asked, by name, so that workers are given names alone."""
+    """A model and what it is asked, by name; a real model is given what it is asked."""
 
     size: str
     lengths: str
     prompts: int
     """Prompts of a step."""
     group: int = GROUP
+    asked: Sequence[tuple[str, list[int]]] = ()
+    """A real model's prompts, those of all steps: text and tokens."""
+    cap: int = 0
+    """Most tokens of a real model's answer."""
+    eos: int = EOS
+    pad: int = PAD
 
     @property
     def shape(self) -> Size:
@@ -75,7 +82,14 @@ class Workload:
     @property
     def limits(self) -> Lengths:
         """The lengths of prompts and answers."""
+        if self.asked:
+            longest = max(len(ids) for _, ids in self.asked)
+            return Lengths(vocabulary=0, cap=self.cap, shortest_prompt=0, longest_prompt=longest)
         return LENGTHS[self.lengths]
+
+    def useful_tokens(self, sequence: list[int]) -> int:
+        """Tokens of an answer up to its end-of-sequence token, that included; what was padded on does not count."""
+        return sequence.index(self.eos) + 1 if self.eos in sequence else len(sequence)
 
 
 def workload(size: str, lengths: str, *, prompts: int | None = None) -> Workload:
@@ -85,6 +99,8 @@ def workload(size: str, lengths: str, *, prompts: int | None = None) -> Workload
 
 def prompt_ids(work: Workload, step: int) -> list[list[int]]:
     """The prompts of a step: other words each time, so that caching the last step's helps no contender."""
+    if work.asked:
+        return [ids for _, ids in work.asked[step * work.prompts : (step + 1) * work.prompts]]
     limits = work.limits
     draw = random.Random(f"{limits} {step}")
     return [
@@ -96,14 +112,16 @@ def prompt_ids(work: Workload, step: int) -> list[list[int]]:
     ]
 
 
+def prompt_texts(work: Workload, step: int) -> list[str]:
+    """The texts whose tokens are the prompts of a step."""
+    if work.asked:
+        return [text for text, _ in work.asked[step * work.prompts : (step + 1) * work.prompts]]
+    return [as_text(ids) for ids in prompt_ids(work, step)]
+
+
 def as_text(token_ids: list[int]) -> str:
-    """The words whose tokens these are."""
+    """The words of a random model whose tokens these are."""
     return " ".join(f"w{token}" for token in token_ids)
-
-
-def useful_tokens(sequence: list[int]) -> int:
-    """Tokens of an answer up to its end-of-sequence token, that included; what was padded on does not count."""
-    return sequence.index(EOS) + 1 if EOS in sequence else len(sequence)
 
 
 def continuous_batching(work: Workload) -> dict[str, int]:

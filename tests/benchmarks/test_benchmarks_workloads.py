@@ -14,7 +14,6 @@ from benchmarks.harness.workloads import (
     FIRST_WORD,
     LENGTHS,
     prompt_ids,
-    useful_tokens,
     workload,
 )
 
@@ -42,9 +41,10 @@ def test_prompts_are_the_same_in_every_process_and_differ_between_steps() -> Non
 
 
 def test_tokens_count_up_to_the_first_end_of_sequence() -> None:
-    assert useful_tokens([5, 6, EOS, 0, 0, EOS]) == 3
-    assert useful_tokens([EOS, 7]) == 1
-    assert useful_tokens([5, 6, 7]) == 3
+    work = workload("1M", "skewed")
+    assert work.useful_tokens([5, 6, EOS, 0, 0, EOS]) == 3
+    assert work.useful_tokens([EOS, 7]) == 1
+    assert work.useful_tokens([5, 6, 7]) == 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
