@@ -31,7 +31,9 @@ SMALL = [
     "optimizer.warmup_steps=0",
     "run.checkpoint_every=1",
     "training.steps=2",
+    "rewards.spread={type: function, function: 'spread.py:spread'}",
 ]
+"""Few answers of few tokens, which seldom have a number: a reward of their letters tells them apart."""
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(1200),
@@ -71,7 +73,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("real")
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "spread.py").write_text(
+        "def spread(completion: str) -> float:\n    return sum(map(ord, completion)) % 97 / 97\n"
+    )
+    return folder
 
 
 @pytest.fixture(scope="module")
