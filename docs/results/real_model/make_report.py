@@ -22,23 +22,25 @@ ARMS = {
     "flat": "GRPO, gradient regularization",
     "sft": "SFT on as many demonstrations",
 }
-METRICS = {"exact": "right", "overlap": "share of numbers in their places", "shape": "a list and nothing else"}
+METRICS = {"exact": "right", "overlap": "share of right numbers", "shape": "a list and nothing else"}
 GRADES = {"correctness": "strict, after `####`", "flexible": "flexible, the last number"}
 
 
 def main() -> None:
     """Write the page between its marks, and the figure."""
-    sweeps = {name: read_table(HERE / f"{name}.csv") for name in ("full", "others")}
-    curves = [read_table(HERE / f"{name}-curves.csv") for name in ("full", "others")]
+    done = [name for name in ("full", "others") if (HERE / f"{name}.csv").is_file()]
+    sweeps = {name: read_table(HERE / f"{name}.csv") for name in done}
+    curves = [read_table(HERE / f"{name}-curves.csv") for name in done]
     answers = [json.loads(line) for line in (HERE / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
     content = [
         "### Each run\n\n" + runs_table(sweeps, figures("numbers")),
         "### Before, and with three worked texts in the prompt\n\n" + before_table(),
         "![share of right samples by step](real_model/right.svg)",
         "### Ten answers, seed 0 of full fine-tuning\n\n" + answers_table(answers),
-        "### GSM8K, 400 test questions\n\n" + gsm8k_table(figures("gsm8k")),
-        provenance(sweeps),
     ]
+    if (HERE / "gsm8k.json").is_file():
+        content.append("### GSM8K, 400 test questions\n\n" + gsm8k_table(figures("gsm8k")))
+    content.append(provenance(sweeps))
     (HERE / "right.svg").write_text(draw(curves), encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
