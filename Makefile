@@ -103,7 +103,7 @@ study: .venv/installed-dev
 study-report: .venv/installed-dev
 	$(BIN)/python $(STUDY_TABLES)/make_report.py
 
-# docs/results/real_model.md, two hours and a half on two cores: GSM8K=DIRECTORY has its files where no Hub can be reached.
+# docs/results/real_model.md, hours on two cores. GSM8K=DIRECTORY has its files where no Hub can be reached.
 REAL_STUDY := recipes/studies/real_model
 REAL_TABLES := docs/results/real_model
 EVAL := $(BIN)/flatpeak eval $(REAL_MODEL)

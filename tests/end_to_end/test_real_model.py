@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,21 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory, which is removed in the end: pytest would keep gigabytes."""
     folder = tmp_path_factory.mktemp("real")
-    (folder / "spread.py").write_text(
-        "def spread(completion: str) -> float:\n    return sum(map(ord, completion)) % 97 / 97\n"
-    )
-    return folder
+    function = "def spread(completion: str) -> float:\n    return sum(map(ord, completion)) % 97 / 97\n"
+    (folder / "spread.py").write_text(function)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def _only_the_shared_run_stays(folder: Path) -> Iterator[None]:
+    yield
+    for path in (*folder.glob("runs/*"), *folder.glob("*_merged"), *folder.glob("pushed")):
+        if path.name != "whole":
+            shutil.rmtree(path)
 
 
 @pytest.fixture(scope="module")
