@@ -104,10 +104,8 @@ def _rope_types(settings: Any) -> set[str]:
 def probe(policy: Probed) -> str | None:
     """Compare packed and decoded logits with the plain forward pass; None if they agree.
 
-    A model of the libraries' modules alone agrees where one of its shape did before: see kernel_verdicts. Either way
-    all modules are in evaluation mode then; those of a new adapter differ from its base's before.
+    A model of the libraries' modules alone agrees where one of its shape did before: see kernel_verdicts.
     """
-    policy.model.eval()
     if not all(map(_is_plain, policy.model.modules())):
         return _compare(policy)
     reasons: list[str | None] = []
@@ -143,6 +141,7 @@ def _compare(policy: Probed) -> str | None:
     try:
         row = pack_prompts([long[:-1], short[:-1]], device=policy.device, multiple=1)
         context = PackedContext(row)
+        policy.model.eval()
         packed = policy.head.logits(policy.hidden(row, context))
         if sorted(context.calls) != list(range(layers)):
             return f"its attention ran on layers {sorted(context.calls)} instead of once on each of {layers}"
