@@ -95,44 +95,6 @@ def test_the_probe_refuses_a_head_that_is_not_the_hidden_state_times_its_weight(
     assert "differ from the plain forward pass" in str(policy.notice)
 
 
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The policies that were compared with the plain forward pass."""
-    policies: list[Any] = []
-    compare = support._compare
-    monkeypatch.setattr(support, "_compare", lambda policy: policies.append(policy) or compare(policy))
-    return policies
-
-
-def hook(model: Any) -> None:
-    model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: output)
-
-
-def replace_attention(model: Any) -> None:
-    attention = type(model.model.layers[0].self_attn)
-
-    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return torch.zeros_like(hidden_states), None
-
-    model.model.layers[0].self_attn.__class__ = type("Other", (attention,), {"forward": forward})
-
-
-def test_a_second_model_of_a_shape_is_not_compared(compared: list[Any]) -> None:
-    assert all(Policy(tiny_model("llama", seed=seed, **COMMON).eval(), Tokenizer()).native for seed in (1, 2))
-    assert len(compared) == 1
-
-
-@pytest.mark.parametrize(("change", "native"), [(hook, True), (replace_attention, False)])
-def test_a_model_with_code_of_the_users_is_compared_whatever_passed_before(
-    compared: list[Any], change: Any, native: bool
-) -> None:
-    Policy(tiny_model("llama", **COMMON).eval(), Tokenizer())
-    model = tiny_model("llama", **COMMON).eval()
-    change(model)
-    assert Policy(model, Tokenizer()).native is native
-    assert len(compared) == 2
-
-
 def test_a_plain_forward_pass_on_a_held_model_is_refused_rather_than_wrong() -> None:
     policy = Policy(tiny_model("llama", **COMMON).eval(), Tokenizer())
     with pytest.raises(RuntimeError, match="plain_attention"):

@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatpeak.errors import UserError
-from flatpeak.policy.kernel_verdicts import remembered
 from flatpeak.policy.kv_cache import KeyValueCache
-from flatpeak.policy.linears import Head, plain_class
+from flatpeak.policy.linears import Head
 from flatpeak.policy.packing import PackedRow, pack_prompts
 from flatpeak.policy.training_attention import PackedContext, UnservedAttentionError
 
@@ -77,9 +76,6 @@ PROBE_TOLERANCES = {torch.bfloat16: 5e-2}
 again and must decide as before, so they are wide (the largest gap of 14 model types was 2.4%)."""
 PROBE_TOLERANCE = 1e-3
 """The tolerance for weights in all other types."""
-_LIBRARIES = frozenset({"torch", "transformers", "peft"})
-_ADDED = ("forward", "_forward_hooks", "_forward_pre_hooks")
-"""Attributes by which a module may do something else than its class."""
 
 
 def unsupported(model: Any) -> str | None:
@@ -101,33 +97,9 @@ def _rope_types(settings: Any) -> set[str]:
     return {str(settings.get(key)) for key in ("rope_type", "type") if key in settings}.union(*nested)
 
 
-def probe(policy: Probed) -> str | None:
-    """Compare packed and decoded logits with the plain forward pass; None if they agree.
-
-    A model of the libraries' modules alone agrees where one of its shape did before: see kernel_verdicts.
-    """
-    if not all(map(_is_plain, policy.model.modules())):
-        return _compare(policy)
-    reasons: list[str | None] = []
-
-    def agrees() -> bool:
-        reasons.append(_compare(policy))
-        return reasons[0] is None
-
-    remembered("attention", policy, agrees)
-    return reasons[0] if reasons else None
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module and its forward pass come from the libraries, and nothing is hooked to it."""
-    kind = plain_class(module)
-    sources = {each.__module__.partition(".")[0] for each in (kind, kind.forward)}
-    return sources <= _LIBRARIES and not any(module.__dict__.get(name) for name in _ADDED)
-
-
 @torch.no_grad()
-def _compare(policy: Probed) -> str | None:
-    """The reason why packed or decoded logits are not those of the plain forward pass on two short prompts, or None.
+def probe(policy: Probed) -> str | None:
+    """Compare packed and decoded logits with the plain forward pass on two short prompts; None if they agree.
 
     Of 8 and 4 tokens, or fewer where the context is shorter.
     """
