@@ -13,9 +13,9 @@ from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
+from flatpeak.pipeline.callers_sampler import callers_sampler
 from flatpeak.pipeline.components import (
     build_sampler,
-    callers_sampler,
     check_policy,
     check_regularization,
     check_sft_split,

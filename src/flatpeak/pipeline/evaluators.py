@@ -11,7 +11,7 @@ from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.sharpness import SharpnessProbe
 from flatpeak.gradreg.parameters import perturbed_parameters
 from flatpeak.gradreg.perturbation import Perturbation
-from flatpeak.pipeline.components import CheckedSampler
+from flatpeak.pipeline.callers_sampler import CheckedSampler
 from flatpeak.pipeline.user_objects import Algorithm
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler

@@ -14,7 +14,7 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.components import SamplerFactory
+from flatpeak.pipeline.callers_sampler import SamplerFactory
 from flatpeak.pipeline.forked_recipe import forked_recipe, source_run
 from flatpeak.pipeline.lifecycle import RunResult
 from flatpeak.pipeline.train import train

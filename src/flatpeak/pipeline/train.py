@@ -14,10 +14,9 @@ from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
 from flatpeak.pipeline.algorithm_words import algorithm_name
 from flatpeak.pipeline.build import Components, build_components
+from flatpeak.pipeline.callers_sampler import CheckedSampler, SamplerFactory
 from flatpeak.pipeline.components import (
-    CheckedSampler,
     PlainSampler,
-    SamplerFactory,
     announce_decoding,
     without_model_source,
 )

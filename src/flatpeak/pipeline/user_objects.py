@@ -14,7 +14,7 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.functional.losses import PolicyLoss
-from flatpeak.pipeline.components import SamplerFactory
+from flatpeak.pipeline.callers_sampler import SamplerFactory
 from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
 from flatpeak.protocols import Sampler, Task
 from flatpeak.rewards.functions import function_name
