@@ -12,7 +12,7 @@ from torch import Tensor
 from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.kernels.native.decode import Affine, ModelWeights, NativeCache, PackedModel
 from flatpeak.policy.model import Policy
-from flatpeak.policy.native_decoding import read_weights
+from flatpeak.policy.native_weights import read_weights
 from support.architectures import architecture_model
 from support.engines import Tokens, make_policy
 from support.native_kernels import compare_random_shapes, random_policy, random_prompts

@@ -16,7 +16,8 @@ from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.kernels.native.decode import Affine, NativeCache, PackedModel
 from flatpeak.policy import native_decoding
 from flatpeak.policy.model import Policy
-from flatpeak.policy.native_decoding import SETTING, KernelChoice, largest_gap, read_weights
+from flatpeak.policy.native_decoding import SETTING, KernelChoice, largest_gap
+from flatpeak.policy.native_weights import read_weights
 from flatpeak.training.batch import collate
 from flatpeak.types import Group, SamplingParams
 from support.architectures import COMMON, architecture_model

@@ -17,7 +17,7 @@ from flatpeak.kernels.native import build
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
 from flatpeak.kernels.native.training_pass import Groups
 from flatpeak.policy.model import Policy
-from flatpeak.policy.native_decoding import SERVED, read_weights
+from flatpeak.policy.native_weights import SERVED, read_weights
 from support.engines import Tokens, plain_logits
 from support.models import tiny_model
 
