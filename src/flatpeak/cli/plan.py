@@ -52,13 +52,13 @@ def plan(
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise UserError(f"--price {price:g}: give the price of an hour, such as 2.50")
     config = read_config(recipe, overrides)
-    with without_collection(), redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
-        from flatpeak.pipeline.planning.advice import AdviceReport, advise
-        from flatpeak.pipeline.planning.measurement import measure_run
-        from flatpeak.pipeline.planning.run_plan import plan_run
+    with redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
+        with without_collection():
+            from flatpeak.pipeline.planning.advice import AdviceReport, advise
+            from flatpeak.pipeline.planning.measurement import measure_run
+            from flatpeak.pipeline.planning.run_plan import plan_run
 
-        planned = plan_run(config, device_memory=device_memory)
-    with redirect_stdout(sys.stderr):
+            planned = plan_run(config, device_memory=device_memory)
         advice = AdviceReport() if planned.fits else advise(planned)
         # Steps run on this machine, whatever device is planned for; what does not fit it would end for want of memory.
         measurable = planned.fits or device_memory is not None

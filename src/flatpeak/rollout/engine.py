@@ -6,7 +6,6 @@ tensors, and the engine keeps the two in step: admit, decode some tokens, collec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -74,13 +73,14 @@ class NativeEngine(StreamingSampler):
         with self._decoding():
             schedule = self._plan(prompts, group_size=group_size)
             decode_slots = self._open(prompts, schedule, group_size=group_size, sampling=sampling, seed=seed)
+            limit = self._prefill_tokens
             request = _Request(
                 self._decoder,
                 prompts,
                 decode_slots=decode_slots,
                 schedule=schedule,
                 group_size=group_size,
-                prefill_tokens=min(self._prefill_tokens, getattr(decode_slots.cache, "prefill_tokens", math.inf)),
+                prefill_tokens=min(limit, getattr(decode_slots.cache, "prefill_tokens", limit)),
             )
             try:
                 while not request.done:
@@ -169,7 +169,7 @@ class _Request:
         decode_slots: DecodeSlots,
         schedule: Schedule,
         group_size: int,
-        prefill_tokens: float,
+        prefill_tokens: int,
     ) -> None:
         self._decoder = decoder
         self._prompts = prompts
