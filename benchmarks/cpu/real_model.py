@@ -34,6 +34,7 @@ from benchmarks.harness.runner import Row, Run, main, say
 from benchmarks.harness.tables import real_model
 from benchmarks.harness.workers import Worker, measure_in_turn
 from benchmarks.harness.workloads import GROUP, Workload
+from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.recipes.laptop import numbers
 from flatpeak.utils.gguf import dequantized, find_gguf
 
@@ -48,7 +49,6 @@ UNCOUNTED = {"parts": 1, "rollouts": 1, BFLOAT16: 0, "steps": 1}
 """Of steps that is the set-up with the first rollout. Beside products of this size other warming up is small."""
 PROMPTS, MAX_NEW_TOKENS = 4, 48
 QUICK_GROUP, QUICK_TOKENS = 2, 4
-INSTRUCTION = "{}\nList the numbers in this text as JSON, like [3, 14, 7.5]. Write nothing else."
 
 
 def measure(run: Run, name: str) -> Row:
@@ -71,7 +71,8 @@ def measure(run: Run, name: str) -> Row:
 def chat_workload(model: Path, *, steps: int, quick: bool) -> Workload:
     """Texts of the recipe `laptop` as chats, or without a frame where the tokenizer has no chat template."""
     tokenizer = load_tokenizer(model)
-    texts = [INSTRUCTION.format(example.question) for example in numbers(train_size=steps * PROMPTS).train]
+    asked = parse_config(load_recipe("flatpeak:laptop")).prompt.user
+    texts = [asked.replace("{question}", each.question) for each in numbers(train_size=steps * PROMPTS).train]
     if tokenizer.chat_template:
         texts = [chat(tokenizer, text) for text in texts]
     return Workload(
