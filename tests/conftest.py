@@ -12,6 +12,7 @@ import pytest
 
 import flatpeak  # noqa: F401  before torch, which reads the environment that this sets
 from support.models import run_model
+from support.pushed_runs import make_finished_run, make_run_with_keys
 from support.runs import Watcher, speed_up_runs, tiny_recipe
 
 # A suite under nohup ignores SIGHUP, and one that a script starts in the background SIGINT; what tests start would
@@ -104,3 +105,15 @@ def uninterrupted(outcomes: dict[str, Any], make_run: Callable[..., Any]) -> dic
         assert run.start().exit_code == 0
         outcomes.update(outcome(run.path))
     return outcomes
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of rules alone; to be read, and changed only in copies."""
+    return make_finished_run(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture(scope="session")
+def run_with_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose recipe was given keys."""
+    return make_run_with_keys(tmp_path_factory.mktemp("keys") / "home")

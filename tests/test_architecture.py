@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flatpeak
-from support.structure import RANK, imports, module_name, part_of, read_structure, source_files
+from support.structure import RANK, app_of, imports, module_name, part_of, read_structure, source_files
 
 PACKAGE = Path(flatpeak.__file__).parent
 FILES = [path.relative_to(PACKAGE) for path in source_files(PACKAGE)]
@@ -33,20 +33,24 @@ UNIONS = {"flatpeak.tasks.config", "flatpeak.rewards.config"}
 
 
 def own_imports(source: str) -> Iterator[tuple[int, str]]:
-    """(line, part) of every import of a part of flatpeak."""
+    """(line, dotted name) of every import of a part of flatpeak."""
     for line, module in imports(source):
         names = module.split(".")
         if names[0] == "flatpeak" and len(names) > 1 and not names[1].startswith("__"):
-            yield line, names[1]
+            yield line, module
 
 
-def offences(part: str, source: str) -> list[str]:
-    """Imports that run up, line by line."""
-    return [
+def offences(module: str, source: str) -> list[str]:
+    """Imports that run up, and those of another application, line by line."""
+    part, app = part_of(module), app_of(module)
+    found = [(line, part_of(other), app_of(other)) for line, other in own_imports(source)]
+    upward = [
         f"line {line}: {part} imports {other}"
-        for line, other in own_imports(source)
+        for line, other, _ in found
         if other != part and RANK[other] >= RANK[part]
     ]
+    beside = [f"line {line}: {app} imports {other}" for line, _, other in found if app and other not in ("", app)]
+    return upward + beside
 
 
 def read(path: Path) -> str:
@@ -55,29 +59,33 @@ def read(path: Path) -> str:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != Path("__init__.py")], ids=str)
 def test_imports_point_one_way(path):
-    component = part_of(module_name(PACKAGE / path, PACKAGE))
+    module = module_name(PACKAGE / path, PACKAGE)
+    component = part_of(module)
     assert component in RANK, f"{component} has no place in LAYERS of tests/support/structure.py: give it one"
     # A package's public names are looked up when they are asked for; those of `utils.lazy` serve every package.
-    assert offences(component, read(path)) == []
+    assert offences(module, read(path)) == []
 
 
 @pytest.mark.parametrize(
-    ("part", "source", "expected"),
+    ("module", "source", "expected"),
     [
-        ("rollout", "from flatpeak.policy.model import Policy", ["line 1: rollout imports policy"]),
-        ("runs", "def f():\n    import flatpeak.training.trainer", ["line 2: runs imports training"]),
+        ("flatpeak.rollout", "from flatpeak.policy.model import Policy", ["line 1: rollout imports policy"]),
+        ("flatpeak.runs", "def f():\n    import flatpeak.training.trainer", ["line 2: runs imports training"]),
         (
-            "types",
+            "flatpeak.types",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flatpeak import protocols",
             ["line 3: types imports protocols"],
         ),
-        ("training", "from flatpeak.config import RunConfig", ["line 1: training imports config"]),
-        ("training", "from flatpeak.tasks.config import TaskConfig\nimport flatpeak", []),
-        ("policy", "from flatpeak.policy.linears import x\nfrom flatpeak import __version__", []),
+        ("flatpeak.training", "from flatpeak.config import RunConfig", ["line 1: training imports config"]),
+        ("flatpeak.training", "from flatpeak.tasks.config import TaskConfig\nimport flatpeak", []),
+        ("flatpeak.policy", "from flatpeak.policy.linears import x\nfrom flatpeak import __version__", []),
+        ("flatpeak.pipeline", "from flatpeak.apps.chat import x", ["line 1: pipeline imports apps"]),
+        ("flatpeak.apps.serve", "import flatpeak.pipeline\nimport flatpeak.apps.chat", ["line 2: serve imports chat"]),
+        ("flatpeak.apps.publish.push", "from flatpeak.apps.publish import export", []),
     ],
 )
-def test_an_import_against_the_direction_is_noticed(part, source, expected):
-    assert offences(part, source) == expected
+def test_an_import_against_the_direction_is_noticed(module, source, expected):
+    assert offences(module, source) == expected
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -28,8 +28,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.harness.models import word_tokenizer
 from benchmarks.harness.worker_process import Meter
 from benchmarks.harness.workloads import EOS, FIRST_WORD, PAD
+from flatpeak.apps.planning.run_plan import plan_run
 from flatpeak.config.load import load_recipe, merge, parse_config
-from flatpeak.pipeline.planning.run_plan import plan_run
 from flatpeak.runs.manifest import describe_start
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Example

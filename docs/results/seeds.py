@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 
+from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.evaluation.evaluate import Evaluation
 from flatpeak.functional import paired_bootstrap
-from flatpeak.pipeline.compare import compare_checkpoints
 
 
 def per_question(evaluations: list[Evaluation], metric: str) -> list[float]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from flatpeak.utils.environment import set_defaults, without_collection
 
 if TYPE_CHECKING:
+    from flatpeak.apps.fork.fork_run import fork
     from flatpeak.config.run_config import RunConfig
     from flatpeak.errors import UserError
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
-    from flatpeak.pipeline.fork_run import fork
     from flatpeak.pipeline.lifecycle import RunResult
     from flatpeak.pipeline.train import sft, train
     from flatpeak.pipeline.train_reward_model import train_reward_model
@@ -39,7 +39,7 @@ _HOMES = {
     "RunConfig": "flatpeak.config.run_config",
     "RunResult": "flatpeak.pipeline.lifecycle",
     "UserError": "flatpeak.errors",
-    "fork": "flatpeak.pipeline.fork_run",
+    "fork": "flatpeak.apps.fork.fork_run",
     "sft": "flatpeak.pipeline.train",
     "train": "flatpeak.pipeline.train",
     "train_reward_model": "flatpeak.pipeline.train_reward_model",

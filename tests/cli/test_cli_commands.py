@@ -46,7 +46,7 @@ STAGES = (evaluation("start", 0, 0.0), evaluation("sft", 9, 0.411), evaluation("
 
 
 class Library:
-    """Stands in for flatpeak.pipeline.train and flatpeak.pipeline.compare; remembers how it was called."""
+    """Stands in for flatpeak.pipeline.train and flatpeak.apps.compare; remembers how it was called."""
 
     def __init__(self, *, signal=None) -> None:
         self.signal = signal
@@ -82,7 +82,7 @@ def run(monkeypatch, *arguments, signal=None):
     library = Library(signal=signal)
     monkeypatch.setitem(sys.modules, "flatpeak.pipeline.train", library)
     monkeypatch.setattr(pipeline, "train", library, raising=False)
-    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.compare", library)
+    monkeypatch.setitem(sys.modules, "flatpeak.apps.compare", library)
     return library, CliRunner().invoke(app, list(arguments))
 
 
@@ -289,7 +289,7 @@ def test_chat_hands_its_options_on(monkeypatch):
     seen = []
     chat_loop = lambda path, *, console, **options: seen.append((path, options, console))  # noqa: E731
     stand_in = SimpleNamespace(Console=SimpleNamespace, chat_loop=chat_loop)
-    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.chat", stand_in)
+    monkeypatch.setitem(sys.modules, "flatpeak.apps.chat", stand_in)
     options = ["--temperature", "0", "--max-new-tokens", "9", "--system", "hi", "--template", "chat", "--recipe", "r"]
     assert CliRunner().invoke(app, ["chat", "runs/x", *options]).exit_code == 0
     assert CliRunner().invoke(app, ["chat", "runs/y"]).exit_code == 0
@@ -305,7 +305,7 @@ def test_a_chat_in_a_pipe_has_only_answers_on_standard_output(monkeypatch):
                 console.write(f"={console.read('> ')}")
 
     monkeypatch.setitem(
-        sys.modules, "flatpeak.pipeline.chat", SimpleNamespace(Console=SimpleNamespace, chat_loop=chat_loop)
+        sys.modules, "flatpeak.apps.chat", SimpleNamespace(Console=SimpleNamespace, chat_loop=chat_loop)
     )
     done = CliRunner().invoke(app, ["chat", "runs/x"], input="1+1\n2+2\n")
     assert (done.stdout, done.stderr) == ("=1+1\n=2+2\n", "a note\n")

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import flatpeak
+from flatpeak.apps.doctor import checkup
+from flatpeak.apps.doctor.checkup import printable
+from flatpeak.apps.doctor.findings import Finding, note, ok, problem
 from flatpeak.cli.main import app
-from flatpeak.pipeline.doctor import checkup
-from flatpeak.pipeline.doctor.checkup import printable
-from flatpeak.pipeline.doctor.findings import Finding, note, ok, problem
 from support.installations import ends, make_package
 
 TOKEN = "hf_" + "abcdefghij" * 3
@@ -124,7 +124,7 @@ def test_a_terminal_without_the_characters_of_a_path_gets_their_codes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [["flatpeak", "doctor"], ["flatpeak.pipeline.doctor.checkup"]])
+@pytest.mark.parametrize("start", [["flatpeak", "doctor"], ["flatpeak.apps.doctor.checkup"]])
 def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
     start: list[str], tmp_path: Path, machine: dict[str, str]
 ) -> None:

@@ -13,13 +13,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-import flatpeak.pipeline.planning.advice
-import flatpeak.pipeline.planning.measurement
+import flatpeak.apps.planning.advice
+import flatpeak.apps.planning.measurement
+from flatpeak.apps.planning.advice import Advice, AdviceReport
+from flatpeak.apps.planning.device import GIB
+from flatpeak.apps.planning.measurement import Measurement
 from flatpeak.cli.main import app
 from flatpeak.errors import UserError
-from flatpeak.pipeline.planning.advice import Advice, AdviceReport
-from flatpeak.pipeline.planning.device import GIB
-from flatpeak.pipeline.planning.measurement import Measurement
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def advise(*fitting: Advice, least: Advice | None = None) -> None:
         report = AdviceReport(fitting=fitting, least=least)
-        monkeypatch.setattr(flatpeak.pipeline.planning.advice, "advise", lambda plan: report)
+        monkeypatch.setattr(flatpeak.apps.planning.advice, "advise", lambda plan: report)
 
     return advise
 
@@ -178,7 +178,7 @@ def test_measured_steps_are_told_with_their_price(plan: Callable[..., Result], m
         prices.append(price)
         return measured
 
-    monkeypatch.setattr(flatpeak.pipeline.planning.measurement, "measure_run", measure)
+    monkeypatch.setattr(flatpeak.apps.planning.measurement, "measure_run", measure)
     lines = plan("--measure", "--price", "2.5").stdout.splitlines()
     assert prices == [2.5]
     assert lines[-4:] == [
@@ -194,7 +194,7 @@ def test_what_does_not_fit_this_machine_is_not_measured(
     plan: Callable[..., Result], advised: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advised()
-    monkeypatch.setattr("flatpeak.pipeline.planning.device.host_memory", lambda: 1)
+    monkeypatch.setattr("flatpeak.apps.planning.device.host_memory", lambda: 1)
     result = plan("--measure")
     assert result.exit_code == 3
     assert "not measured: its steps would not fit this machine" in result.stdout

@@ -13,8 +13,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from flatpeak.apps.fork.fork_run import fork
 from flatpeak.errors import UserError
-from flatpeak.pipeline.fork_run import fork
 from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import flatpeak
+from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.errors import UserError
-from flatpeak.pipeline.compare import compare_checkpoints, locate_model
+from flatpeak.pipeline.model_source import locate_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rollout.engine import NativeEngine

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from flatpeak.apps.chat import chat_loop
+from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.errors import UserError
-from flatpeak.pipeline.chat import chat_loop
-from flatpeak.pipeline.compare import compare_checkpoints, locate_model
+from flatpeak.pipeline.model_source import locate_model
 from flatpeak.policy import model as policy_model
 from flatpeak.policy.model import Policy
 from flatpeak.policy.native_decoding import SETTING, KernelChoice

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import SharpnessConfig
 from flatpeak.evaluation.sharpness import SharpnessProbe
 from flatpeak.gradreg.parameters import perturbed_parameters
 from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.gradreg.weight_noise import relative_noise
-from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rewards.reward_set import CallersReward

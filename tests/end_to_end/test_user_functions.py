@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import flatpeak
+from flatpeak.apps.publish.algorithm_words import describe_rl
+from flatpeak.config.algorithm_name import algorithm_name
 from flatpeak.config.load import load_recipe, merge, parse_config
 from flatpeak.errors import RunError, UserError
 from flatpeak.functional import PolicyLoss
-from flatpeak.pipeline.algorithm_words import algorithm_name, describe_rl
 from flatpeak.report.explain_group import explain, render
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
@@ -174,7 +175,7 @@ def test_functions_given_in_python_are_named_in_the_recipe_and_asked_for_again(r
 
 def test_a_fork_may_have_another_loss_from_python(recipe: Runs, train: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     result = train(recipe(**BUSY, run={"checkpoint_every": 1}), reward=varied, loss=halved, progress=False)
-    monkeypatch.setattr("flatpeak.pipeline.fork_run.train", train)
+    monkeypatch.setattr("flatpeak.apps.fork.fork_run.train", train)
 
     def doubled(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, config: Any) -> Tensor:
         return 4 * halved(logprobs_T, ratio_T, advantages_T, config)

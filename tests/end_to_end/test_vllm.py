@@ -94,8 +94,8 @@ Serve = Callable[..., Any]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """`serve(model, port=0, lora_rank=None, arguments=())`: a server that is ready; all end with the test."""
-    from flatpeak.pipeline.serve import ServeConfig, ServerProcess
-    from flatpeak.pipeline.vllm_python import find_python
+    from flatpeak.apps.serve import ServeConfig, ServerProcess
+    from flatpeak.rollout.vllm.vllm_python import find_python
 
     processes = []
 

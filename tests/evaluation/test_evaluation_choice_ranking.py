@@ -233,7 +233,7 @@ def test_a_run_on_questions_without_options_is_refused_before_its_directory_is_m
 def test_a_run_and_flatpeak_eval_rank_alike(
     recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from flatpeak.pipeline.compare import compare_checkpoints
+    from flatpeak.apps.compare import compare_checkpoints
     from flatpeak.runs.metrics import read_metrics
     from flatpeak.runs.summary import read_summary
 

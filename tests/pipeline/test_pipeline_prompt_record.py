@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from flatpeak.apps import chat
+from flatpeak.apps.chat import Console, chat_loop
+from flatpeak.apps.compare import compare_checkpoints
+from flatpeak.apps.publish.export import export
 from flatpeak.config.load import parse_config, read_recipe
 from flatpeak.errors import UserError
-from flatpeak.pipeline import chat
-from flatpeak.pipeline.chat import Console, chat_loop
-from flatpeak.pipeline.compare import compare_checkpoints, locate_model, recipe_of
-from flatpeak.pipeline.export import export
+from flatpeak.pipeline.model_source import locate_model, recipe_of
 from flatpeak.pipeline.prompt_record import PROMPT_RECORD, hub_base, make_prompt_record, read_prompt_record, recipe_hash
 from flatpeak.policy.config import ModelConfig
 from flatpeak.rewards.config import RewardConfig

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.config.load import apply_settings, parse_config
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.pipeline.lifecycle import resolve_config
 from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.model import Policy

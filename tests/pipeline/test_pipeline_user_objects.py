@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import flatpeak
+from flatpeak.apps.chat import Console, chat_loop
+from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.errors import UserError
-from flatpeak.pipeline.chat import Console, chat_loop
-from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from support.reward_functions import odd

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatpeak.apps.planning.device import GIB, PlannedDevice
+from flatpeak.apps.planning.memory import MemoryEstimate, estimate_memory
+from flatpeak.apps.planning.memory_tracker import MemoryTracker
+from flatpeak.apps.planning.planned_model import PlannedModel, read_model
+from flatpeak.apps.planning.workload import Evaluated, Workload
 from flatpeak.config.load import merge, parse_config
 from flatpeak.config.run_config import RunConfig
-from flatpeak.pipeline.planning.device import GIB, PlannedDevice
-from flatpeak.pipeline.planning.memory import MemoryEstimate, estimate_memory
-from flatpeak.pipeline.planning.memory_tracker import MemoryTracker
-from flatpeak.pipeline.planning.planned_model import PlannedModel, read_model
-from flatpeak.pipeline.planning.workload import Evaluated, Workload
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import sys
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ SMALL = 50
 """Lines below which a file counts as small."""
 # Each part may import what stands in a line above its own, and itself; parts of one line do not know each other.
 LAYERS: tuple[frozenset[str], ...] = (
+    # The core: mathematics, models, samplers, rewards, tasks, training.
     frozenset({"kernels"}),
     frozenset({"functional"}),
     frozenset({"errors", "types"}),
@@ -28,11 +31,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"distributed"}),
     frozenset({"evaluation"}),
     frozenset({"training"}),
+    frozenset({"integrations"}),
+    # Runs: from a recipe to a run directory.
     frozenset({"config"}),
     frozenset({"report"}),
     frozenset({"pipeline"}),
-    frozenset({"integrations"}),
-    frozenset({"experiments"}),
+    # Applications, each beside the others.
+    frozenset({"apps", "experiments"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
@@ -78,7 +83,9 @@ class Structure:
             for module, others in self.imports.items()
             if (package_name := part_of(module))
             for other in others
-            if (target := part_of(other)) and package_name != target and RANK[target] >= RANK[package_name]
+            if (target := part_of(other))
+            if (package_name != target and RANK[target] >= RANK[package_name])
+            or (app_of(module) and app_of(other) not in ("", app_of(module)))
         )
 
     @property
@@ -119,6 +126,12 @@ class Structure:
 def part_of(module: str) -> str:
     """`flatpeak.rewards.math.units` is in `rewards`; the package itself is in none."""
     return module.split(".")[1] if "." in module else ""
+
+
+def app_of(module: str) -> str:
+    """`flatpeak.apps.publish.push` is of the application `publish`; what is of none has an empty name."""
+    names = module.split(".")
+    return names[2] if len(names) > 2 and names[1] == "apps" else ""
 
 
 def imports(source: str, *, typing_only: bool = True) -> Iterator[tuple[int, str]]:
@@ -175,14 +188,45 @@ def occurrences(package: Path, pattern: str) -> int:
     return sum(path.read_text(encoding="utf-8").count(pattern) for path in source_files(package))
 
 
+def code_lines(source: str) -> int:
+    """Lines of code, imports included: without blank lines, comments and docstrings."""
+    layout = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    held = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in layout
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    texts = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return len(held - {line for node in texts for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)})
+
+
+def folders(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
+    """Files and lines of code of each folder, subfolders apart."""
+    totals: dict[str, tuple[int, int]] = {}
+    for path in source_files(package):
+        name = path.parent.relative_to(package).as_posix()
+        files, lines = totals.get(name, (0, 0))
+        totals[name] = files + 1, lines + code_lines(path.read_text(encoding="utf-8"))
+    return totals
+
+
 def count(package: Path = PACKAGE) -> dict[str, int]:
     """The figures of docs/architecture.md, in its order."""
     structure = read_structure(package)
     ranked = all(part_of(module) in RANK for module in structure.lines if "." in module)
     names = Counter(path.name for path in source_files(package))
+    by_folder = folders(package).values()
     return {
         "Python files": len(structure.lines),
         "lines": sum(structure.lines.values()),
+        "lines of code": sum(lines for _, lines in by_folder),
+        "lines of code of the largest folder": max(lines for _, lines in by_folder),
+        "files of the fullest folder": max(files for files, _ in by_folder),
         "files with a single importer": len(structure.single_importers),
         f"files under {SMALL} lines": len(structure.small),
         "loose files at the top": sum(1 for path in package.glob("*.py")),
@@ -205,7 +249,7 @@ def main() -> None:
     counts = count(given.package)
     if given.check:
         page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-        stale = [name for name, n in counts.items() if name != "lines" and not _is_in_table(page, name, n)]
+        stale = [name for name, n in counts.items() if not name.startswith("lines") and not _is_in_table(page, name, n)]
         if stale:
             sys.exit(f"docs/architecture.md is out of date: {', '.join(f'{name} {counts[name]}' for name in stale)}")
         return
@@ -213,6 +257,8 @@ def main() -> None:
         print(f"| {name} | {n:,} |")
     if given.list:
         structure = read_structure(given.package)
+        for name, (files, lines) in sorted(folders(given.package).items(), key=lambda item: -item[1][1]):
+            print(f"{lines:6,} lines of code in {files} files: {name}")
         for title in ("single_importers", "small", "ambiguous", "circles", "upward"):
             print(title, *_listed(getattr(structure, title)), sep="\n  ")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatpeak.pipeline.serve import PLUGIN
+from flatpeak.apps.serve import PLUGIN
 from flatpeak.rollout.vllm.nccl_channel import TYPES, NCCLChannel
 
 ELEMENT = {number: dtype for dtype, number in TYPES.items()}

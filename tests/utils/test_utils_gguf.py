@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flatpeak.errors import UserError
-from flatpeak.pipeline.compare import locate_model
+from flatpeak.pipeline.model_source import locate_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rewards.sequence_classifier import load_model, locate

@@ -15,7 +15,7 @@ def doctor(
 
     Nothing is changed or downloaded. Exit code 1 where there is a problem; notes are none.
     """
-    from flatpeak.pipeline.doctor.checkup import report
+    from flatpeak.apps.doctor.checkup import report
 
     raise typer.Exit(report(as_json=as_json))
 
@@ -24,6 +24,6 @@ def run_directly(arguments: Sequence[str]) -> int | None:
     """Run the doctor without typer's reading of arguments, for which pydantic must work; None for another command."""
     if list(arguments) not in (["doctor"], ["doctor", "--json"]):
         return None
-    from flatpeak.pipeline.doctor.checkup import report
+    from flatpeak.apps.doctor.checkup import report
 
     return report(as_json="--json" in arguments)

@@ -55,8 +55,8 @@ def evaluate(
         raise UserError("eval needs a model: a run, a checkpoint directory or a Hub name")
     if rows is not None:
         _check_writable(rows)
+    from flatpeak.apps.compare import compare_checkpoints
     from flatpeak.cli.common import open_progress
-    from flatpeak.pipeline.compare import compare_checkpoints
     from flatpeak.runs.files import write_atomic
     from flatpeak.runs.summary import finite
 
@@ -112,7 +112,7 @@ def chat(
     A run, or a checkpoint in it, is asked as in its training. Answers go to standard output, everything else to
     standard error.
     """
-    from flatpeak.pipeline.chat import Console, chat_loop
+    from flatpeak.apps.chat import Console, chat_loop
 
     chat_loop(
         path,

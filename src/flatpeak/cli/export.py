@@ -22,7 +22,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's model as one Hugging Face directory, adapters merged into their base."""
-    from flatpeak.pipeline.export import export as export_model
+    from flatpeak.apps.publish.export import export as export_model
 
     result = export_model(run, directory, checkpoint=checkpoint, dtype=dtype)
     if as_json:

@@ -18,9 +18,9 @@ from flatpeak.utils.environment import without_collection
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flatpeak.pipeline.planning.advice import Advice, AdviceReport
-    from flatpeak.pipeline.planning.measurement import Measurement
-    from flatpeak.pipeline.planning.run_plan import RunPlan
+    from flatpeak.apps.planning.advice import Advice, AdviceReport
+    from flatpeak.apps.planning.measurement import Measurement
+    from flatpeak.apps.planning.run_plan import RunPlan
 
 DOES_NOT_FIT = 3
 """The exit code of a recipe that needs more memory than there is."""
@@ -54,9 +54,9 @@ def plan(
     config = read_config(recipe, overrides)
     with redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
         with without_collection():
-            from flatpeak.pipeline.planning.advice import AdviceReport, advise
-            from flatpeak.pipeline.planning.measurement import measure_run
-            from flatpeak.pipeline.planning.run_plan import plan_run
+            from flatpeak.apps.planning.advice import AdviceReport, advise
+            from flatpeak.apps.planning.measurement import measure_run
+            from flatpeak.apps.planning.run_plan import plan_run
 
             planned = plan_run(config, device_memory=device_memory)
         advice = AdviceReport() if planned.fits else advise(planned)
@@ -74,7 +74,7 @@ def plan(
 
 
 def _as_json(advice: AdviceReport, measured: Measurement | None) -> dict[str, Any]:
-    from flatpeak.pipeline.planning.run_plan import in_gib
+    from flatpeak.apps.planning.run_plan import in_gib
 
     options = [*advice.fitting, *([advice.least] if advice.least else [])]
     return {
@@ -148,7 +148,7 @@ def _cell(items: Mapping[str, int], item: str) -> str:
 
 
 def _size(size: int) -> str:
-    from flatpeak.pipeline.planning.run_plan import in_gib
+    from flatpeak.apps.planning.run_plan import in_gib
 
     gib = in_gib(size)
     return f"{gib:.2f}" if gib >= 0.01 else "<0.01"

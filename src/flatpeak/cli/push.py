@@ -13,7 +13,7 @@ import typer
 from flatpeak.cli.common import AsJson
 
 if TYPE_CHECKING:
-    from flatpeak.pipeline.push import FolderFile
+    from flatpeak.apps.publish.push import FolderFile
 
 
 def push(
@@ -38,12 +38,12 @@ def push(
 
     The token is that of HF_TOKEN or of hf auth login. An interrupted upload is continued by the same command.
     """
-    from flatpeak.pipeline.hub_upload import check_repository_name, hub_token
+    from flatpeak.apps.publish.hub_upload import check_repository_name, hub_token
 
     check_repository_name(repo)  # before torch is loaded
     if dry_run is None:
         hub_token()
-    from flatpeak.pipeline.push import push as push_model
+    from flatpeak.apps.publish.push import push as push_model
 
     where = f"in {dry_run}" if dry_run is not None else f"to {repo}"
     result = push_model(

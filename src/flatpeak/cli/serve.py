@@ -40,8 +40,8 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Start a vLLM server for rollouts, and print what to put into the recipe."""
-    from flatpeak.pipeline.serve import ServeConfig, ServerProcess
-    from flatpeak.pipeline.vllm_python import find_python
+    from flatpeak.apps.serve import ServeConfig, ServerProcess
+    from flatpeak.rollout.vllm.vllm_python import find_python
 
     config = ServeConfig(
         model=model,

@@ -115,7 +115,7 @@ def fork(
     as_json: AsJson = False,
 ) -> None:
     """Train a new run on from a checkpoint of another one, with changed settings."""
-    from flatpeak.pipeline.forked_recipe import forked_recipe, source_run
+    from flatpeak.apps.fork.forked_recipe import forked_recipe, source_run
 
     _, config = forked_recipe(source_run(run), name, overrides or ())
     output = RunOutput(label="fork", as_json=as_json)

@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING
 from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from flatpeak.pipeline.compare import compare_checkpoints as compare_checkpoints
     from flatpeak.pipeline.components import build_sampler as build_sampler
     from flatpeak.pipeline.lifecycle import RunResult as RunResult
 
-__getattr__ = lazy_names(
-    __name__, {"RunResult": "lifecycle", "build_sampler": "components", "compare_checkpoints": "compare"}
-)
+__getattr__ = lazy_names(__name__, {"RunResult": "lifecycle", "build_sampler": "components"})

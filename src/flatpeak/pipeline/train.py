@@ -7,12 +7,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
+from flatpeak.config.algorithm_name import algorithm_name
 from flatpeak.config.load import Settings, apply_settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import open_ranks
 from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
-from flatpeak.pipeline.algorithm_words import algorithm_name
 from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.callers_sampler import CheckedSampler, SamplerFactory
 from flatpeak.pipeline.components import (

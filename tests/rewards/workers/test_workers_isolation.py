@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.errors import UserError
-from flatpeak.pipeline.compare import compare_checkpoints
 from flatpeak.rewards.base import Component, ComponentScores, Scorer
 from flatpeak.rewards.checked_calls import PATIENCE
 from flatpeak.rewards.config import FunctionConfig, NumberConfig

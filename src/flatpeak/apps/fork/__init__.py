@@ -1,0 +1,1 @@
+"""Runs that go on from a checkpoint of another one under changed settings."""

@@ -1,0 +1,11 @@
+"""Plans of runs: what a recipe will do, the memory and disk that it takes, and whether it fits, before it is run."""
+
+from typing import TYPE_CHECKING
+
+from flatpeak.utils.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from flatpeak.apps.planning.run_plan import RunPlan as RunPlan
+    from flatpeak.apps.planning.run_plan import plan_run as plan_run
+
+__getattr__ = lazy_names(__name__, {"RunPlan": "run_plan", "plan_run": "run_plan"})

@@ -1,0 +1,257 @@
+"""A policy on tensors that have shapes and no data, which computes as `Policy` does on the planned device.
+
+Its model is the planned one with few layers, on torch's fake tensors (`FakeTensorMode`): all code of transformers, peft
+and flatpeak runs as it is. Where the device decides which code that is, and is not there, other code stands in that
+keeps tensors of the same sizes: attention on a GPU, and layers in 4 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flatpeak.apps.planning.fake_quantization import expand_adapted, quantize
+from flatpeak.apps.planning.inventory import quantized_layers
+from flatpeak.apps.planning.memory_tracker import MemoryTracker
+from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
+from flatpeak.functional.logprobs import chunk_tokens, token_logprobs
+from flatpeak.policy.linears import Head, make_fast, read_head
+from flatpeak.policy.model_settings import make_adapted_layers_fast, silence_dropout, training_layers
+from flatpeak.policy.packing import PackedRow, pack_batch
+from flatpeak.policy.training_attention import (
+    ATTENTION_NAME,
+    AttentionRule,
+    Block,
+    PackedContext,
+    packed_hidden,
+    register_attention,
+)
+from flatpeak.types import Batch
+from flatpeak.utils.adapters import dropout_modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSettings:
+    """The settings that decide how much memory the passes of a model take."""
+
+    model: PlannedModel
+    on_cpu: bool
+    recompute: bool
+    """Whether layers are computed again in the backward pass."""
+    accumulated: bool
+    """Whether gradients of earlier micro-batches are there already."""
+    dropout: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakePolicy:
+    """The passes of `Policy` on a model without data."""
+
+    modules: Any
+    head: Head
+    on_cpu: bool
+    padded: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All weights and buffers of the model."""
+        return [*self.modules.parameters(), *self.modules.buffers()]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that get gradients."""
+        return [parameter for parameter in self.modules.parameters() if parameter.requires_grad]
+
+    def score(self, batch: Batch) -> Tensor:
+        """The log-probabilities of a batch, as Policy.token_logprobs."""
+        if self.padded:
+            return _padded_logprobs(causal_of(self.modules), batch)
+        with unset_fake_temporarily():
+            row = pack_batch(batch)
+        hidden_TD = self.hidden(row, FakeContext(row, on_cpu=self.on_cpu)).index_select(0, row.source_T)
+        return self.logprobs(hidden_TD, batch.tokens_T)
+
+    def logprobs(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        """The log-probabilities of these tokens, in the chunks of the planned device."""
+        head = self.head
+        logprobs_T, _ = token_logprobs(
+            hidden_TD,
+            head.linear.weight,
+            targets_T,
+            bias_V=head.linear.bias,
+            softcap=head.softcap,
+            logit_scale=head.logit_scale,
+            chunk_size=chunk_tokens(len(head.linear.weight), on_cpu=self.on_cpu),
+        )
+        return logprobs_T
+
+    def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
+        """The last hidden states of a packed row, as Policy.hidden."""
+        causal = causal_of(self.modules)
+        return packed_hidden(getattr(causal, causal.base_model_prefix), row, context)
+
+
+@contextmanager
+def fake_policy(settings: PassSettings, layers: int) -> Iterator[FakePolicy]:
+    """The model with so many layers on tensors without data, in the mode that makes more of them."""
+    modules = settings.model.build(layers)
+    causal = causal_of(modules)
+    head = read_head(causal)
+    quantized = list(quantized_layers(settings.model, modules))
+    quantize(quantized)
+    if not settings.dropout:
+        silence_dropout(modules, keep=dropout_modules(modules))
+    padded = settings.model.fallback is not None
+    if not padded:
+        register_attention()
+        causal.set_attn_implementation(ATTENTION_NAME)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        exchange_tensors(modules)
+        if settings.on_cpu and not padded:
+            make_fast(causal)
+        if not padded:
+            make_adapted_layers_fast(causal)
+            if quantized and settings.on_cpu:
+                expand_adapted(causal)
+    modules.train()
+    with training_layers(causal, recompute=settings.recompute, compiled=False), mode:
+        yield FakePolicy(modules=modules, head=head, on_cpu=settings.on_cpu, padded=padded)
+
+
+def _padded_logprobs(causal: Any, batch: Batch) -> Tensor:
+    """The log-probabilities of a padded batch, as packing.padded_token_logprobs, whose lengths are equal here."""
+    rows, tokens = len(batch.lengths_N), len(batch.tokens_T)
+    with unset_fake_temporarily():
+        input_ids = torch.zeros(rows, max(map(len, batch.prompts)) + tokens // rows, dtype=torch.int64)
+
+    def choose(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (arguments[0].flatten(0, 1)[None, :tokens],)
+
+    hook = causal.get_output_embeddings().register_forward_pre_hook(choose)
+    try:
+        logits_TV = causal(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits[0]
+    finally:
+        hook.remove()
+    logprobs_TV = torch.log_softmax(logits_TV.float() / 1.0, dim=-1)
+    chosen_T = logprobs_TV.gather(1, torch.zeros_like(batch.tokens_T)[:, None])[:, 0]
+    return chosen_T - (logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+def exchange_tensors(modules: nn.Module) -> None:
+    """Exchange every weight and buffer for a fake tensor of its shape and type; tied weights stay tied."""
+    exchanged: dict[int, nn.Parameter] = {}
+    for module in modules.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in exchanged:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                exchanged[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                if parameter.requires_grad:
+                    exchanged[id(parameter)].grad_dtype = torch.float32  # as MasterWeights asks of autograd
+            module._parameters[name] = exchanged[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+class FakeContext(PackedContext):
+    """Attention within a packed row of tensors without data, as on the planned device."""
+
+    def __init__(self, row: PackedRow, *, keep_prompts: bool = False, on_cpu: bool) -> None:
+        super().__init__(row, keep_prompts=keep_prompts)
+        self._on_cpu = on_cpu
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend within the row; see PackedContext."""
+        chosen: Any = rule if self._on_cpu else _GpuRule(rule)
+        return super().attend(layer, query, key, value, chosen)
+
+    def _on_prompts(self, rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._on_cpu:
+            return super()._on_prompts(rule, query, key, value)
+        return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))
+
+    def _blocks_of(self, index: int, window: int | None) -> list[Block]:
+        with unset_fake_temporarily():  # blocks are cut by lengths, which have to be read
+            return super()._blocks_of(index, window)
+
+
+class _GpuRule:
+    """An attention rule by the kernel that scaled_dot_product_attention takes on a GPU.
+
+    Flash attention takes no mask, and memory-efficient attention no key head for several query heads: where there are
+    both, torch falls back to products written out, which keep every score. Each shape is run once, and tensors of as
+    many bytes stand in for it then: products written out are hundreds of operations in each block of each layer.
+    """
+
+    plain: Final = False
+    """Whether `attend_in_blocks` may take its fused kernel for CPUs."""
+
+    def __init__(self, rule: AttentionRule) -> None:
+        self.window, self.softcap = rule.window, rule.softcap
+        self._rule = rule
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of query over key and value; see AttentionRule."""
+        shapes = tuple(tuple(states.shape) for states in (query, key, value))
+        size = _attention_size(self._rule, shapes, None if mask is None else tuple(mask.shape), query.dtype)
+        output: Tensor = _Attention.apply(query, key, value, size)
+        return output
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AttentionSize:
+    """Bytes of one call of attention, beside its inputs, its output and their gradients."""
+
+    kept: int
+    """For the backward pass."""
+    forward: int
+    """At most, the kept ones among them."""
+    backward: int
+    """At most, beside the kept ones."""
+
+
+@cache
+def _attention_size(
+    rule: AttentionRule, shapes: tuple[tuple[int, ...], ...], mask_shape: tuple[int, ...] | None, dtype: torch.dtype
+) -> _AttentionSize:
+    flash = mask_shape is None and dtype in (torch.bfloat16, torch.float16)
+    written_out = shapes[0][1] != shapes[1][1] and not flash
+    with _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
+        states = query, key, value = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+        mask = None if mask_shape is None else torch.empty(mask_shape, dtype=torch.bool)
+        with MemoryTracker([*states, *([] if mask is None else [mask])]) as memory:
+            with sdpa_kernel(SDPBackend.MATH) if written_out else nullcontext():
+                output = rule(query, key, value, mask)
+            kept, forward = memory.live - output.nbytes, memory.peak - output.nbytes
+            start = memory.live
+            memory.peak = start
+            output.backward(torch.empty(1, dtype=dtype).expand(output.shape))
+    gradients = sum(one.nbytes for one in states)
+    return _AttentionSize(kept=kept, forward=max(forward, kept), backward=max(0, memory.peak - start - gradients))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, size: _AttentionSize) -> Tensor:
+        torch.empty(size.forward, dtype=torch.uint8)
+        ctx.size, ctx.states = size, [(states.shape, states.dtype) for states in (query, key, value)]
+        ctx.save_for_backward(torch.empty(size.kept, dtype=torch.uint8))
+        return query.new_empty(*query.shape[:3], value.shape[3])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.saved_tensors is not None  # asked for, so that recomputation fills it
+        torch.empty(ctx.size.backward, dtype=torch.uint8)
+        return (*(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.states), None)

@@ -1,0 +1,174 @@
+"""The inventory of a planned model: its parameters, and the bytes of what stays in memory of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
+from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.optimizer import buckets
+from flatpeak.utils.adapter_base import is_of_adapter
+
+FLOAT32: Final = 4
+"""Bytes of a number in float32."""
+NF4_BLOCK, NF4_SUPERBLOCK = 64, 256
+"""Weights to one scale, and scales to one scale of their own (Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
+NF4_TABLES: Final = 4 * (16 + 256 + 1)
+"""Bytes of a layer's tables of 4-bit and 8-bit codes, and of the mean of its scales."""
+OPTIMIZER_BLOCK, SMALLEST_IN_8_BITS = 256, 4096
+"""bitsandbytes: moments to one scale, and the least elements of a tensor whose moments are in 8 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedWeight:
+    """A parameter that the optimizer steps."""
+
+    elements: int
+    stored: int
+    """Bytes as the model has it."""
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of its gradient: always float32, as the optimizer steps it."""
+        return FLOAT32 * self.elements
+
+    @property
+    def master(self) -> int:
+        """Bytes of its float32 copy; 0 where it is in float32 itself."""
+        return FLOAT32 * self.elements if self.stored < FLOAT32 * self.elements else 0
+
+    def moments(self, optimizer: OptimizerConfig) -> int:
+        """Bytes of its moments."""
+        if optimizer.name == "sgd":
+            return 0
+        if optimizer.name == "adamw" or self.elements < SMALLEST_IN_8_BITS:
+            return 2 * FLOAT32 * self.elements
+        return 2 * self.elements + 2 * FLOAT32 * -(-self.elements // OPTIMIZER_BLOCK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """Bytes and numbers of parameters of a model, each tied weight once."""
+
+    parameters: int
+    """Of the model without adapters."""
+    weights: int
+    """Bytes of the model's own weights that are not quantized."""
+    quantized: int
+    """Bytes of the weights in 4 bits, with their scales."""
+    scales: int = 0
+    """Bytes of those scales, with their tables."""
+    adapters: int
+    """Bytes of adapters, and of modules that are trained whole beside them."""
+    files: int
+    """Bytes of the files that the weights are read from; 0 where they are made anew."""
+    trained: tuple[TrainedWeight, ...]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all weights."""
+        return self.weights + self.quantized + self.adapters
+
+    @property
+    def trained_parameters(self) -> int:
+        """Elements of the trained weights."""
+        return sum(one.elements for one in self.trained)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained weights as they are stored."""
+        return sum(one.stored for one in self.trained)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all gradients."""
+        return sum(one.gradient for one in self.trained)
+
+    @property
+    def masters(self) -> int:
+        """Bytes of the float32 copies of trained weights in a lower precision."""
+        return sum(one.master for one in self.trained)
+
+    def moments(self, optimizer: OptimizerConfig) -> int:
+        """Bytes of the optimizer's moments."""
+        return sum(one.moments(optimizer) for one in self.trained)
+
+    def bucket(self, optimizer: OptimizerConfig) -> int:
+        """Bytes of masters and moments that `optimizer.offload` has on the device at a time: of its largest bucket."""
+        cut = buckets({index: one.elements for index, one in enumerate(self.trained)})
+        states = [one.master + one.moments(optimizer) for one in self.trained]
+        return max((sum(states[index] for index in bucket) for bucket in cut), default=0)
+
+    def pinned(self, optimizer: OptimizerConfig) -> int:
+        """Bytes of host memory for offloaded masters and moments: torch rounds each pinned tensor to a power of 2."""
+        return sum(_power_of_two(one.master) + 2 * _power_of_two(one.moments(optimizer) // 2) for one in self.trained)
+
+    def step_scratch(self, optimizer: OptimizerConfig, *, on_cpu: bool) -> int:
+        """Bytes that a step of the optimizer needs beside moments and gradients.
+
+        On a CPU bitsandbytes expands both moments of a tensor to float32, scales a copy of the gradient, and makes the
+        denominator from two more.
+        """
+        if optimizer.name != "adamw_8bit" or not on_cpu:
+            return 0
+        return 5 * max((one.gradient for one in self.trained if one.elements >= SMALLEST_IN_8_BITS), default=0)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def nf4_bytes(elements: int) -> int:
+    """Bytes of a weight matrix in NF4 with double quantization: 4.127 bits per weight of a large one.
+
+    Half a byte per weight, a byte per block of 64, four bytes per 256 blocks, and tables.
+    """
+    blocks = -(-elements // NF4_BLOCK)
+    return -(-elements // 2) + blocks + FLOAT32 * -(-blocks // NF4_SUPERBLOCK) + NF4_TABLES
+
+
+def take_inventory(model: PlannedModel) -> Inventory:
+    """Count the parameters of a model, and the bytes that they take."""
+    parameters = dict(model.modules.named_parameters())
+    quantized = {id(layer.weight) for layer in quantized_layers(model)}
+    own = [p for name, p in parameters.items() if not is_of_adapter(name)]
+    return Inventory(
+        parameters=sum(p.numel() for p in own),
+        weights=sum(p.nbytes for p in own if id(p) not in quantized),
+        quantized=sum(nf4_bytes(p.numel()) for p in own if id(p) in quantized),
+        scales=sum(nf4_bytes(p.numel()) - -(-p.numel() // 2) for p in own if id(p) in quantized),
+        adapters=sum(p.nbytes for name, p in parameters.items() if is_of_adapter(name)),
+        files=_file_bytes(model, elements=sum(p.numel() for p in own)),
+        trained=tuple(
+            TrainedWeight(elements=p.numel(), stored=p.nbytes) for p in parameters.values() if p.requires_grad
+        ),
+    )
+
+
+def quantized_layers(model: PlannedModel, modules: Any = None) -> Iterator[Any]:
+    """The linear layers that transformers quantizes: all but the output layer."""
+    if model.config.quantization is None:
+        return
+    causal = causal_of(model.modules if modules is None else modules)
+    head = set(causal.get_output_embeddings().modules())
+    for name, module in causal.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module not in head and not is_of_adapter(f"{name}."):
+            yield module
+
+
+def _file_bytes(model: PlannedModel, *, elements: int) -> int:
+    if model.config.new is not None:
+        return 0
+    directory = Path(model.config.path or "").expanduser()
+    files = list(directory.glob("*.safetensors")) if directory.is_dir() else []
+    if files:
+        return sum(file.stat().st_size for file in files)
+    stored = getattr(model.shape, "dtype", None)
+    return elements * (stored if isinstance(stored, torch.dtype) else model.dtype).itemsize

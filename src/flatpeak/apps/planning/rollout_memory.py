@@ -1,0 +1,180 @@
+"""The memory of a planned rollout: keys and values, and what reading prompts, decoding and drawing need beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from flatpeak.apps.planning.dry_run import prefill_memory
+from flatpeak.apps.planning.fake_policy import PassSettings
+from flatpeak.apps.planning.inventory import FLOAT32, quantized_layers
+from flatpeak.apps.planning.planned_model import PlannedModel
+from flatpeak.apps.planning.workload import Workload
+from flatpeak.config.run_config import RunConfig
+from flatpeak.kernels.matmul import SMALLEST, onednn_is_faster
+from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, fitting_buckets, graded_buckets, key_multiple, round_up
+from flatpeak.policy.linears import TOGETHER
+from flatpeak.policy.packing import ROW_MULTIPLE
+from flatpeak.rollout.config import VLLMConfig
+
+PREFILL_TOKENS: Final = 8192
+"""Tokens of prompts that the engine reads in one pass."""
+GPU_SLOTS: Final = 16
+"""Slots on a GPU come in multiples of this."""
+SCORES: Final = 3
+"""Tensors of attention scores that are alive at once in a decoding step on a CPU: raw, joined, and their softmax."""
+TOKEN_RECORD: Final = 12
+"""Bytes of a drawn token: its id, and its log-probability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Completions that the engine is asked for at once."""
+
+    prompt_lengths: tuple[int, ...]
+    """The longest first."""
+    group_size: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutMemory:
+    """Bytes of a rollout."""
+
+    keys_and_values: int
+    decoding: int
+    """Activations, scores and logits."""
+
+
+def rollout_memory(config: RunConfig, work: Workload, settings: PassSettings) -> RolloutMemory:
+    """The memory of the rollouts of a run, of training steps and of evaluations, whichever is larger."""
+    evaluation = work.evaluation
+    requests = [
+        Request(
+            prompt_lengths=evaluation.prompt_lengths,
+            group_size=evaluation.completions,
+            new_tokens=evaluation.new_tokens,
+        ),
+        *([step_request(work)] if work.steps else []),
+    ]
+    each = [request_memory(request, config, settings) for request in requests if request.prompt_lengths]
+    return RolloutMemory(
+        keys_and_values=max((one.keys_and_values for one in each), default=0),
+        decoding=max((one.decoding for one in each), default=0),
+    )
+
+
+def step_request(work: Workload) -> Request:
+    """The completions of a step of training."""
+    return Request(prompt_lengths=work.prompt_lengths, group_size=work.group_size, new_tokens=work.new_tokens)
+
+
+def has_second_process(config: RunConfig) -> bool:
+    """Whether a process with a copy of the policy draws rollouts ahead; servers need none."""
+    return bool(config.rollout.staleness) and not isinstance(config.rollout.engine, VLLMConfig)
+
+
+def request_memory(request: Request, config: RunConfig, settings: PassSettings) -> RolloutMemory:
+    """The memory of one request, all of whose completions are as long as they may be."""
+    rows = min(config.rollout.max_rows, len(request.prompt_lengths) * request.group_size)
+    first = request.prompt_lengths[: -(-rows // request.group_size)]
+    if isinstance(config.rollout.engine, VLLMConfig):  # keys, values and logits are the servers'
+        tokens = len(request.prompt_lengths) * request.group_size * request.new_tokens
+        return RolloutMemory(keys_and_values=0, decoding=TOKEN_RECORD * tokens)
+    if settings.model.fallback is not None or config.rollout.engine == "generate":
+        return _generated(request, rows, config, settings.model)
+    multiple = key_multiple(settings.model.shape) if config.rollout.batch_invariant else 1
+    reading = prefill_memory(settings, _one_pass(first), multiple=multiple)
+    columns = round_up(request.new_tokens, multiple if settings.on_cpu else GPU_KEY_MULTIPLE)
+    cells = _prompt_cells(request.prompt_lengths, rows, multiple=multiple, on_cpu=settings.on_cpu)
+    step = prefill_memory(settings, [1] * rows, multiple=1, with_logits=False).peak
+    if settings.on_cpu:
+        step += SCORES * FLOAT32 * rows * settings.model.shape.num_attention_heads * (columns + first[0])
+    return RolloutMemory(
+        keys_and_values=reading.per_token * (cells + _slots(rows, config, on_cpu=settings.on_cpu) * columns),
+        decoding=max(reading.peak, step + _drawing(rows, len(first), config, settings.model))
+        + TOKEN_RECORD * len(request.prompt_lengths) * request.group_size * request.new_tokens,
+    )
+
+
+def _one_pass(lengths: Sequence[int]) -> list[int]:
+    """The longest prompts that are read together."""
+    chosen: list[int] = []
+    for length in lengths:
+        if chosen and sum(chosen) + length > PREFILL_TOKENS:
+            break
+        chosen.append(length)
+    return chosen
+
+
+def _prompt_cells(lengths: Sequence[int], rows: int, *, multiple: int, on_cpu: bool) -> int:
+    """Columns of the prompts' memory: an entry for each prompt in a slot and one more, in regions of similar width."""
+    entries = min(len(lengths), rows + 1)
+    buckets = fitting_buckets(lengths, entries, multiple=multiple) if on_cpu else graded_buckets(lengths, entries)
+    return sum(columns * count for columns, count in buckets.items())
+
+
+def _slots(rows: int, config: RunConfig, *, on_cpu: bool) -> int:
+    if on_cpu:
+        return round_up(rows, ROW_MULTIPLE if config.rollout.batch_invariant else 1)
+    return round_up(rows, GPU_SLOTS) if rows > GPU_SLOTS // 2 else rows
+
+
+def _drawing(rows: int, first_prompts: int, config: RunConfig, model: PlannedModel) -> int:
+    """Bytes of logits and probabilities as a request begins, which is where there are most of them.
+
+    The prompts' logits, stacked, then one row for each completion; and of these the probabilities, and a copy for each
+    setting that changes them.
+    """
+    rollout = config.rollout
+    copies = 2 + (rollout.temperature != 1) + 2 * (rollout.min_new_tokens > 0)
+    copies += 2 * (rollout.top_p < 1 or rollout.top_k > 0)
+    return FLOAT32 * model.vocabulary * (2 * first_prompts + copies * rows)
+
+
+def _generated(request: Request, rows: int, config: RunConfig, model: PlannedModel) -> RolloutMemory:
+    """The memory of transformers' `generate`, where every completion has keys and values of its prompt too."""
+    per_token = kv_bytes_per_token(model)
+    tokens = rows * (request.prompt_lengths[0] + request.new_tokens)
+    return RolloutMemory(
+        keys_and_values=per_token * tokens,
+        # A layer's keys and values are copied as they grow.
+        decoding=per_token * tokens // model.layers + _drawing(rows, rows, config, model),
+    )
+
+
+def kv_bytes_per_token(model: PlannedModel) -> int:
+    """Bytes of a token's keys and values in all layers, by the configuration."""
+    shape = model.shape
+    heads = shape.num_attention_heads
+    kv_heads = getattr(shape, "num_key_value_heads", None) or heads
+    dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    return 2 * model.layers * int(kv_heads) * int(dim) * model.dtype.itemsize
+
+
+def packed_copies(model: PlannedModel, *, on_cpu: bool) -> list[int]:
+    """Bytes of each of the weights' copies in the layout of oneDNN, which decoding in float32 reads where it is faster.
+
+    Layers that read the same input have one copy, unless adapters stand between; see policy.linears.
+    """
+    if not on_cpu or model.fallback is not None or not onednn_is_faster():
+        return []
+    quantized = {id(layer) for layer in quantized_layers(model)}
+    single = {
+        id(layer): layer.weight.nbytes
+        for layer in model.modules.modules()
+        if isinstance(layer, nn.Linear | Conv1D) and id(layer) not in quantized
+        if layer.weight.dtype == torch.float32 and layer.weight.numel() >= SMALLEST
+    }
+    together = []
+    for module in model.modules.modules():
+        for names in TOGETHER:
+            layers = [id(getattr(module, name, None)) for name in names]
+            if single.keys() >= set(layers):
+                together.append(sum(single.pop(layer) for layer in layers))
+    return [*together, *single.values()]

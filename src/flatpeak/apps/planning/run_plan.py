@@ -1,0 +1,123 @@
+"""`flatpeak plan`: what a recipe will run, the memory and disk that it takes, and whether it fits, before it is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flatpeak.apps.planning.device import GIB, PlannedDevice, plan_device
+from flatpeak.apps.planning.disk import Disk, plan_disk
+from flatpeak.apps.planning.memory import MemoryEstimate, estimate_memory
+from flatpeak.apps.planning.planned_model import PlannedModel
+from flatpeak.apps.planning.workload import Workload, plan_workload
+from flatpeak.config.run_config import RunConfig
+
+TIGHT: Final = 0.95
+"""The share of a device's memory above which a plan says that it is tight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The plan of a run on a device."""
+
+    config: RunConfig
+    work: Workload
+    model: PlannedModel
+    device: PlannedDevice
+    memory: MemoryEstimate
+    disk: Disk
+
+    @property
+    def needed(self) -> int:
+        """Bytes of memory at most, the libraries' included."""
+        return self.memory.peak + self.device.libraries
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has so much."""
+        return self.needed <= self.device.memory
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with less to spare than allocators may lose to gaps between blocks."""
+        return self.fits and self.needed > TIGHT * self.device.memory
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """All assumptions and omissions of the plan."""
+        return (*self.work.notes, *self.memory.notes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as values of JSON; sizes in GiB."""
+        inventory, work, disk = self.memory.inventory, self.work, self.disk
+        source = self.model.config
+        return {
+            "fits": self.fits,
+            "tight": self.is_tight,
+            "model": {
+                "source": source.path or f"new {source.new.architecture if source.new else ''}",
+                "type": self.model.shape.model_type,
+                "parameters": inventory.parameters,
+                "trained": inventory.trained_parameters,
+                "dtype": source.dtype,
+                "quantization": source.quantization,
+                "lora": source.lora is not None,
+                "native": self.model.fallback is None,
+            },
+            "data": {"task": work.task, "train_rows": work.train_rows, "test_rows": work.test_rows},
+            "step": {
+                "prompts": len(work.prompt_lengths),
+                "completions": work.completions,
+                "prompt_tokens_at_most": sum(work.prompt_lengths),
+                "new_tokens_at_most": work.step_tokens,
+                "micro_batch_tokens": self.memory.micro_batch_tokens,
+            },
+            "run": {
+                "sft_steps": work.sft_steps,
+                "steps": work.steps,
+                "updates_at_most": work.updates,
+                "new_tokens_at_most": work.steps * work.step_tokens,
+            },
+            "memory": self._memory_as_json(),
+            "disk": {
+                "checkpoint_gib": in_gib(disk.checkpoint),
+                "checkpoints_at_most": disk.checkpoints,
+                "rollout_log_gib": in_gib(disk.rollout_log),
+                "logged_steps": disk.logged_steps,
+                "total_gib": in_gib(disk.total),
+            },
+            "notes": list(self.notes),
+        }
+
+    def _memory_as_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device.name,
+            "device_gib": in_gib(self.device.memory),
+            "libraries_gib": in_gib(self.device.libraries),
+            "peak_gib": in_gib(self.memory.peak),
+            "needed_gib": in_gib(self.needed),
+            "host_gib": in_gib(self.memory.host),
+            "peak_phase": self.memory.largest.name,
+            "phases": {
+                phase.name: {item: in_gib(size) for item, size in phase.items.items()} for phase in self.memory.phases
+            },
+        }
+
+
+def plan_run(config: RunConfig, *, device_memory: float | None = None) -> RunPlan:
+    """Plan a run on the device at hand, or on one sold with so many GB; UserError for a recipe that cannot run."""
+    device = plan_device(config.model.device, device_memory=device_memory)
+    work, model = plan_workload(config)
+    return plan_on(config, work, model, device)
+
+
+def plan_on(config: RunConfig, work: Workload, model: PlannedModel, device: PlannedDevice) -> RunPlan:
+    """The plan of this work with this model on a device."""
+    memory = estimate_memory(config, work, model, device)
+    disk = plan_disk(config, work, memory.inventory)
+    return RunPlan(config=config, work=work, model=model, device=device, memory=memory, disk=disk)
+
+
+def in_gib(size: int) -> float:
+    """Bytes as GiB, to three decimals."""
+    return round(size / GIB, 3)

@@ -1,0 +1,1 @@
+"""A checkpoint as others take it: exported, and on the Hub with a model card."""
