@@ -12,7 +12,7 @@ import pytest
 from flatpeak.apps.doctor import vllm_environment
 from flatpeak.apps.doctor.bounded_process import Outcome
 from flatpeak.apps.doctor.vllm_environment import check_vllm, describe_vllm, numbers
-from flatpeak.pipeline import vllm_python
+from flatpeak.rollout.vllm import vllm_python
 from flatpeak.rollout.vllm.vllm_python import INSTALL_COMMAND, OLDEST
 from support.installations import make_package, make_program
 

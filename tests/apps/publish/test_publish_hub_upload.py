@@ -64,7 +64,7 @@ def test_an_interrupted_upload_is_continued_by_the_same_command(hub: Hub, finish
 def test_a_checkpoint_that_is_deleted_meanwhile_is_one_line_and_leaves_nothing_behind(
     hub: Hub, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flatpeak.pipeline import push as module
+    from flatpeak.apps.publish import push as module
 
     def link_a_deleted_file(path: Path, target: Path, *, link: bool) -> None:
         path.unlink()
@@ -191,7 +191,7 @@ def test_the_command_lists_the_files_before_it_uploads_and_prints_the_address(hu
 def test_the_documents_commands_run_as_they_stand_and_its_options_are_all_there(
     hub: Hub, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document = (Path(__file__).parents[2] / "docs" / "sharing.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[3] / "docs" / "sharing.md").read_text(encoding="utf-8")
     (tmp_path / "runs").mkdir()
     copied(finished_run, tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
