@@ -80,7 +80,7 @@ bench: .venv/installed-dev $(if $(FLATPEAK_VLLM_PYTHON),,.venv-vllm/installed)
 
 # The sweeps of docs/results/reward_hacking.md, hours on two cores; stopped, they go on where they were. MKL is faster
 # than oneDNN for models this small (docs/results/LOG.md); the tables are of rollouts by torch, whose bits are kept.
-STUDY := recipes/studies/reward_hacking
+STUDY := studies/reward_hacking
 STUDY_TABLES := docs/results/reward_hacking
 SWEEP := FLATPEAK_MATMUL=mkl FLATPEAK_KERNELS=torch $(BIN)/flatpeak sweep
 # Later sweeps take their strengths from the tables of the tuning ones.
@@ -104,7 +104,7 @@ study-report: .venv/installed-dev
 	$(BIN)/python $(STUDY_TABLES)/make_report.py
 
 # docs/results/real_model.md, hours on two cores. GSM8K=DIRECTORY has its files where no Hub can be reached.
-REAL_STUDY := recipes/studies/real_model
+REAL_STUDY := studies/real_model
 REAL_TABLES := docs/results/real_model
 EVAL := $(BIN)/flatpeak eval $(REAL_MODEL)
 real-model-study: .venv/installed-dev $(REAL_MODEL)

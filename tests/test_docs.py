@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flatpeak.config.load import RENAMED, load_recipe, parse_config, read_recipe, shipped_recipes
+from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.plan import build_plan
 from flatpeak.policy.compatibility import PROVEN
@@ -156,7 +156,7 @@ def test_recipes_that_are_named_exist() -> None:
         (path.name, name) for path in [*TEXTS, *SOURCES] for name in re.findall(r"\bflatpeak:[a-z_][\w/]*", read(path))
     }
     assert len(named) > 30
-    known = {*shipped_recipes(), *RENAMED}
+    known = set(shipped_recipes())
     assert {(path, name) for path, name in named if name not in known} == set()
 
 

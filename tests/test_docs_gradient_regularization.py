@@ -292,8 +292,8 @@ def test_the_drop_in_has_the_names_that_are_shown(tmp_path: Path) -> None:
     names = {
         "GradientRegularizationMixin",
         "GradientRegularizationArguments",
-        "GRPOGradRegConfig",
-        "GRPOTrainerGradreg",
+        "GradientRegularizedGRPOConfig",
+        "GradientRegularizedGRPOTrainer",
     }
     displayed = re.findall(r"from flatpeak\.integrations\.trl import (.+)", blocks()[2])[0].split(", ")
     assert names <= set(re.findall(r"`(\w+)`", PAGE))

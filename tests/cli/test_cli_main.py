@@ -198,11 +198,3 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, seen):
     body = "print(os.environ['OMP_WAIT_POLICY'], os.environ['TOKENIZERS_PARALLELISM'], 'torch' in sys.modules)"
     done = run_main(body, env={"TOKENIZERS_PARALLELISM": "true"} | ({"OMP_WAIT_POLICY": given} if given else {}))
     assert done.stdout == f"{seen} true False\n"
-
-
-def test_a_deprecated_recipe_is_announced_on_one_line():
-    former = "flatpeak:algorithms/gradient_regularization_s0"
-    command = [sys.executable, "-m", "flatpeak", "train", former, "--print-config"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr.splitlines()[0].startswith(f"warning: recipe {former} is now")
-    assert done.stderr.count("is now") == len(done.stderr.splitlines())

@@ -68,12 +68,6 @@ def test_a_recipe_is_printed_as_it_is_in_its_file() -> None:
     assert flatpeak("recipes", "flatpeak:algorithms/dapo").stdout == file + note
 
 
-def test_a_former_name_of_a_recipe_is_announced_and_prints_the_present_one() -> None:
-    done = flatpeak("recipes", "algorithms/gradient_regularization_s0", "--json")
-    assert json.loads(done.stdout)["name"] == "flatpeak:algorithms/gradient_regularization_from_scratch_dr_grpo"
-    assert done.stderr.startswith("warning: recipe flatpeak:algorithms/gradient_regularization_s0 is now ")
-
-
 @pytest.mark.parametrize("command", ["settings", "recipes"])
 def test_neither_command_loads_torch(command: str) -> None:
     code = (

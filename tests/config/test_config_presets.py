@@ -3,7 +3,7 @@
 import pytest
 
 from flatpeak import GradientRegularizationConfig
-from flatpeak.config.load import load_recipe, merge, parse_config, read_recipe
+from flatpeak.config.load import load_recipe, merge, parse_config
 
 MODEL = {"model": {"path": "x"}}
 
@@ -29,13 +29,3 @@ def test_regularization_is_off_unless_asked_for() -> None:
     recipe = parse_config(merge(load_recipe("flatpeak:algorithms/dr_grpo"), MODEL))
     assert recipe.gradient_regularization == GradientRegularizationConfig()
     assert not recipe.gradient_regularization.enabled
-
-
-@pytest.mark.parametrize("ending", ["", ".yaml"])
-def test_the_former_name_of_a_shipped_recipe_still_works_with_a_notice(ending: str) -> None:
-    name = "flatpeak:algorithms/gradient_regularization_"
-    with pytest.warns(FutureWarning, match=f"{name}s0 is now {name}from_scratch_dr_grpo"):
-        former = load_recipe(f"{name}s0{ending}")
-    with pytest.warns(FutureWarning, match="is now"):
-        extended = read_recipe({"extends": f"{name}s0{ending}"})
-    assert former == extended == load_recipe(f"{name}from_scratch_dr_grpo")

@@ -117,10 +117,3 @@ def test_a_recipe_says_what_its_run_needs_and_how_long_that_takes() -> None:
     assert (planned.hardware, planned.time) == ("GPU of 24 GB", "")
     assert (part.hardware, part.time) == ("", "")
     assert [one.name for one in all_recipes() if "/" not in one.name and not one.hardware] == []
-
-
-def test_a_recipe_of_a_study_is_named_by_its_file() -> None:
-    with pytest.raises(UserError, match=r"belongs to a study, whose files extend each other: it is \S+addition\.yaml$"):
-        select("flatpeak:studies/reward_hacking/addition")
-    with pytest.raises(UserError, match="is not shipped with flatpeak"):
-        select("flatpeak:studies/reward_hacking/none")

@@ -1,4 +1,4 @@
-"""A checkpoint's top folder is the model alone, which other programs load; runs of earlier layouts go on."""
+"""A checkpoint's top folder is the model alone, which other programs load."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import flatpeak
-from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.errors import UserError
 from flatpeak.pipeline.model_source import locate_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.runs.checkpoints import read_checkpoint
 from flatpeak.runs.notices import read_notices
 from flatpeak.types import Example, Prompt, SamplingParams
-from support.resumes import Death, Run, as_before, assert_same, die, outcome, steps_of
+from support.resumes import steps_of
 from support.reward_functions import odd
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -100,52 +96,6 @@ def test_a_resumed_run_says_which_rows_its_log_has_lost(recipe: Recipe, train: T
         f"{run / 'metrics.jsonl'} has no row of 1 of the 3 steps before this start, the first is step 2: a power cut "
         "or a full disk lost them; step_000003 is whole, and the run goes on from it"
     ]
-
-
-@pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("train", 3), ("train", 5)])
-def test_a_killed_run_of_the_former_layout_resumes_to_the_same_bits(
-    make_run: Callable[..., Run], uninterrupted: dict[str, Any], stage: str, step: int
-) -> None:
-    run = make_run()
-    with pytest.raises(Death):
-        run.start(stop={(stage, step): die})
-    as_before(run.path)
-    assert not list(run.path.glob("checkpoints/**/trainer/"))
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), uninterrupted)
-
-
-def test_a_fork_of_the_former_layout_ends_as_its_run_did(recipe: Recipe, train: Train) -> None:
-    run = finished(recipe, train, **RESETS)
-    wanted = outcome(run)
-    as_before(run)
-    forked = flatpeak.fork(run, 2, name="second", reward=odd)
-    assert (forked.path / "checkpoints" / "step_000002" / "trainer.json").is_file()
-    assert (forked.path / "checkpoints" / "step_000003" / "trainer" / "state.json").is_file()
-    assert_same(outcome(forked.path), wanted)
-
-
-def test_a_checkpoint_of_the_former_layout_is_read_verified_and_evaluated(recipe: Recipe, train: Train) -> None:
-    run = finished(recipe, train)
-    last = run / "checkpoints" / "last"
-    judged = ["rewards.correctness.type=number"]
-    saved, scores = (
-        read_checkpoint(last),
-        [one.as_dict() for one in compare_checkpoints([str(run)], judged).evaluations],
-    )
-    as_before(run)
-    former = read_checkpoint(last)
-    assert (former.state, former.step) == (saved.state, saved.step)
-    assert former.tensors.keys() == saved.tensors.keys()
-    assert all(torch.equal(former.tensors[name], tensor) for name, tensor in saved.tensors.items())
-    assert [one.as_dict() for one in compare_checkpoints([str(run)], judged).evaluations] == scores
-    assert load_policy(ModelConfig(path=locate_model(str(last)).path)).native
-    for name in ("trainer.safetensors", "trainer.json"):
-        kept = (last / name).read_bytes()
-        (last / name).unlink()
-        with pytest.raises(UserError, match=f"{name}: missing"):
-            locate_model(str(last))
-        (last / name).write_bytes(kept)
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json"])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -122,21 +121,6 @@ def test_what_fits_no_context_and_what_lies_beyond_the_size_is_not_asked() -> No
     none = run("rename", first=3).robustness["rename"]  # sums have no names
     assert (none.asked, len(none.clean), none.difference) == (2, 0, None)
     assert math.isnan(none.estimate.mean)
-
-
-def test_an_old_name_gives_the_figures_of_the_new_one_once() -> None:
-    result = run("paraphrase", "framing")
-    assert list(result.robustness) == ["framing"]
-    assert result.metrics()["robustness/framing"] == run("framing").metrics()["robustness/framing"]
-
-
-def test_an_old_name_is_announced_as_deprecated(recipe: Callable[..., Any], train: Any, watch: Any) -> None:
-    seen = watch()
-    train(recipe(evaluation={"robustness": ["paraphrase"]}, training={"steps": 0}), progress=seen)
-    assert (
-        "evaluation.robustness: paraphrase is deprecated, it is called framing now and its figures are "
-        "robustness/framing: write framing"
-    ) in seen.notices
 
 
 def test_the_first_questions_alone_say_nothing_of_perturbed_ones() -> None:

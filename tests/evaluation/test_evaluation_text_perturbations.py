@@ -115,12 +115,6 @@ def test_a_frame_comes_before_the_question_and_rewords_a_known_preamble() -> Non
     assert changed("Is {a} in \\frac{1}{2}?", "framing").endswith("Is {a} in \\frac{1}{2}?")
 
 
-def test_framing_draws_what_it_drew_under_its_old_name() -> None:
-    assert [changed(STORY, "framing", seed=seed) for seed in range(9)] == [
-        changed(STORY, "paraphrase", seed=seed) for seed in range(9)
-    ]
-
-
 def test_a_person_keeps_one_new_name_of_the_same_list() -> None:
     result = changed(STORY, "rename")
     new = re.match(r"(\w+) and her brother (\w+) keep", result)

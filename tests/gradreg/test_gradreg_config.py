@@ -103,9 +103,3 @@ def test_published_settings_follow_our_convention_of_the_strength():
     other = GradientRegularizationConfig.from_scratch_dr_grpo(gamma=0.02)
     assert (paper.strength, paper.step, paper.step_scale, paper.ratio_mode) == (0.02, 1e-3, "absolute", "reuse")
     assert (other.strength, other.step, other.step_scale, other.ratio_mode) == (0.01, 1e-2, "absolute", "reuse")
-
-
-def test_the_former_name_of_a_preset_still_works_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="s0 is now from_scratch_dr_grpo"):
-        former = GradientRegularizationConfig.s0(gamma=0.02, eps=0.03)
-    assert former == GradientRegularizationConfig.from_scratch_dr_grpo(gamma=0.02, eps=0.03)

@@ -209,11 +209,3 @@ def test_a_gradient_of_exactly_0_has_no_direction_and_is_skipped():
     assert report.skipped == "g1 is zero"
     assert len(calls) == 1
     assert not left_in_grad(model.parameters()).any()
-
-
-def test_the_former_name_of_the_pass_count_works_with_a_warning():
-    report = regularizer(Quadratic()).accumulate(lambda: [])
-    with pytest.warns(DeprecationWarning, match="pass_count"):
-        assert report.passes == report.pass_count
-    with pytest.raises(AttributeError):
-        _ = report.passage

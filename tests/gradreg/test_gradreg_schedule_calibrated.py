@@ -118,22 +118,3 @@ def test_another_penalty_than_the_saved_one_is_calibrated_anew(saved):
     assert not fork.schedule.frozen
     (report,) = updates(fork, model, [1.0])
     assert report.penalty_ratio == pytest.approx(0.3)
-
-
-def test_a_state_that_does_not_name_a_setting_was_calibrated_at_its_default():
-    model, first, _ = run([1.0] * 25, strength="calibrated:0.3")
-    state = first.state()
-    state["calibrated_for"] = {name: value for name, value in state["calibrated_for"].items() if name != "direction"}
-    same, other = (regularizer(model, strength="calibrated:0.3", direction=one) for one in ("gradient", "random"))
-    for ours in (same, other):
-        ours.load(state, first.tensors())
-    assert same.schedule.log_strength == first.schedule.log_strength
-    assert (same.schedule.frozen, other.schedule.frozen) == (True, False)
-
-
-def test_states_of_earlier_versions_load_into_a_tracked_ratio():
-    model, first, _ = run([1.0, 2.0], strength="ratio:0.3")
-    former = {name: value for name, value in first.state().items() if name not in ("tracked", "calibrated_for")}
-    second = regularizer(model, step=1e-3, strength="ratio:0.3")
-    second.load(former, first.tensors())
-    assert second.schedule.log_strength == first.schedule.log_strength

@@ -23,9 +23,6 @@ from flatpeak.errors import UserError  # noqa: E402
 from flatpeak.integrations.trl import (  # noqa: E402
     GradientRegularizationArguments,
     GradientRegularizedGRPOConfig,
-    GradientRegularizedGRPOTrainer,
-    GRPOGradRegConfig,
-    GRPOTrainerGradreg,
 )
 
 
@@ -180,11 +177,6 @@ def test_a_schedule_survives_json_and_pickling_by_its_name(tmp_path: Path) -> No
     torch.save(arguments, tmp_path / "training_args.bin")
     assert torch.load(tmp_path / "training_args.bin", weights_only=False).learning_rate == arguments.learning_rate
     assert callable(arguments.grad_reg_schedule())
-
-
-def test_published_names_are_the_same_classes() -> None:
-    assert GRPOGradRegConfig is GradientRegularizedGRPOConfig
-    assert GRPOTrainerGradreg is GradientRegularizedGRPOTrainer
 
 
 def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

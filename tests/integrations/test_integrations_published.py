@@ -16,7 +16,7 @@ from support.models import letter_tokenizer
 from support.trl import LIMIT, distance, logged, need_trl, rollout_trainer, saved_model, trained, weights
 
 need_trl()
-from flatpeak.integrations.trl import GRPOGradRegConfig, GRPOTrainerGradreg  # noqa: E402
+from flatpeak.integrations.trl import GradientRegularizedGRPOConfig, GradientRegularizedGRPOTrainer  # noqa: E402
 
 RATE = 0.5
 GAMMA, EPS = 0.02, 0.01
@@ -30,7 +30,7 @@ def published(directory: Path, **settings: Any) -> Any:
     merged = {"learning_rate": RATE, "grad_reg_strength": GAMMA, "grad_reg_eps": EPS, "num_iterations": 2, **settings}
     merged = {"grad_reg_behavior": "published", "max_steps": 2, **merged}
     model = saved_model(directory)
-    return rollout_trainer(GRPOTrainerGradreg, GRPOGradRegConfig, model, directory, **merged)
+    return rollout_trainer(GradientRegularizedGRPOTrainer, GradientRegularizedGRPOConfig, model, directory, **merged)
 
 
 def clipped(gradient: dict[str, Tensor], limit: float) -> dict[str, Tensor]:
@@ -91,8 +91,8 @@ def test_dropout_is_not_replayed(tmp_path: Path) -> None:
     ratios = []
     for eps in (3e-3, 3e-4):
         trainer = rollout_trainer(
-            GRPOTrainerGradreg,
-            GRPOGradRegConfig,
+            GradientRegularizedGRPOTrainer,
+            GradientRegularizedGRPOConfig,
             saved_model(tmp_path, attention_dropout=0.3),
             tmp_path,
             grad_reg_strength=GAMMA,
@@ -106,7 +106,7 @@ def test_dropout_is_not_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("behavior", ["corrected", "published"])
 def test_the_published_script_trains_with_only_its_import_changed(behavior: str, tmp_path: Path) -> None:
-    args = GRPOGradRegConfig(
+    args = GradientRegularizedGRPOConfig(
         grad_reg_strength=1e-2,
         grad_reg_eps=1e-3,
         grad_reg_warmup=0,
@@ -130,7 +130,7 @@ def test_the_published_script_trains_with_only_its_import_changed(behavior: str,
     model = saved_model(tmp_path)
     start = weights(model)
     with pytest.warns(UserWarning) as warned:
-        trainer = GRPOTrainerGradreg(
+        trainer = GradientRegularizedGRPOTrainer(
             model=model,
             args=args,
             reward_funcs=lambda completions, **columns: [float(len(set(text))) for text in completions],

@@ -316,7 +316,7 @@ def test_paths_of_a_foreign_folder_are_no_run(tmp_path):
 
 def look(tmp_path, resolved=RESOLVED, name="one", *, resume=False, overwrite=False):
     section = RunSectionConfig(name=name, directory=str(tmp_path))
-    return check_start(section, resolved, resume=resume, overwrite=overwrite, chosen=None)
+    return check_start(section, resolved, resume=resume, overwrite=overwrite)
 
 
 def refusal(call, *arguments, **options):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flatpeak.runs.checkpoints import MANIFEST, checkpoint_name, checkpoint_steps, write_manifest
+from flatpeak.runs.checkpoints import checkpoint_name, checkpoint_steps
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
 from flatpeak.runs.summary import read_summary
@@ -88,16 +88,6 @@ def steps_of(run: Path) -> list[Path]:
     """Every checkpoint, those of SFT first."""
     parents = (run / "checkpoints" / "sft", run / "checkpoints")
     return [parent / checkpoint_name(step) for parent in parents for step in checkpoint_steps(parent)]
-
-
-def as_before(run: Path) -> None:
-    """Lay a run's checkpoints out as versions before did: the trainer's state beside the model."""
-    for path in steps_of(run):
-        for kind in ("safetensors", "json"):
-            (path / "trainer" / f"state.{kind}").rename(path / f"trainer.{kind}")
-        (path / "trainer").rmdir()
-        (path / MANIFEST).unlink()
-        write_manifest(path, step=int(path.name.removeprefix("step_")))
 
 
 class Run:

@@ -154,7 +154,7 @@ def imports(source: str, *, typing_only: bool = True) -> Iterator[tuple[int, str
 
 
 def source_files(package: Path = PACKAGE) -> list[Path]:
-    """The package's Python files. Those among the recipes are data: tasks and rewards of studies, loaded by path."""
+    """The package's Python files. Those among the recipes are data, loaded by path."""
     return [path for path in sorted(package.rglob("*.py")) if "recipes" not in path.relative_to(package).parts]
 
 

@@ -74,8 +74,7 @@ def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
 
     if job_rank():
         return
-    resolved, chosen = config.model_dump(mode="json"), config.model_dump(mode="json", exclude_defaults=True)
-    directory.check_start(config.run, resolved, resume=resume, overwrite=overwrite, chosen=chosen)
+    directory.check_start(config.run, config.model_dump(mode="json"), resume=resume, overwrite=overwrite)
 
 
 def start_processes(config: RunConfig) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,6 @@ Settings = Mapping[str, Any] | Sequence[str]
 `key.path=value` strings."""
 
 SHIPPED = "flatpeak:"
-RENAMED = {
-    "flatpeak:algorithms/gradient_regularization_s0": "flatpeak:algorithms/gradient_regularization_from_scratch_dr_grpo"
-}
-"""Shipped recipes that had another name in the version before, which still works."""
 _DEEPEST, _LARGEST = 100, 100_000
 """Levels and values of the largest recipe; a published one has some hundred values on six levels."""
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -86,9 +81,8 @@ def _check_texts(value: Any, key: str) -> None:
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the recipes in the package, `flatpeak:...`; those of studies are parts of their sweeps."""
-    paths = (path.relative_to(RECIPES).with_suffix("") for path in RECIPES.rglob("*.yaml"))
-    return sorted(SHIPPED + path.as_posix() for path in paths if path.parts[0] != "studies")
+    """The names of the recipes in the package, `flatpeak:...`."""
+    return sorted(SHIPPED + path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
 def merge(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +158,6 @@ def _over_base(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, A
 
 def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
     """The file of a recipe's name; a relative name starts at `directory`."""
-    name = current_name(name)
     exact = RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
     for path in (exact, exact.with_name(f"{exact.name}.yaml")) if exact.name else ():
         if path.is_file():
@@ -178,19 +171,6 @@ def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
     near = near_recipes(name)
     hint = f"did you mean {' or '.join(near)}?" if near else "give a YAML file or a shipped recipe, flatpeak:NAME"
     raise UserError(f"recipe {name} {what}{where}: {hint}")
-
-
-def current_name(name: str) -> str:
-    """The name of a shipped recipe in this version, with a notice where it was another."""
-    former = name.removesuffix(".yaml")
-    if former not in RENAMED:
-        return name
-    warnings.warn(
-        f"recipe {former} is now {RENAMED[former]}, and the old name goes with the next version",
-        FutureWarning,
-        stacklevel=2,
-    )
-    return RENAMED[former]
 
 
 def near_recipes(name: str) -> list[str]:

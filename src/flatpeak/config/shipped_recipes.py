@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from flatpeak.config.load import RECIPES, SHIPPED, current_name, near_recipes, parse_file, shipped_recipes
+from flatpeak.config.load import RECIPES, SHIPPED, near_recipes, parse_file, shipped_recipes
 from flatpeak.errors import UserError
 
 _COLUMNS = (40, 20, 14)
@@ -47,14 +47,12 @@ def all_recipes(folder: str = "") -> list[ShippedRecipe]:
 
 def read(name: str) -> ShippedRecipe:
     """A shipped recipe by its name, with or without `flatpeak:`. UserError for an unknown one, with the nearest."""
-    full = current_name(SHIPPED + name.removeprefix(SHIPPED).removesuffix(".yaml"))
-    path = RECIPES / f"{full.removeprefix(SHIPPED)}.yaml"
-    if full.startswith(f"{SHIPPED}studies/") and path.is_file():
-        raise UserError(f"recipe {name} belongs to a study, whose files extend each other: it is {path}")
+    full = SHIPPED + name.removeprefix(SHIPPED).removesuffix(".yaml")
     if full not in shipped_recipes():
         near = near_recipes(full)
         hint = f"did you mean {' or '.join(near)}?" if near else "`flatpeak recipes` lists them"
         raise UserError(f"recipe {name} is not shipped with flatpeak: {hint}")
+    path = RECIPES / f"{full.removeprefix(SHIPPED)}.yaml"
     text = path.read_text(encoding="utf-8")
     extends = parse_file(path).get("extends", [])
     bases = (extends,) if isinstance(extends, str) else tuple(extends)

@@ -13,8 +13,6 @@ from flatpeak.utils.user_code import FROM_PYTHON
 
 FUNCTIONS = ("objective.loss", "advantage.function")
 """The settings that name a function of the user's, whose `arguments` stand beside them."""
-ADDED_SETTINGS = frozenset({"function", "arguments"})
-"""Settings that recipes of earlier runs do not have, which name all others of `objective` and `advantage`."""
 Get = Callable[[str], Any]
 """The value of a dotted key; None where there is none."""
 
@@ -240,11 +238,10 @@ def _are_same(before: str, now: str) -> bool:
 def explicit_settings(section: StrictConfig, *names: str) -> Iterator[str]:
     """The settings of a section that the recipe chooses explicitly, out of `names`.
 
-    A resolved recipe, as a run keeps it, names all settings of a section; a default there counts as no choice. Runs of
-    an earlier version have not written those that were added since.
+    A resolved recipe, as a run keeps it, names all settings of a section; a default there counts as no choice.
     """
     fields = type(section).model_fields
-    resolved = fields.keys() - section.model_fields_set <= ADDED_SETTINGS
+    resolved = fields.keys() <= section.model_fields_set
     for name in names:
         default = fields[name].get_default(call_default_factory=True)
         if name in section.model_fields_set and not (resolved and getattr(section, name) == default):

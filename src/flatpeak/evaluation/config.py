@@ -9,9 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from flatpeak.gradreg.config import PerturbedSet, read_perturbed
 from flatpeak.utils.schema import StrictConfig
 
-Perturbation = Literal["numbers", "distractor", "framing", "paraphrase", "rename", "typos"]
-CURRENT_NAMES: dict[Perturbation, Perturbation] = {"paraphrase": "framing"}
-"""Old names of perturbations, still read, with a notice."""
+Perturbation = Literal["numbers", "distractor", "framing", "rename", "typos"]
 ChoiceAnswers = Literal["generate", "rank"]
 AUTO = "auto"
 
@@ -113,7 +111,7 @@ class EvaluationConfig(StrictConfig):
     """The k of pass@k and maj@k, each at most `samples`."""
     robustness: tuple[Perturbation, ...] = ()
     """Ask again with perturbed questions (docs/evaluation.md), before training, after SFT, at the end and in `flatpeak
-    eval`. paraphrase is the old name of framing."""
+    eval`."""
     robustness_size: Annotated[int, Field(ge=1)] | None = None
     """The number of questions to perturb, from the first of those that are evaluated; null is all."""
     sharpness: SharpnessConfig | None = None

@@ -6,15 +6,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
-from flatpeak.evaluation.config import CURRENT_NAMES, Perturbation
+from flatpeak.evaluation.config import Perturbation
 from flatpeak.evaluation.estimates import Estimate, estimate
 from flatpeak.functional.estimators import PairedDifference, paired_bootstrap
 from flatpeak.types import Example, Prompt
-
-_SEED_NAMES: Final[Mapping[Perturbation, str]] = {"framing": "paraphrase"}
-"""Names in the seeds of kinds that were renamed since, so that their random draws stay the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +99,7 @@ def measure(
     """
     clean_by_id = {prompt.id: value for prompt, value in zip(prompts, clean, strict=True)}
     robustness: dict[str, Robustness] = {}
-    for kind in dict.fromkeys(CURRENT_NAMES.get(kind, kind) for kind in kinds):
+    for kind in dict.fromkeys(kinds):
         perturbed = (perturb(prompt.example, kind, seed=seed) for prompt in prompts)
         examples = [example for example in perturbed if example is not None]
         perturbed_prompts = prompts_of(examples) if examples else ()
@@ -130,8 +127,7 @@ def perturb(example: Example, kind: Perturbation, *, seed: int) -> Example | Non
         "numbers": number_perturbations.other_numbers,
         "distractor": text_perturbations.add_distractor,
         "framing": text_perturbations.add_framing,
-        "paraphrase": text_perturbations.add_framing,
         "rename": text_perturbations.rename_people,
         "typos": text_perturbations.add_typos,
     }
-    return perturbations[kind](example, random.Random(f"{seed}/{_SEED_NAMES.get(kind, kind)}/{example.id}"))
+    return perturbations[kind](example, random.Random(f"{seed}/{kind}/{example.id}"))

@@ -175,15 +175,9 @@ def check_functions(cell: PrefixStep | PlannedRun) -> None:
 
 
 def _changed(old: Mapping[str, Any], recipe: RunConfig) -> dict[str, str]:
-    """The changed keys that can change a result; one that an older version did not know counts if it is no default."""
+    """The changed keys that can change a result."""
     new = redact(json.loads(json.dumps(recipe.model_dump(mode="json"))))
-    old = redact(old)
-    chosen, known = flatten(recipe.model_dump(mode="json", exclude_defaults=True)), flatten(old)
-    return {
-        key: change
-        for key, change in changes(old, new).items()
-        if key not in _HARMLESS and (key in known or key in chosen)
-    }
+    return {key: change for key, change in changes(redact(old), new).items() if key not in _HARMLESS}
 
 
 def remove_cell(cell: PrefixStep | PlannedRun) -> None:

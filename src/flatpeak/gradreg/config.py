@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -166,16 +165,6 @@ class GradientRegularizationConfig(StrictConfig):
     def from_scratch_dr_grpo(cls, *, gamma: float = 1e-2, eps: float = 1e-2) -> GradientRegularizationConfig:
         """The penalty of a from-scratch Dr. GRPO, g + gamma / 2 * (g' - g) / eps, so strength = gamma / 2."""
         return cls(strength=gamma / 2, step=eps, step_scale="absolute", ratio_mode="reuse")
-
-    @classmethod
-    def s0(cls, *, gamma: float = 1e-2, eps: float = 1e-2) -> GradientRegularizationConfig:
-        """The former name of `from_scratch_dr_grpo`, kept for one version."""
-        warnings.warn(
-            "GradientRegularizationConfig.s0 is now from_scratch_dr_grpo, and the old name goes with the next version",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return cls.from_scratch_dr_grpo(gamma=gamma, eps=eps)
 
 
 def read_perturbed(value: object, *, key: str) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +57,6 @@ class Report:
     """The step in use, in the unit of `step_scale`."""
     seconds: float = 0.0
     """Wall time of everything after the first pass."""
-
-    def __getattr__(self, name: str) -> int:
-        if name != "passes":
-            raise AttributeError(name)
-        warnings.warn("Report.passes is now pass_count", DeprecationWarning, stacklevel=2)
-        return self.pass_count
 
     def metrics(self) -> dict[str, float]:
         """The metrics by the names of docs/metrics.md; empty in updates without penalty."""

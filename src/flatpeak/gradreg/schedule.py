@@ -94,12 +94,9 @@ class StrengthSchedule:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`; a calibration for other settings, as in a fork that changes them, begins anew."""
         self.updates = state["updates"]
-        saved = state.get("calibrated_for")
-        # A setting that a state does not name had no other value when it was saved.
-        known = None if saved is None else _settings(GradientRegularizationConfig()) | saved
-        if self.config.calibrated and known != _settings(self.config):
+        if self.config.calibrated and state["calibrated_for"] != _settings(self.config):
             return
-        self.log_strength, self.tracked = state["log_strength"], state.get("tracked", 0)
+        self.log_strength, self.tracked = state["log_strength"], state["tracked"]
 
     def _ramp(self, length: int) -> float:
         return min(1.0, (self.updates - self.config.delay_updates) / length) if length else 1.0

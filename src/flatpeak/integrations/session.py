@@ -43,8 +43,6 @@ from flatpeak.integrations.second_pass import (
 STATE = "gradient_regularization.json"
 MEMORY = "gradient_regularization/memory.safetensors"
 """A folder of its own: vLLM, SGLang and others load every `*.safetensors` file beside config.json as weights."""
-FORMER_MEMORY = "gradient_regularization.safetensors"
-"""The former path, in checkpoints of earlier versions."""
 StockStep = Callable[[nn.Module, Any, Any], Tensor]
 """The training_step that the trainer has without the mixin."""
 
@@ -339,7 +337,7 @@ def load_state(regularizer: GradientRegularizer, directory: Path) -> bool:
     """Restore the state of a checkpoint; False where it has none, having been written without regularization."""
     if not (directory / STATE).exists():
         return False
-    memory = next((directory / name for name in (MEMORY, FORMER_MEMORY) if (directory / name).exists()), None)
-    tensors = load_file(memory) if memory is not None else {}
+    memory = directory / MEMORY
+    tensors = load_file(memory) if memory.exists() else {}
     regularizer.load(json.loads((directory / STATE).read_text(encoding="utf-8")), tensors)
     return True

@@ -39,12 +39,7 @@ class GradientRegularizedGRPOTrainer(GradientRegularizationMixin, GRPOTrainer):
     """The GRPOTrainer of TRL with gradient regularization."""
 
 
-GRPOGradRegConfig = GradientRegularizedGRPOConfig
-GRPOTrainerGradreg = GradientRegularizedGRPOTrainer
-
 __all__ = [
-    "GRPOGradRegConfig",
-    "GRPOTrainerGradreg",
     "GradientRegularizationArguments",
     "GradientRegularizationMixin",
     "GradientRegularizedGRPOConfig",

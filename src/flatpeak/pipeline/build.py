@@ -26,7 +26,6 @@ from flatpeak.pipeline.components import (
     open_workers,
     prepare_reward,
     recipe_notices,
-    renamed_settings,
 )
 from flatpeak.pipeline.evaluators import build_evaluator, longest_prompt
 from flatpeak.pipeline.rollout_process import with_rollouts_ahead
@@ -227,8 +226,6 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
             first = build_task(config.curriculum.task).train if config.curriculum else ()
             examples = [*task.train, *task.test, *first]
         policy = _open_policy(config, CallerObjects(), examples, resources, checkpoint=None)
-        for notice in renamed_settings(config):
-            progress.notice(notice)
         prompts = _prompts(task.test, policy, config, progress, split=f"{task.name} test")
         _check_ranking(config, policy, prompts)
         prepare_reward(reward, prompts)

@@ -9,7 +9,7 @@ from typing import Any
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
-from flatpeak.evaluation.config import CURRENT_NAMES, EvaluationConfig
+from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.pipeline.served_sampler import served_sampler
@@ -253,16 +253,6 @@ def notice_of_overlong_demonstrations(dropped: int, *, left: int, context: int |
     )
 
 
-def renamed_settings(config: RunConfig) -> list[str]:
-    """Notices of deprecated names in the recipe, which a later version will refuse."""
-    return [
-        f"evaluation.robustness: {old} is deprecated, it is called {new} now and its figures are robustness/{new}: "
-        f"write {new}"
-        for old, new in CURRENT_NAMES.items()
-        if old in config.evaluation.robustness
-    ]
-
-
 def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
     """Notices of choices in a recipe that are valid and easily misread."""
     notices = slow_dtype_notices(policy.model)
@@ -280,7 +270,6 @@ def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
             "rollout.staleness=1 below float32: the previous policy's completions count as the present one's without "
             "objective.sampler_correction"
         )
-    notices += renamed_settings(config)
     notices += offload_notices(
         {
             "optimizer.offload": config.optimizer.offload,

@@ -108,16 +108,11 @@ class Run:
         self._request = request
         self._notices = notices
         self._resolved = config.model_dump(mode="json")
-        self._chosen = config.model_dump(mode="json", exclude_defaults=True)
 
     def check_start(self) -> None:
         """UserError where the run's directory cannot be started in as requested."""
         resume, overwrite = self._request.resume, self._request.overwrite
-        self.ranks.first(
-            lambda: check_start(
-                self.config.run, self._resolved, resume=resume, overwrite=overwrite, chosen=self._chosen
-            )
-        )
+        self.ranks.first(lambda: check_start(self.config.run, self._resolved, resume=resume, overwrite=overwrite))
 
     def start(
         self,
@@ -233,7 +228,6 @@ class Run:
                 resume=request.resume,
                 overwrite=request.overwrite,
                 command=request.command,
-                chosen=self._chosen,
                 before=prepare,
                 decoder=decoder,
                 code=code,

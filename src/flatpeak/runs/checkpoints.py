@@ -7,7 +7,7 @@ checkpoints/step_000050/  the model in Hugging Face format  flatpeak.json  manif
 ```
 
 The trainer's state has a folder of its own because vLLM, SGLang and others load every `*.safetensors` file beside
-config.json as weights. Checkpoints of earlier versions, which kept it there, are read too.
+config.json as weights.
 
 The order of a write is what makes it safe against a kill or a power cut at any point: every file is on disk before the
 manifest, the manifest before the rename, and the rename before the older checkpoints are pruned. There is no pickle:
@@ -45,9 +45,7 @@ TRAINER = "trainer"
 """The subfolder of the trainer's own state."""
 _TENSORS = f"{TRAINER}/state.safetensors"
 _STATE = f"{TRAINER}/state.json"
-_FORMER_TENSORS = "trainer.safetensors"
-_FORMER_STATE = "trainer.json"
-TRAINING_FILES = (TRAINER, MANIFEST, _FORMER_TENSORS, _FORMER_STATE)
+TRAINING_FILES = (TRAINER, MANIFEST)
 """Everything in a checkpoint that is no part of its model."""
 _NAME = re.compile(r"step_(\d{6,})")
 _TEMPORARY = ".tmp-"
@@ -148,7 +146,7 @@ def _rename_into_place(temporary: Path, final: Path) -> None:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory was written by `write_checkpoint`; a model saved by other means is none."""
-    return any((path / name).exists() for name in (_TENSORS, _STATE, _FORMER_TENSORS, _FORMER_STATE))
+    return any((path / name).exists() for name in (_TENSORS, _STATE))
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -166,10 +164,9 @@ def read_checkpoint(path: Path) -> CheckpointState:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    former = (path / _FORMER_STATE).exists()
     try:
-        tensors = load_file(path / (_FORMER_TENSORS if former else _TENSORS))
-        state = json.loads((path / (_FORMER_STATE if former else _STATE)).read_text(encoding="utf-8"))
+        tensors = load_file(path / _TENSORS)
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
     except (SafetensorError, ValueError, OSError) as error:
         raise UserError(f"{path}: not a trainer's checkpoint ({error}); use another checkpoint of the run") from error
     return CheckpointState(tensors=tensors, state=state, step=read_manifest(path)["step"], path=path)

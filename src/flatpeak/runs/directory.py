@@ -174,7 +174,6 @@ class RunDirectory(RunPaths):
         resume: bool = False,
         overwrite: bool = False,
         command: Sequence[str] | None = None,
-        chosen: Mapping[str, Any] | None = None,
         before: Callable[[], None] = lambda: None,
         decoder: str | None = None,
         code: Mapping[str, str] | None = None,
@@ -182,9 +181,9 @@ class RunDirectory(RunPaths):
     ) -> RunDirectory:
         """Take `config.directory/config.name` and write config.yaml and manifest.json.
 
-        `resolved` is the whole recipe as plain data, `chosen` the same without its defaults. A used name is
-        refused without `resume` or `overwrite`; with `resume`, a run that does not exist yet is started, so that one
-        command can be repeated until it is done. A run that failed before its first step was done is replaced.
+        `resolved` is the whole recipe as plain data. A used name is refused without `resume` or `overwrite`; with
+        `resume`, a run that does not exist yet is started, so that one command can be repeated until it is done. A run
+        that failed before its first step was done is replaced.
         `before` is called once the lock is taken and before anything is deleted or written: an error in it leaves an
         earlier run as it was. `decoder`, `code` and `data` are for the manifest.
         Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
@@ -204,7 +203,7 @@ class RunDirectory(RunPaths):
             if replaced:
                 run._clear()
             facts = describe_start(command, decoder=decoder, code=code, data=data)
-            run._start(_as_existing_files(resolved), facts, chosen)
+            run._start(_as_existing_files(resolved), facts)
         except BaseException:
             lock.release()
             raise
@@ -218,10 +217,10 @@ class RunDirectory(RunPaths):
             else:
                 path.unlink()
 
-    def _start(self, resolved: dict[str, Any], facts: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> None:
+    def _start(self, resolved: dict[str, Any], facts: Mapping[str, Any]) -> None:
         start = redact(facts)
         if self.resumed:
-            changed = _check_recipe(self, resolved, chosen)
+            changed = _check_recipe(self, resolved)
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
             for kind in DIGESTS:
                 before, now = last_digests(manifest, kind), start.get(kind, {})
@@ -280,14 +279,7 @@ class RunDirectory(RunPaths):
         self.close()
 
 
-def check_start(
-    config: RunSectionConfig,
-    resolved: Mapping[str, Any],
-    *,
-    resume: bool,
-    overwrite: bool,
-    chosen: Mapping[str, Any] | None,
-) -> None:
+def check_start(config: RunSectionConfig, resolved: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
     """Raise UserError where `RunDirectory.create` would refuse the start, whatever the model and the task are.
 
     Nothing is written and torch is not loaded, so that a mistake is reported before they are loaded. `create` checks
@@ -302,7 +294,7 @@ def check_start(
         check_unlocked(path / _LOCK)
     _replaces(run, resume=resume, overwrite=overwrite)
     if resume:
-        _check_recipe(run, _as_existing_files(resolved), chosen)
+        _check_recipe(run, _as_existing_files(resolved))
 
 
 def check_no_secret_missing(resolved: Mapping[str, Any]) -> None:
@@ -317,7 +309,7 @@ def _lacks_a_part(key: str, value: str) -> bool:
     return (HIDDEN in value and ".arguments." in key) or f"://{HIDDEN}@" in value
 
 
-def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[str, Any] | None) -> dict[str, str]:
+def _check_recipe(run: RunPaths, resolved: Mapping[str, Any]) -> dict[str, str]:
     """The keys that the recipe of a resumed run changes; UserError where it may not, or where it cannot be read.
 
     A run whose config.yaml was deleted goes on with any recipe.
@@ -333,7 +325,7 @@ def _check_recipe(run: RunPaths, resolved: Mapping[str, Any], chosen: Mapping[st
             f"{run.config} is empty or damaged, so that the recipe cannot be compared: put it back from a copy, or "
             "delete it, and the run goes on with the recipe that is given"
         )
-    return check_resumable(redact(content), resolved, chosen=chosen)
+    return check_resumable(redact(content), resolved)
 
 
 def _as_existing_files(resolved: Mapping[str, Any]) -> dict[str, Any]:

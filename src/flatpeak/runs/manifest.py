@@ -173,21 +173,13 @@ def _cpu_model() -> str:
     return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
 
 
-def check_resumable(
-    old: Mapping[str, Any], new: Mapping[str, Any], *, chosen: Mapping[str, Any] | None = None
-) -> dict[str, str]:
+def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """The keys that changed, all of them allowed to, as {"training.steps": "100 -> 200"}.
-
-    `chosen` is the new recipe without the keys at their default: a key that an earlier version did not know, and so did
-    not write, has not changed unless `chosen` has it. None counts every such key.
 
     Raises UserError showing the others. `training.steps` may change only under a constant schedule: a linear or cosine
     one stretches with it, so that the steps already taken would have had other learning rates.
     """
     changed = changes(old, new)
-    if chosen is not None:
-        added = _added_keys(flatten(old), flatten(new)) - flatten(chosen).keys()
-        changed = {key: change for key, change in changed.items() if key not in added}
     allowed = set(CHANGEABLE)
     if flatten(new).get("optimizer.schedule", "constant") != "constant":
         allowed.discard("training.steps")
@@ -212,12 +204,6 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key, _ABSENT) != after.get(key, _ABSENT)
     }
-
-
-def _added_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-    """The keys that only the new recipe has, in sections that both have."""
-    sections = {key.rpartition(".")[0] for key in old}
-    return {key for key in new.keys() - old.keys() if key.rpartition(".")[0] in sections}
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

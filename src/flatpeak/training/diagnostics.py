@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -143,9 +142,9 @@ class SkippedUpdateMonitor:
         return {"updates": self.updates, "skipped": self.skipped, "in_a_row": self.in_a_row, "told": self.reported}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> SkippedUpdateMonitor:
-        """Restore the counts from the state of a stage, which has none where an earlier version wrote it."""
-        counts = dict(state.get("skipped_updates", {}))
+    def of(cls, state: Mapping[str, int]) -> SkippedUpdateMonitor:
+        """Restore the counts that `state` gave."""
+        counts = dict(state)
         return cls(reported=counts.pop("told", 0), **counts)
 
 

@@ -301,4 +301,4 @@ class RewardModelTrainer:
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint; the model is the one saved there already."""
         self.learner.load(state["learner"], tensors)
-        self.skipped = SkippedUpdateMonitor.of(state["stage"])
+        self.skipped = SkippedUpdateMonitor.of(state["stage"]["skipped_updates"])

@@ -275,8 +275,7 @@ class Trainer:
         self.learner.load(state["learner"], others)
         progression = dict(state["stage"])
         self.reached = progression.pop("reached") and self.recorder.history.reached(self.config.training.stop_at)
-        self.skipped = SkippedUpdateMonitor.of(progression)
-        progression.pop("skipped_updates", None)
+        self.skipped = SkippedUpdateMonitor.of(progression.pop("skipped_updates"))
         self.condition.load(progression.pop(STOP_WHEN, None))
         progression.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
         drawn = progression.pop(DRAWN, None)

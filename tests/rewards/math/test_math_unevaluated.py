@@ -15,14 +15,12 @@ from pydantic import TypeAdapter
 from test_math_grade_command import rows, run
 
 from flatpeak.config.load import load_recipe
-from flatpeak.errors import UserError
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.math_reward import question_only_reward, r1_zero_reward
 from flatpeak.rewards.math.syntax_tree import OverLimitError
 from flatpeak.rewards.math.unevaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.reward_set import build_reward
-from flatpeak.runs.manifest import check_resumable
 from flatpeak.types import Completion, Group, Prompt
 from support.math_cases import CASES, grade
 
@@ -633,14 +631,6 @@ def test_an_answer_that_is_refused_has_a_vote_of_its_own(
         assert refused is not None
         loose = build_reward({"right": config(type=type, **rest)})
         assert {loose.answer("right", text, asked) for text in texts} == {"12"}
-
-
-def test_a_run_that_did_not_know_the_option_resumes_without_it_and_not_with_it() -> None:
-    old = {"rewards": {"correctness": {"type": "math"}}}
-    assert check_resumable(old, {"rewards": {"correctness": {"type": "math", "evaluated": False}}}, chosen=old) == {}
-    asked = {"rewards": {"correctness": {"type": "math", "evaluated": True}}}
-    with pytest.raises(UserError, match=r"rewards\.correctness\.evaluated: \(absent\) -> [Tt]rue"):
-        check_resumable(old, asked, chosen=asked)
 
 
 def test_patterns_take_digits_and_nothing_is_left_of_them(group: Callable[..., Group]) -> None:
