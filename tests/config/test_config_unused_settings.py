@@ -286,25 +286,6 @@ def test_a_buffer_over_half_the_limit_is_announced(
     assert (notice in seen.notices) == announced
 
 
-@pytest.mark.parametrize(
-    ("chosen", "unused"),
-    [
-        ({"objective": {"loss": "policy_gradient"}}, "objective.clip_low"),
-        ({"objective": {"loss": "truncated_policy_gradient"}}, "objective.dual_clip"),
-    ],
-)
-def test_a_recipe_that_a_run_kept_before_there_were_functions_of_ones_own_is_read(
-    chosen: dict[str, Any], unused: str
-) -> None:
-    resolved = parse_config(chosen).model_dump(mode="json")
-    for section, names in (("objective", ("arguments",)), ("advantage", ("function", "arguments"))):
-        for name in names:
-            del resolved[section][name]
-    section, name = unused.split(".")
-    assert name in resolved[section]
-    assert parse_config(resolved) == parse_config(chosen)
-
-
 def test_a_loss_of_ones_own_may_read_every_coefficient_and_keeps_inherited_ones() -> None:
     settings = {"clip_low": 0.1, "clip_high": 0.3, "cap": 2.0, "dual_clip": 3.0, "ratio": "sequence"}
     config = parse_config({"objective": {"loss": "mine.py:loss", **settings}})
