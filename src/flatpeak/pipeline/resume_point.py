@@ -52,7 +52,7 @@ class ResumePoint:
         """Give a notice where the start-up probe chose another engine than before: results may differ in their bits."""
         before = self.newest.state.get("native") if self.newest else None
         if before is not None and before != policy.native:
-            first, now = ("native", "generate")[:: 1 if before else -1]
+            first, now = ("native", "generate") if before else ("generate", "native")
             progress.notice(
                 f"the run goes on with another engine than it had, {now} in place of {first} "
                 f"({policy.notice or 'the native one agrees with the plain forward pass again'}): from here on its "

@@ -38,15 +38,14 @@ class GradingBudget:
         """Subtract seconds that were lost."""
         self.left = max(0.0, self.left - seconds)
 
-
-@contextmanager
-def stopwatch() -> Iterator[list[float]]:
-    """A list that holds the seconds of the block once it is over."""
-    started, seconds = time.monotonic(), list[float]()
-    try:
-        yield seconds
-    finally:
-        seconds.append(time.monotonic() - started)
+    @contextmanager
+    def charged(self) -> Iterator[None]:
+        """A context whose duration is subtracted."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spend(time.monotonic() - started)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

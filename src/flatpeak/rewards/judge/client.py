@@ -219,7 +219,10 @@ class EndpointJudge:
                 return replace(reply, cost=cost)
             except _AttemptError as failure:
                 alive = not failure.retried or failure.text.startswith("429")
-                self._circuit.record_success() if alive else self._circuit.record_failure(failure.text)
+                if alive:
+                    self._circuit.record_success()
+                else:
+                    self._circuit.record_failure(failure.text)
                 raise
             except PauseTooLongError as error:
                 self._circuit.record_cancellation()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from flatpeak.rewards.base import GradingBudget, stopwatch
+from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.rule_grader import read_answer, rule_verdict, suits_math_verify
 from flatpeak.rewards.math.syntax_tree import MAX_CHARACTERS, OverLimitError
@@ -100,31 +101,34 @@ class MathGrader:
         decided: list[tuple[Pair, Outcome | None]] = []
         for answer, reference in pairs:
             pair = (answer or "", gold_answer(reference))
-            with stopwatch() as seconds:
-                outcome = False if answer is None else self._fast_outcome(*pair)
+            started = time.monotonic()
+            outcome = False if answer is None else self._fast_outcome(*pair)
             decided.append((pair, outcome))
             if outcome is None and pair not in pending:
-                pending[pair] = None if budget is not None else self._submit(pair, self._timeout)
-                if budget is not None:
-                    budget.spend(seconds[0])
-        outcomes = self._ask(pending, budget)
+                if budget is None:
+                    pending[pair] = self._submit(pair, self._timeout)
+                else:
+                    pending[pair] = None
+                    budget.spend(time.monotonic() - started)
+        outcomes = self._worker_outcomes(pending, budget)
         return [
             self._with_blame(outcomes[pair] if outcome is None else outcome, pair[1], budget)
             for pair, outcome in decided
         ]
 
-    def _ask(self, pending: Mapping[Pair, Future[Outcome] | None], budget: GradingBudget | None) -> dict[Pair, Outcome]:
+    def _worker_outcomes(
+        self, pending: Mapping[Pair, Future[Outcome] | None], budget: GradingBudget | None
+    ) -> dict[Pair, Outcome]:
         """Outcomes of pairs for the workers, which are submitted already where there is no budget.
 
         All but those beyond the budget are cached.
         """
         if budget is None:
-            outcomes = {pair: result(future) for pair, future in pending.items() if future is not None}
+            outcomes = {pair: outcome_of(future) for pair, future in pending.items() if future is not None}
         else:
             if pending:
-                with stopwatch() as seconds:
+                with budget.charged():
                     self._workers().ready()
-                budget.spend(seconds[0])
             # Texts that the rules can read are quick. Others may take any time, short ones rarely much.
             pairs = sorted(pending, key=lambda pair: (_is_unread(*pair), len(pair[0])))
             outcomes = grade_within(budget, pairs, self._submit, limit=self._timeout, workers=self._num_workers)
@@ -143,7 +147,8 @@ class MathGrader:
         pair = (TRIVIAL_ANSWER, gold)
         outcome = self._fast_outcome(*pair)
         if outcome is None:
-            outcome = self._ask({pair: None if budget is not None else self._submit(pair, self._timeout)}, budget)[pair]
+            future = self._submit(pair, self._timeout) if budget is None else None
+            outcome = self._worker_outcomes({pair: future}, budget)[pair]
         return not isinstance(outcome, WorkerError)
 
     def _fast_outcome(self, answer: str, gold: str) -> Outcome | None:
@@ -225,11 +230,11 @@ def grade_within(
     if budget.left * workers < limit * len(pairs):
         half = GradingBudget(budget.left / 2)
         share = half.left * workers / len(pairs)
-        first = _ask(half, pairs, submit, limit=min(limit, max(share, SHORTEST)))
+        first = _wait_within(half, pairs, submit, limit=min(limit, max(share, SHORTEST)))
         budget.spend(half.seconds - half.left)
         outcomes = {pair: outcome for pair, outcome in first.items() if not hit_limit(outcome)}
         pairs = [pair for pair in pairs if pair not in outcomes]
-    return outcomes | _ask(budget, pairs, submit, limit=limit)
+    return outcomes | _wait_within(budget, pairs, submit, limit=limit)
 
 
 def hit_limit(outcome: Outcome | None) -> bool:
@@ -237,7 +242,7 @@ def hit_limit(outcome: Outcome | None) -> bool:
     return isinstance(outcome, WorkerError) and outcome.reason in LIMITS
 
 
-def result(future: Future[Outcome]) -> Outcome:
+def outcome_of(future: Future[Outcome]) -> Outcome:
     """The outcome of a finished call."""
     try:
         return future.result()
@@ -246,19 +251,20 @@ def result(future: Future[Outcome]) -> Outcome:
         return error.with_traceback(None)
 
 
-def _ask(
+def _wait_within(
     budget: GradingBudget, pairs: Sequence[Pair], submit: Callable[[Pair, float], Future[Outcome]], *, limit: float
 ) -> dict[Pair, Outcome]:
     """Outcomes until the budget is spent; calls that run then end by their own limit, without a wait for them."""
     outcomes: dict[Pair, Outcome] = {}
     waiting = {} if budget.spent else {submit(pair, limit): pair for pair in pairs}
     while waiting and not budget.spent:
-        with stopwatch() as seconds:
-            done, _ = wait(waiting, timeout=budget.left, return_when=FIRST_COMPLETED)
-        finished = {waiting.pop(future): result(future) for future in done}
+        started = time.monotonic()
+        done, _ = wait(waiting, timeout=budget.left, return_when=FIRST_COMPLETED)
+        seconds = time.monotonic() - started
+        finished = {waiting.pop(future): outcome_of(future) for future in done}
         outcomes |= finished
         if not done or any(map(hit_limit, finished.values())):
-            budget.spend(seconds[0])
+            budget.spend(seconds)
     for future in waiting:
         future.cancel()
     return outcomes

@@ -212,10 +212,12 @@ def _word_splits(text: str) -> list[tuple[str, str, str]]:
     if match := _TEXT_TAIL.match(text):
         body, words, exponent = match[1], match[2].strip(" .,()"), match[3] or ""
         degrees = _DEGREE.match(body) if words in ("C", "F") else None
-        splits += [] if degrees else [(body, words, exponent)]
+        if not degrees:
+            splits.append((body, words, exponent))
     if match := _NOTE.match(text):
         words = re.split(r"[ ./-]+", match[2])
-        splits += [(match[1], match[2], "")] if _are_unit_words(words, gap=True) and max(map(len, words)) > 2 else []
+        if _are_unit_words(words, gap=True) and max(map(len, words)) > 2:
+            splits.append((match[1], match[2], ""))
     if match := _WORDS_TAIL.match(text):
         words = match["words"].strip()
         if _are_unit_words(re.split(r"[ /]+", words), gap=bool(match["gap"])):

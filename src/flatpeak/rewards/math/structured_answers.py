@@ -321,13 +321,11 @@ def contradict(first: Reading, second: Reading, *, approximately: bool = False) 
     if one.unit is not None and other.unit is not None and one.unit.name != other.unit.name:
         return False
     try:
-        values = [_number(reading) for reading in (one, other)]
+        a, b = _number(one), _number(other)
     except UndefinedError:
         return True
-    if None in values:
+    if a is None or b is None:
         return False
-    a, b = values
-    assert a is not None and b is not None
     readings = [(a, b)]
     if one.percent != other.percent:
         readings.append((a / 100, b) if one.percent else (a, b / 100))

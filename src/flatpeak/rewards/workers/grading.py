@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import ComponentScores, Isolation, join_scores, stopwatch
+from flatpeak.rewards.base import ComponentScores, Isolation, join_scores
 from flatpeak.rewards.checked_calls import PATIENCE
 from flatpeak.rewards.workers.pool import NOT_CALLED, WorkerError, WorkerPool
 from flatpeak.rewards.workers.process import LIMITS
@@ -99,9 +100,10 @@ class Grading:
         calls: list[ComponentScores] = []
         given_up, hanging = _GIVEN_UP, 0
         for batch in batches:
-            with stopwatch() as seconds:
-                cancelled = batch.results.cancelled()
-                results = [given_up] * len(batch.sizes) if cancelled else batch.results.result()
+            started = time.monotonic()
+            cancelled = batch.results.cancelled()
+            results = [given_up] * len(batch.sizes) if cancelled else batch.results.result()
+            seconds = time.monotonic() - started
             for result, size in zip(results, batch.sizes, strict=True):
                 if isinstance(result, UserError):
                     raise result
@@ -114,7 +116,7 @@ class Grading:
                     calls.append(_without_result(result, size, isolation.on_timeout))
             charged = budget is not None and not cancelled and not isolation.single_call
             if budget is not None and charged and any(map(_ran_out, results)):
-                budget.spend(seconds[0])
+                budget.spend(seconds)
                 if budget.spent:
                     given_up = NOT_CALLED
                     self._stops[name].set()
