@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 import flatpeak
-from support.structure import RANK, app_of, imports, module_name, part_of, read_structure, source_files
+from support.structure import (
+    RANK,
+    app_of,
+    imports,
+    module_name,
+    part_of,
+    read_structure,
+    sampler_questions,
+    source_files,
+)
 
 PACKAGE = Path(flatpeak.__file__).parent
 FILES = [path.relative_to(PACKAGE) for path in source_files(PACKAGE)]
@@ -164,6 +173,10 @@ def test_packages_name_their_public_things_and_define_nothing(path):
         assert getattr(package, name).__module__.startswith("flatpeak.") or name.isupper() or name.endswith("Config")
     with pytest.raises(AttributeError):
         _ = package.no_such_name
+
+
+def test_no_code_asks_what_a_sampler_is():
+    assert sampler_questions() == 0
 
 
 def test_nothing_unpickles_what_a_file_could_hold():

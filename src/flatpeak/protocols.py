@@ -1,11 +1,11 @@
-"""Protocols between the components. Any object of the right shape fits: none has to inherit from anything here."""
+"""Protocols between the components, which any object of the right shape fits, and the base class of samplers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,77 +21,113 @@ class Task(Protocol):
     test: Sequence[Example]
 
 
-class Sampler(Protocol):
-    """Prompts in, one group of completions per prompt out, in the same order."""
+class SamplerLike(Protocol):
+    """A sampler of the caller's. Where it has `state()` and `load(state)` too, checkpoints keep its state."""
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """A completion's randomness depends on (seed, prompt id, index in its group) and on nothing else."""
+        """One group per prompt, in the same order.
+
+        A completion's randomness depends on (seed, prompt id, index in its group) and on nothing else.
+        """
         ...
 
 
-@runtime_checkable
-class StreamingSampler(Sampler, Protocol):
-    """A sampler that yields groups while it works on others; recognized by its method `stream`."""
+class Sampler:
+    """Prompts in, one group of completions per prompt out.
+
+    A class of samplers defines `generate` or `stream`, each of which is made of the other here, and those hooks that
+    it has a use for: the others do nothing.
+    """
+
+    decoder = ""
+    """The name of its decoder for the manifest; empty where that is the policy."""
+    foreign = False
+    """Whether it is the caller's own, which may have weights of its own."""
+    alike = False
+    """Whether `observe` gives the samplers of all ranks the same state."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        """One group per prompt, in the order of the prompts."""
+        groups = dict(self.stream(prompts, group_size=group_size, sampling=sampling, seed=seed))
+        return [groups[p] for p in range(len(prompts))]
 
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:
         """The groups of `generate`, each once with the index of its prompt, in the order in which they finish."""
-        ...
+        yield from enumerate(self.generate(prompts, group_size=group_size, sampling=sampling, seed=seed))
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
-    ) -> list[Group]:
-        """One group per prompt, in order; a class that names this protocol as its base has it from here."""
-        groups = dict(self.stream(prompts, group_size=group_size, sampling=sampling, seed=seed))
-        return [groups[p] for p in range(len(prompts))]
-
-
-@runtime_checkable
-class ResumableSampler(Sampler, Protocol):
-    """A sampler with a state that later results depend on; recognized by its methods `state` and `load`."""
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take note of groups that the samplers of all ranks have drawn."""
 
     def state(self) -> Mapping[str, Any]:
-        """The state of now as JSON, saved in every checkpoint."""
-        ...
+        """The state that later results depend on, as JSON, saved in every checkpoint."""
+        return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Put back a saved state, before the first request of a resumed run; empty where the checkpoint has none."""
-        ...
 
-
-@runtime_checkable
-class AheadSampler(Sampler, Protocol):
-    """A sampler that draws a later request while the policy is trained; recognized by its method `ahead`."""
+    def measured(self) -> Mapping[str, float]:
+        """The metrics of the requests since the last call."""
+        return {}
 
     def use_version(self, version: int) -> None:
         """Set the version of the policy as it is now: the number of its steps."""
-        ...
 
     def ahead(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> AbstractContextManager[None]:
-        """A context, left when the request is drawn by the policy as it was on entry."""
-        ...
+        """A context, left when a later request is drawn by the policy as it was on entry; here nothing is drawn."""
+        return nullcontext()
 
-    def drawn(self) -> dict[str, Any] | None:
-        """The drawn request as JSON, for a checkpoint; None where there is none."""
-        ...
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Raise StoppedError while waiting for others, once `stopping()`."""
 
-    def restore(self, drawn: dict[str, Any] | None) -> None:
-        """Put back what a checkpoint has of it."""
-        ...
+    def close(self) -> None:
+        """End processes and threads, and delete temporary files."""
 
 
-@runtime_checkable
-class MeasuredSampler(Sampler, Protocol):
-    """A sampler with metrics of its own; recognized by its method `measured`."""
+class WrappedSampler(Sampler):
+    """A sampler made of another one, which has its hooks."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.decoder = sampler.decoder
+        self.foreign = sampler.foreign
+
+    def state(self) -> Mapping[str, Any]:
+        """The state of the wrapped sampler."""
+        return self.sampler.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put back a state of the wrapped sampler."""
+        self.sampler.load(state)
 
     def measured(self) -> Mapping[str, float]:
-        """The metrics of the requests since the last call."""
-        ...
+        """The metrics of the wrapped sampler."""
+        return self.sampler.measured()
+
+    def use_version(self, version: int) -> None:
+        """Set the version of the policy as it is now."""
+        self.sampler.use_version(version)
+
+    def ahead(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> AbstractContextManager[None]:
+        """A context, left when the wrapped sampler has drawn a later request."""
+        return self.sampler.ahead(prompts, group_size=group_size, sampling=sampling, seed=seed)
+
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Let the wrapped sampler wait no longer once `stopping()`."""
+        self.sampler.stop_when(stopping)
+
+    def close(self) -> None:
+        """Close the wrapped sampler."""
+        self.sampler.close()
 
 
 class ServedPolicy(Protocol):

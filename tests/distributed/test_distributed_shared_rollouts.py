@@ -10,10 +10,11 @@ import pytest
 from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.distributed.shared_rollouts import SharedSampler, checked_sampler_state
 from flatpeak.errors import UserError
+from flatpeak.protocols import Sampler
 from flatpeak.types import Group, Prompt
 
 
-class Counting:
+class Counting(Sampler):
     """A sampler that counts the prompts of its share."""
 
     def __init__(self) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-import flatpeak.pipeline.build
-from flatpeak.pipeline import build as pipeline_build
+from flatpeak.pipeline import samplers as pipeline_samplers
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import as_reward
 from flatpeak.rewards.workers.pool import WorkerPool
@@ -33,7 +32,7 @@ REWARDS = {
 }
 
 
-class Backwards:
+class Backwards(Sampler):
     """A sampler that streams: its last group is the first to finish."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -48,7 +47,7 @@ class Backwards:
         yield from reversed(list(enumerate(self.generate(prompts, **settings))))
 
 
-class Waiting:
+class Waiting(Sampler):
     """A sampler whose next group does not come before the one before it has its score."""
 
     def __init__(self, directory: Path) -> None:
@@ -61,11 +60,6 @@ class Waiting:
         ]
         examples = [Example(id=f"{index}", question="", gold="", columns=row) for index, row in enumerate(rows)]
         return [Prompt(id=example.id, token_ids=(1,), text="", example=example) for example in examples]
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
-    ) -> list[Group]:
-        raise AssertionError("it streams")
 
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
@@ -107,7 +101,7 @@ def test_a_group_is_graded_before_the_next_one_is_sampled(tmp_path: Path, size: 
 def test_a_run_with_workers_leaves_what_one_without_them_leaves(
     make_run: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = flatpeak.pipeline.build.build_sampler
+    build = pipeline_samplers.build_sampler
     samplers: list[Backwards] = []
 
     def build_backwards(*arguments: Any) -> Backwards:
@@ -116,7 +110,7 @@ def test_a_run_with_workers_leaves_what_one_without_them_leaves(
 
     result = []
     for name, workers, builder in (("here", 0, build_backwards), ("own", 2, build), ("backwards", 1, build_backwards)):
-        monkeypatch.setattr(pipeline_build, "build_sampler", builder)
+        monkeypatch.setattr(pipeline_samplers, "build_sampler", builder)
         run = make_run(
             name,
             run={"grading_workers": workers},
@@ -127,7 +121,7 @@ def test_a_run_with_workers_leaves_what_one_without_them_leaves(
         )
         assert train(run.config).exit_code == 0
         result.append(outcome(run.path))
-        result[-1]["state"]["stage"].pop("expected_lengths")  # what the engine itself remembers; these wrappers do not
+        result[-1]["state"]["stage"].pop("sampler")  # what the engine itself remembers; these wrappers do not
     assert_same(result[1], result[0])
     assert_same(result[2], result[0])
     assert [sampler.streamed > 3 for sampler in samplers] == [False, True]

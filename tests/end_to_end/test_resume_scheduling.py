@@ -107,7 +107,7 @@ def test_a_checkpoint_holds_the_expected_lengths_and_without_them_the_order_woul
         monkeypatch.setattr(NativeEngine, "load", lambda self, state: None)
 
     whole, _, expected, result = whole_and_cut(make_run, prefills, send, before_resume=forget)
-    lengths = stage_state(whole.path)["expected_lengths"]
+    lengths = stage_state(whole.path)["sampler"]["expected_lengths"]
     assert set(lengths.values()) != {0.0}
     assert all(1 <= length <= 8 for length in lengths.values())
     assert result != expected
@@ -133,18 +133,3 @@ def test_a_training_prompt_that_comes_again_is_expected_to_be_as_long_as_before(
     assert len(known) == RL_STEPS
     # The training set has been seen once by the end of its first pass, and nothing is added in those after it.
     assert known[-1] == known[-2]
-
-
-def test_a_checkpoint_from_before_lengths_were_kept_still_loads(
-    make_run: MakeRun, prefills: list[Any], send: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = Trainer.state
-    monkeypatch.setattr(
-        Trainer, "state", lambda self: {key: value for key, value in state(self).items() if key != "expected_lengths"}
-    )
-    run = make_run("cut", **CROWDED)
-    assert run.start(stop={("train", CUT): send(signal.SIGTERM)}).exit_code == 143
-    assert "expected_lengths" not in stage_state(run.path)
-    monkeypatch.setattr(Trainer, "state", state)
-    assert run.start(resume=True).exit_code == 0
-    assert stage_state(run.path)["expected_lengths"]

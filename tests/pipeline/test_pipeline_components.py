@@ -10,8 +10,8 @@ import pytest
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.callers_sampler import CheckedSampler
 from flatpeak.pipeline.components import PlainSampler, build_sampler
+from flatpeak.pipeline.samplers import CheckedSampler
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline import rollout_process
+from flatpeak.pipeline import rollout_process, samplers
 from flatpeak.pipeline.rollout_process import RolloutProcess
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.ahead import answer_request
@@ -94,7 +94,7 @@ def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
     look = Watcher({("train", 2): lambda: files.extend(file.name for file in directories[0].glob("*.safetensors"))})
     ours = train(stale("process"), reward=first_token, progress=look)
     assert files == ["weights.safetensors"]  # the model's own, which lie in memory, are read and deleted
-    monkeypatch.setattr(rollout_process, "RolloutProcess", Inline)
+    monkeypatch.setattr(samplers, "RolloutProcess", Inline)
     inline = train(stale("inline"), reward=first_token)
     lagging = train(
         recipe(run={"name": "lagging", "threads": 1}, training={"steps": 6}), reward=first_token, sampler=Lagging
@@ -122,7 +122,7 @@ def test_a_callers_model_with_frozen_weights_is_drawn_from_ahead(
         return train(stale(name), model=model, tokenizer=tokenizer, reward=first_token)
 
     process = run("process")
-    monkeypatch.setattr(rollout_process, "RolloutProcess", Inline)
+    monkeypatch.setattr(samplers, "RolloutProcess", Inline)
     assert same(process, run("inline"))
     rows = [row for row in read_metrics(process.path / "metrics.jsonl") if row["stage"] == "train"]
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1, 1, 1]
@@ -133,7 +133,7 @@ def test_a_callers_model_with_frozen_weights_is_drawn_from_ahead(
 def test_a_run_that_is_stopped_goes_on_to_the_same_weights(
     stop: int, stale: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_process, "RolloutProcess", Inline)
+    monkeypatch.setattr(samplers, "RolloutProcess", Inline)
     whole = train(stale("whole"), reward=first_token)
     watcher = Watcher({("train", stop): lambda: os.kill(os.getpid(), signal.SIGINT)})
     config = stale("stopped")
@@ -147,7 +147,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_weights(
 def test_a_curriculum_that_moves_on_uses_nothing_of_what_was_drawn_for_the_first_task(
     stale: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_process, "RolloutProcess", Inline)
+    monkeypatch.setattr(samplers, "RolloutProcess", Inline)
     first = {"task": {"type": "arithmetic", "max_value": 5, "train_size": 5, "test_size": 2}, "steps": 3}
     result = train(stale(curriculum=first), reward=first_token)
     rows = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
@@ -186,12 +186,12 @@ def test_a_process_that_is_lost_ends_the_run_with_one_error(
         train(config, reward=first_token)
     assert made[0]._directory is None  # its files are deleted
     assert made[0]._process is None
-    monkeypatch.setattr(rollout_process, "RolloutProcess", Inline)
+    monkeypatch.setattr(samplers, "RolloutProcess", Inline)
     assert train(config, reward=first_token, overwrite=True).exit_code == 0
 
 
 def test_without_staleness_there_is_no_process(recipe: Any, train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_process, "RolloutProcess", None)
+    monkeypatch.setattr(samplers, "RolloutProcess", None)
     result = train(recipe(rollout={"staleness": 0}))
     rows = read_metrics(result.path / "metrics.jsonl")
     assert not [row for row in rows if "rollout/staleness" in row]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from flatpeak.errors import RunError
-from flatpeak.protocols import AheadSampler, ResumableSampler, StreamingSampler
-from flatpeak.rollout.ahead import RolloutsAhead, answer_request
+from flatpeak.rollout.ahead import Background, RolloutsAhead, answer_request
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Completion, Prompt, SamplingParams
 from support.training import prompt, tiny_policy
@@ -23,13 +22,12 @@ SAMPLING = SamplingParams(temperature=0.8, max_new_tokens=6, top_k=12, stop=("qq
 Drawn = list[tuple[Completion, ...]]
 
 
-class Inline:
+class Inline(Background):
     """A background that draws when it is asked to, by the weights of then."""
 
     def __init__(self, policy: Any) -> None:
         self.engine = NativeEngine(policy)
         self.closed = 0
-        self.pid = None
         self.answer: Any = None
 
     def begin(self, request: dict[str, Any]) -> None:
@@ -116,25 +114,36 @@ def test_what_is_drawn_survives_a_checkpoint() -> None:
     source, before = sampler(policy), draw(NativeEngine(policy))
     with ahead(source):
         move(policy)
-    saved = json.loads(json.dumps([source.drawn(), dict(source.state())]))
+    saved = json.loads(json.dumps(source.state()))
     resumed = sampler(policy)
-    resumed.restore(saved[0])
-    resumed.load(saved[1])
+    resumed.load(saved)
     resumed.use_version(1)
     assert draw(resumed) == before
-    assert resumed.drawn() is None
+    assert resumed.state()["drawn"] is None
+
+
+def test_a_state_without_rollouts_ahead_is_loaded_with_them_and_the_other_way_round() -> None:
+    policy = tiny_policy()
+    source, engine = sampler(policy), NativeEngine(policy)
+    draw(engine)
+    source.load(engine.state())
+    assert source.state() == {**engine.state(), "drawn": None}
+    with ahead(source):
+        pass
+    engine.load(source.state())
+    assert engine.state() == source.sampler.state()
 
 
 def test_the_wrapped_samplers_state_goes_to_the_background_and_comes_back() -> None:
     policy = tiny_policy()
     source, inline = sampler(policy), NativeEngine(policy)
-    source.load({"a": 9.0})
-    inline.load({"a": 9.0})
+    source.load({"expected_lengths": {"a": 9.0}})
+    inline.load({"expected_lengths": {"a": 9.0}})
     with ahead(source):
         pass
     draw(inline)
-    assert source.state() == inline.state()
-    assert set(source.state()) == {"a", "b", "c@1"}
+    assert source.sampler.state() == inline.state()
+    assert set(source.state()["expected_lengths"]) == {"a", "b", "c@1"}
 
 
 def test_an_error_in_the_update_ends_the_background() -> None:
@@ -142,7 +151,7 @@ def test_an_error_in_the_update_ends_the_background() -> None:
     with pytest.raises(KeyboardInterrupt), ahead(source):
         raise KeyboardInterrupt
     assert source.background.closed == 1  # type: ignore[attr-defined]
-    assert source.drawn() is None
+    assert source.state()["drawn"] is None
 
 
 def test_an_error_while_drawing_lets_the_update_end_and_is_raised_by_the_next_request_alone() -> None:
@@ -152,7 +161,7 @@ def test_an_error_while_drawing_lets_the_update_end_and_is_raised_by_the_next_re
         source.background.answer = RunError("the server is gone")  # type: ignore[attr-defined]
         move(policy)
     assert source.background.closed == 1  # type: ignore[attr-defined]
-    assert source.drawn() is None
+    assert source.state()["drawn"] is None
     with pytest.raises(RunError, match="the server is gone"):
         draw(source)
     assert draw(source) == draw(NativeEngine(policy)) != before
@@ -173,11 +182,3 @@ def test_it_has_the_metrics_of_the_sampler_it_wraps() -> None:
     assert source.measured() == {}
     source.sampler.measured = lambda: {"time/weight_update": 2.0}  # type: ignore[attr-defined]
     assert source.measured() == {"time/weight_update": 2.0}
-
-
-def test_it_streams_and_resumes_as_the_sampler_it_wraps() -> None:
-    source = sampler(tiny_policy())
-    assert isinstance(source, AheadSampler)
-    assert isinstance(source, StreamingSampler)
-    assert isinstance(source, ResumableSampler)
-    assert not isinstance(source.sampler, AheadSampler)

@@ -203,9 +203,9 @@ def test_what_is_drawn_survives_a_checkpoint_with_its_weights(rollouts):
         source = rollouts(server, policy)
         with ahead(source):
             policy.step()
-        saved = json.loads(json.dumps(source.drawn()))
+        saved = json.loads(json.dumps(source.state()))
         resumed = rollouts(server, policy)
-        resumed.restore(saved)
+        resumed.load(saved)
         resumed.use_version(1)
         groups = draw(resumed)
     assert (logprobs(groups), versions(groups)) == ({-0.5}, {(0, 1)})

@@ -11,7 +11,7 @@ import io
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,6 +188,29 @@ def occurrences(package: Path, pattern: str) -> int:
     return sum(path.read_text(encoding="utf-8").count(pattern) for path in source_files(package))
 
 
+def sampler_questions(package: Path = PACKAGE) -> int:
+    """Count the calls of `isinstance` that name a class of samplers: one whose bases lead to `Sampler`, or it itself.
+
+    Hooks of the base class answer whatever such a call would ask.
+    """
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in source_files(package)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    bases = {node.name: _names(node.bases) for node in nodes if isinstance(node, ast.ClassDef)}
+    samplers = {"Sampler", "SamplerLike"}
+    while derived := {name for name, names in bases.items() if names & samplers} - samplers:
+        samplers |= derived
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _names([node.func]) == {"isinstance"}]
+    return sum(1 for call in calls if _names(call.args[1:]) & samplers)
+
+
+def _names(nodes: Sequence[ast.expr]) -> set[str]:
+    """All names in these expressions; of a dotted name the last one too."""
+    inner = [node for each in nodes for node in ast.walk(each)]
+    return {node.id for node in inner if isinstance(node, ast.Name)} | {
+        node.attr for node in inner if isinstance(node, ast.Attribute)
+    }
+
+
 def code_lines(source: str) -> int:
     """Lines of code, imports included: without blank lines, comments and docstrings."""
     layout = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -236,6 +259,7 @@ def count(package: Path = PACKAGE) -> dict[str, int]:
         "imports that run up": len(structure.upward) if ranked else -1,
         "`getattr(flatpeak, ...)`": occurrences(package, "getattr(flatpeak"),
         "`isinstance(_, RewardSet)`": occurrences(package, ", RewardSet)"),
+        "`isinstance` of a sampler": sampler_questions(package),
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.policy.model import Policy
+from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training.advantage_function import Advantages
@@ -83,7 +84,7 @@ def scored(policy: Policy, groups: Sequence[Group], *, temperature: float = 1.0)
     ]
 
 
-class FixedSampler:
+class FixedSampler(Sampler):
     """Returns the same groups whenever it is asked for their prompts."""
 
     def __init__(self, groups: Sequence[Group]) -> None:

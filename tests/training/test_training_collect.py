@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flatpeak.protocols import Sampler
 from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.rewards.reward_set import CallersReward, RewardSet, as_reward
 from flatpeak.rollout.config import RolloutConfig
@@ -24,7 +25,7 @@ from support.training import FixedSampler, completion, make_trainer, prompt, tin
 ALIVE, DEAD = [0.0, 1.0], [1.0, 1.0]
 
 
-class RecordingSampler:
+class RecordingSampler(Sampler):
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], int, int]] = []
 
@@ -225,14 +226,10 @@ def test_groups_are_graded_as_they_come_and_kept_in_order() -> None:
     assert sampler.streamed == 1
 
 
-def test_without_workers_nothing_is_streamed() -> None:
-    sampler = StreamingSampler()
-    rollouts = numbered(sampler, as_reward(NumberReward(), name="correctness"))
-    assert (sampler.streamed, len(sampler.calls)) == (0, 1)
+def test_without_workers_groups_are_graded_once_all_are_sampled() -> None:
+    rollouts = numbered(StreamingSampler(), as_reward(NumberReward(), name="correctness"))
+    assert ids(rollouts) == order(3)
     assert rollouts.scores.total == [[1.0, 0.0]] * 3
-    sampler = StreamingSampler()
-    numbered(sampler, scripted(lambda id: ALIVE))
-    assert (sampler.streamed, len(sampler.calls)) == (0, 1)
 
 
 def test_a_sampler_that_does_not_stream_still_has_its_groups_graded_by_workers() -> None:
@@ -274,8 +271,6 @@ def test_grading_while_sampling_counts_as_sampling(monkeypatch: pytest.MonkeyPat
     reward = as_reward({"correctness": NumberReward(), "late": late}, workers=Slow())  # type: ignore[arg-type]
     streamed = numbered(StreamingSampler(), reward)
     assert (streamed.rollout_seconds, streamed.reward_seconds) == (6.0, 5.0)
-    plain = numbered(RecordingSampler(), reward)
-    assert (plain.rollout_seconds, plain.reward_seconds) == (0.0, 11.0)
 
 
 LIMIT = 4

@@ -12,12 +12,11 @@ from typing import Any, Final, Generic, TypeVar
 
 from flatpeak.distributed.ranks import Ranks
 from flatpeak.errors import UserError
-from flatpeak.protocols import ResumableSampler, Sampler
+from flatpeak.protocols import Sampler, WrappedSampler
 from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.checked_calls import Failures
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.grading import Grading
-from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Scores
 
 Ranked = TypeVar("Ranked")
@@ -39,7 +38,7 @@ def checked_sampler_state(state: Mapping[str, Any], ranks: Ranks) -> Mapping[str
     return state
 
 
-class SharedSampler:
+class SharedSampler(WrappedSampler):
     """A sampler whose requests the ranks divide.
 
     A completion's random numbers depend on the seed, its prompt's id and its place in the group, so that it is the
@@ -54,7 +53,7 @@ class SharedSampler:
         weights: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """`weights` is a context with the weights to sample from, which all ranks enter."""
-        self.sampler = sampler
+        super().__init__(sampler)
         self.ranks = ranks
         self.weights = weights
 
@@ -70,26 +69,20 @@ class SharedSampler:
         groups = [
             Group(prompt=prompt, completions=_pick(parts, p, self.ranks.size)) for p, prompt in enumerate(prompts)
         ]
-        if isinstance(self.sampler, NativeEngine):  # any rank may sample any prompt next time
-            for group in groups:
-                lengths = [len(completion.token_ids) for completion in group.completions]
-                self.sampler.expected_lengths[group.prompt.example.id] = sum(lengths) / len(lengths)
+        self.sampler.observe(groups)
         return groups
 
     def state(self) -> Mapping[str, Any]:
-        """The state of the sampler, where it has one; of a caller's, those of all ranks, whose prompts differ."""
-        if not isinstance(self.sampler, ResumableSampler):
-            return {}
+        """The state of the sampler; of a caller's, those of all ranks, whose prompts differ."""
         own = self.sampler.state()
-        if isinstance(self.sampler, NativeEngine):  # has the same on every rank
+        if self.sampler.alike:
             return own
         states = self.ranks.gather(dict(own))
         return {STATES: states} if any(states) else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back a saved state, where the sampler has one: this rank's, of those of all."""
-        if isinstance(self.sampler, ResumableSampler):
-            self.sampler.load(state[STATES][self.ranks.rank] if STATES in state else state)
+        """Put back a saved state: this rank's, of those of all."""
+        self.sampler.load(state[STATES][self.ranks.rank] if STATES in state else state)
 
 
 def _pick(parts: Sequence[Sequence[tuple[Completion, ...]]], p: int, size: int) -> tuple[Completion, ...]:

@@ -20,7 +20,7 @@ from flatpeak.functional.curvature import Eigenvalue, top_eigenvalue
 from flatpeak.gradreg.directions import exact_curvature, weight_norm
 from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.gradreg.weight_noise import NoisyMeasurement, measure_under_noise
-from flatpeak.protocols import ResumableSampler, Sampler
+from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.types import Group, Prompt, SamplingParams, Score, Scores
 
@@ -95,8 +95,6 @@ class SharpnessProbe:
     and an evaluation of its checkpoint then agree."""
     make_losses: MakeLosses
     """The policy loss whose curvature `config.eigenvalue` asks for."""
-    foreign_sampler: bool = False
-    """Whether the sampler is the caller's own, which may have weights of its own."""
     stopping: Callable[[], bool] = lambda: False
     """Whether a signal asks to stop, which leaves no time for so many completions."""
 
@@ -119,7 +117,7 @@ class SharpnessProbe:
             clean = ask()
             noisy = []
             for one in self._under_noise(ask, seed=seed):
-                if self.foreign_sampler and not self._has_zeros:
+                if sampler.foreign and not self._has_zeros:
                     _check_reads_weights(clean, one)
                 noisy.append(_reduced(one))
                 self._check_stop()
@@ -195,14 +193,13 @@ def _unchanged_state(sampler: Sampler) -> Iterator[None]:
     Torch's are the evaluation's to restore. A reward may draw from any.
     """
     drawn = random.getstate(), np.random.get_state()
-    state = dict(sampler.state()) if isinstance(sampler, ResumableSampler) else None
+    state = sampler.state()
     try:
         yield
     finally:
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
-        if state is not None and isinstance(sampler, ResumableSampler):
-            sampler.load(state)
+        sampler.load(state)
 
 
 def _reduced(one: NoisyMeasurement[_Answers]) -> NoisyMeasurement[Values]:

@@ -13,7 +13,6 @@ from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
-from flatpeak.pipeline.callers_sampler import callers_sampler
 from flatpeak.pipeline.components import (
     build_sampler,
     check_policy,
@@ -28,8 +27,7 @@ from flatpeak.pipeline.components import (
     recipe_notices,
 )
 from flatpeak.pipeline.evaluators import build_evaluator, longest_prompt
-from flatpeak.pipeline.rollout_process import with_rollouts_ahead
-from flatpeak.pipeline.served_sampler import close_sampler, served_to_all, stop_waiting
+from flatpeak.pipeline.samplers import make_sampler
 from flatpeak.pipeline.user_objects import Algorithm, CallerObjects, check_given_again, make_algorithm
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights, resumed_source
@@ -38,7 +36,6 @@ from flatpeak.policy.reference import check_reference
 from flatpeak.protocols import Progress, Sampler, Task
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.pool import WorkerPool
-from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.signals import StopSignals
 from flatpeak.tasks.config import build_task
@@ -82,7 +79,7 @@ class Components:
         """Give rewards the run's directory to write into, and them and servers the signal that ends all waiting."""
         for reward in self._rewards():
             reward.attach(directory, stopping=lambda: stop.asked)
-        stop_waiting(self.sampler, lambda: stop.asked)
+        self.sampler.stop_when(lambda: stop.asked)
 
     def stoppable_evaluator(self, stopping: Callable[[], bool]) -> Evaluator:
         """The evaluator, whose sharpness raises StoppedError once `stopping()`."""
@@ -118,7 +115,7 @@ class Components:
         """End all processes and give the model back; where one of them raises, the others end all the same."""
         with ExitStack() as resources:
             resources.callback(self.policy.release)
-            resources.callback(close_sampler, self.sampler)
+            resources.callback(self.sampler.close)
             for reward in self._rewards():
                 resources.callback(reward.close)
             if self.workers is not None:
@@ -175,7 +172,8 @@ def _build(
         own = _closing(first_reward(config, workers=workers, progress=progress), resources)
         phases = (_first_phase(config, config.curriculum, first_task.name, first_train, own or reward), main)
         demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
-    sampler = _open_sampler(config, objects, policy, resources, ranks=ranks)
+    sampler = make_sampler(config, objects.sampler, policy, ranks=ranks)
+    resources.callback(sampler.close)
     evaluator = build_evaluator(config, policy, sampler, reward, lambda: algorithm, task=task.name, prompts=test)
     return Components(
         policy=policy,
@@ -230,7 +228,7 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
         _check_ranking(config, policy, prompts)
         prepare_reward(reward, prompts)
         sampler = build_sampler(policy, config, trains=False)
-        resources.callback(close_sampler, sampler)
+        resources.callback(sampler.close)
         yield build_evaluator(
             config,
             policy,
@@ -247,35 +245,6 @@ def _closing(component: Closing, resources: ExitStack) -> Closing:
     if component is not None:
         resources.callback(component.close)
     return component
-
-
-def _open_sampler(
-    config: RunConfig, objects: CallerObjects, policy: Policy, resources: ExitStack, *, ranks: Ranks
-) -> Sampler:
-    """The sampler of `make_sampler`, closed with `resources`."""
-    sampler = make_sampler(config, objects, policy, ranks=ranks)
-    resources.callback(close_sampler, sampler)
-    return sampler
-
-
-def make_sampler(config: RunConfig, objects: CallerObjects, policy: Policy, *, ranks: Ranks = ALONE) -> Sampler:
-    """The caller's sampler, or the one that the recipe asks for, with rollouts ahead where it asks for these.
-
-    Servers are asked by the first of several ranks; any other sampler is one of each rank, and not shared yet.
-    """
-    own = objects.sampler
-
-    def make() -> Sampler:
-        sampler = build_sampler(policy, config) if own is None else callers_sampler(own, policy, config)
-        with ExitStack() as refused:
-            refused.callback(close_sampler, sampler)
-            sampler = with_rollouts_ahead(sampler, policy, config, foreign=own is not None)
-            refused.pop_all()
-        return sampler
-
-    if ranks.size > 1 and own is None and isinstance(config.rollout.engine, VLLMConfig):
-        return served_to_all(make, policy, ranks, ahead=config.rollout.staleness > 0)
-    return make()
 
 
 def named_reference(config: RunConfig, policy: Policy) -> Policy | None:

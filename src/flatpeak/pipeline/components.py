@@ -12,7 +12,6 @@ from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.kernels.decode_attention import kernel_notices
-from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.kernel_verdicts import remembered
 from flatpeak.policy.model import Policy
@@ -24,6 +23,7 @@ from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine
+from flatpeak.rollout.vllm.sampler import VLLMSampler
 from flatpeak.types import Group, Prompt, SamplingParams
 from flatpeak.utils.host_memory import offload_notices
 
@@ -91,16 +91,47 @@ def prepare_reward(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
 
 def build_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) -> Sampler:
     """The recipe's servers, else the native engine or `generate`; `trains`: whether log-probabilities are needed."""
-    configure_policy(policy, config)
     engine = config.rollout.engine
     if isinstance(engine, VLLMConfig):
-        sampling = config.rollout.sampling() if trains else SamplingParams()
-        return served_sampler(policy, engine, sampling=sampling, quantization=config.model.quantization)
+        return served_sampler(policy, config, trains=trains)
+    configure_policy(policy, config)
     if engine == "native" and not policy.native:
         raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
     if engine == "generate" or not policy.native:
         return PlainSampler(policy, max_rows=config.rollout.max_rows)
     return NativeEngine(policy, max_rows=config.rollout.max_rows)
+
+
+def served_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) -> VLLMSampler:
+    """The sampler over the recipe's servers; UserError where one is not there, or cannot sample for this policy."""
+    assert isinstance(config.rollout.engine, VLLMConfig)
+    configure_policy(policy, config)
+    if config.model.quantization is not None:
+        raise UserError(
+            f"model.quantization={config.model.quantization} with rollout.engine.type=vllm: servers would sample from "
+            "the base as it was before; leave model.quantization out, or use rollout.engine=auto"
+        )
+    if policy.adapted:
+        _check_served_adapter(policy.model.active_peft_config)
+    policy.kernels.idle = True
+    sampling = config.rollout.sampling() if trains else SamplingParams()
+    return VLLMSampler(policy, config.rollout.engine, sampling=sampling)
+
+
+def _check_served_adapter(adapter: Any) -> None:
+    """UserError for an adapter that vLLM does not load as it is."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        if getattr(adapter, name, None):
+            raise UserError(
+                f"the adapter of model.lora.adapter has a {name}, which vLLM ignores, so that it would scale those "
+                "layers otherwise: use another adapter, or rollout.engine=auto"
+            )
+    for name, value in (("dora", adapter.use_dora), ("modules_to_save", adapter.modules_to_save)):
+        if value:
+            raise UserError(
+                f"model.lora.{name} with rollout.engine.type=vllm: vLLM loads low-rank matrices alone; leave "
+                f"model.lora.{name} out, or use rollout.engine=auto"
+            )
 
 
 def configure_policy(policy: Policy, config: RunConfig) -> None:
@@ -109,8 +140,10 @@ def configure_policy(policy: Policy, config: RunConfig) -> None:
     policy.kernels.choose(config.rollout.kernels, unserved=policy.notice)
 
 
-class PlainSampler:
+class PlainSampler(Sampler):
     """transformers' `generate` on a policy, under the model's own attention."""
+
+    decoder = "generate"
 
     def __init__(self, policy: Policy, *, max_rows: int) -> None:
         self.policy = policy
@@ -121,7 +154,7 @@ class PlainSampler:
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """Generate as `protocols.Sampler` says, under the model's own attention."""
+        """One group per prompt, in order."""
         with self.policy.plain_attention():
             return self.engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
 

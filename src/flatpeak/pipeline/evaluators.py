@@ -11,7 +11,6 @@ from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.sharpness import SharpnessProbe
 from flatpeak.gradreg.parameters import perturbed_parameters
 from flatpeak.gradreg.perturbation import Perturbation
-from flatpeak.pipeline.callers_sampler import CheckedSampler
 from flatpeak.pipeline.user_objects import Algorithm
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
@@ -50,19 +49,12 @@ def build_evaluator(
         longest_prompt=longest_prompt(config, policy.context_length),
         may_lack_accuracy=config.may_lack_accuracy,
         ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
-        sharpness=_sharpness_probe(
-            config, policy, reward, make_algorithm, foreign_sampler=isinstance(sampler, CheckedSampler)
-        ),
+        sharpness=_sharpness_probe(config, policy, reward, make_algorithm),
     )
 
 
 def _sharpness_probe(
-    config: RunConfig,
-    policy: Policy,
-    reward: RewardSet,
-    make_algorithm: Callable[[], Algorithm],
-    *,
-    foreign_sampler: bool,
+    config: RunConfig, policy: Policy, reward: RewardSet, make_algorithm: Callable[[], Algorithm]
 ) -> SharpnessProbe | None:
     """The measurement of sharpness that the recipe asks for; UserError where nothing is to perturb, or for judges."""
     sharpness = config.evaluation.sharpness
@@ -88,7 +80,6 @@ def _sharpness_probe(
             max_new_tokens=config.rollout.max_new_tokens,
             micro_batch_tokens=config.training.micro_batch_tokens,
         ),
-        foreign_sampler=foreign_sampler,
     )
 
 

@@ -25,14 +25,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flatpeak.config.run_config import RunConfig
-from flatpeak.errors import RunError, UserError, brief
+from flatpeak.errors import RunError, brief
 from flatpeak.pipeline.components import build_sampler
 from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
-from flatpeak.rollout.ahead import RolloutsAhead, answer_request
-from flatpeak.rollout.vllm.drawing_thread import DrawingThread
-from flatpeak.rollout.vllm.sampler import VLLMSampler
+from flatpeak.rollout.ahead import Background, answer_request
 
 MEMORY: Final = Path("/dev/shm")
 WEIGHTS: Final = "weights.safetensors"
@@ -44,7 +42,7 @@ _POLL_SECONDS: Final = 0.5
 _LAST_LINES: Final = 2
 
 
-class RolloutProcess:
+class RolloutProcess(Background):
     """The background of `RolloutsAhead`: one process with a copy of the policy, started at the first request."""
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
@@ -134,33 +132,6 @@ class RolloutProcess:
 _FIX: Final = "go on with --resume, with rollout.staleness=0 if it fails again"
 
 
-def with_rollouts_ahead(sampler: Sampler, policy: Policy, config: RunConfig, *, foreign: bool) -> Sampler:
-    """The sampler, and what draws ahead beside it where `rollout.staleness` asks for that: a thread or a process.
-
-    UserError where no process can draw with a copy of the policy; `foreign` says that the sampler is the caller's.
-    """
-    if not config.rollout.staleness:
-        return sampler
-    if isinstance(sampler, VLLMSampler):
-        if (url := sampler.sleeping_server) is not None:
-            raise UserError(
-                f"rollout.staleness={config.rollout.staleness} with {url}, which sleeps between rollouts to leave its "
-                "GPU to the trainer: set rollout.staleness=0, or start it without sleep mode on a device of its own"
-            )
-        return RolloutsAhead(sampler, DrawingThread(sampler), staleness=config.rollout.staleness)
-    adapters = config.model.lora is None and hasattr(policy.model, "peft_config")
-    reasons = {
-        "a sampler of the caller's, which no second process has": foreign,
-        f"a model on {policy.device.type}: its copy draws on a CPU": policy.device.type != "cpu",
-        "model.quantization": config.model.quantization is not None,
-        "adapters of the caller's own model, whose base a copy does not know": adapters,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UserError(f"rollout.staleness={config.rollout.staleness} beside {reason}: set rollout.staleness=0")
-    return RolloutsAhead(sampler, RolloutProcess(policy, config), staleness=config.rollout.staleness)
-
-
 def trained(policy: Policy) -> dict[str, Tensor]:
     """The weights that training changes, by name, tied ones once."""
     return {name: weight for name, weight in policy.model.named_parameters() if weight.requires_grad}
@@ -192,7 +163,7 @@ def serve(descriptor: int) -> None:
         return
 
 
-def _load(section: dict[str, Any], directory: Path) -> tuple[Policy, Any]:
+def _load(section: dict[str, Any], directory: Path) -> tuple[Policy, Sampler]:
     config = RunConfig.model_validate(section)
     torch.set_num_threads(config.run.threads or 1)
     policy = load_policy(resumed_source(config.model, directory), texts=(), seed=0)

@@ -11,14 +11,14 @@ from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import Ranks
-from flatpeak.distributed.served_rollouts import ServedSampler
 from flatpeak.distributed.sharding import Replica, shard
 from flatpeak.distributed.shared_rollouts import SharedRanker, SharedReward, SharedSampler
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
-from flatpeak.pipeline.build import Components, make_sampler
+from flatpeak.pipeline.build import Components
 from flatpeak.pipeline.components import check_regularization
+from flatpeak.pipeline.samplers import asks_servers, make_sampler
 from flatpeak.pipeline.user_objects import CallerObjects, code_digests
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.reward_set import RewardSet
@@ -35,7 +35,7 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         return components
     check_alike(components, code_digests(config, objects), ranks)
     policy, sampler = components.policy, components.sampler
-    served = isinstance(sampler, ServedSampler)
+    served = asks_servers(config, objects.sampler)
     whole: Policy = policy
     weights: Callable[[], AbstractContextManager[object]] = nullcontext
     if config.distributed.sharded:
@@ -43,7 +43,7 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         whole = replica = Replica(policy)
         weights = replica.present
         if not served:
-            sampler = make_sampler(config, objects, replica)
+            sampler = make_sampler(config, objects.sampler, replica)
         shard(policy, replica, config.distributed, ranks)
         check_regularization(config, policy)
         for where, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):

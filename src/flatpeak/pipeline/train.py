@@ -14,12 +14,7 @@ from flatpeak.distributed.ranks import open_ranks
 from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
 from flatpeak.pipeline.build import Components, build_components
-from flatpeak.pipeline.callers_sampler import CheckedSampler, SamplerFactory
-from flatpeak.pipeline.components import (
-    PlainSampler,
-    announce_decoding,
-    without_model_source,
-)
+from flatpeak.pipeline.components import announce_decoding, without_model_source
 from flatpeak.pipeline.lifecycle import (
     RecipeSource,
     RunRequest,
@@ -30,7 +25,7 @@ from flatpeak.pipeline.lifecycle import (
 from flatpeak.pipeline.progress import first_line, model_line
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.resume_point import ResumePoint, restore_trainer
-from flatpeak.pipeline.served_sampler import drawing_sampler
+from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.shared_components import share_components
 from flatpeak.pipeline.user_objects import CallerObjects, code_digests
 from flatpeak.policy.loading import restore_weights
@@ -38,9 +33,8 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.native_decoding import TORCH
 from flatpeak.policy.reference import snapshot
-from flatpeak.protocols import Progress, ResumableSampler, Sampler, Task
+from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rollout.config import VLLMConfig
-from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name
 from flatpeak.runs.directory import RunPaths
@@ -63,7 +57,7 @@ def train(
     tokenizer: Any = None,
     task: Task | None = None,
     reward: Any = None,
-    sampler: Sampler | SamplerFactory | None = None,
+    sampler: SamplerLike | SamplerFactory | None = None,
     loss: Any = None,
     advantage: Any = None,
     settings: Settings | None = None,
@@ -99,7 +93,7 @@ def sft(
     tokenizer: Any = None,
     task: Task | None = None,
     reward: Any = None,
-    sampler: Sampler | SamplerFactory | None = None,
+    sampler: SamplerLike | SamplerFactory | None = None,
     loss: Any = None,
     advantage: Any = None,
     settings: Settings | None = None,
@@ -139,7 +133,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
         run.progress.say(model_line(components.policy.model, data=_data_line(config, components, stages)))
         _check_kernels(config, components, run.progress)
         point.announce_engine(components.policy, run.progress)
-        decoder = _decoder(components.sampler, components.policy)
+        decoder = components.sampler.decoder or components.policy.decoded_with or TORCH
         components = share_components(components, config, objects, ranks)
         training = config.training
         run.resources.enter_context(
@@ -159,7 +153,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
         )
         components.attach(run.directory.path, run.stop)
         with run.training():
-            if point.newest is not None and isinstance(components.sampler, ResumableSampler):
+            if point.newest is not None:
                 state = point.newest.state["stage"].get(SAMPLER_STATE, {})
                 components.sampler.load(checked_sampler_state(state, ranks))
             if "sft" in stages and config.sft.steps and point.train is None and not point.sft_finished:
@@ -195,16 +189,6 @@ def _check_kernels(config: RunConfig, components: Components, progress: Recorded
         policy.kernels.trains(policy)
     for reason in policy.kernels.notices:
         progress.notice(reason)
-
-
-def _decoder(sampler: Sampler, policy: Policy) -> str:
-    """The name of what draws rollouts, for the manifest."""
-    drawing = drawing_sampler(sampler)
-    if isinstance(drawing, NativeEngine):
-        return policy.decoded_with or TORCH
-    if isinstance(drawing, CheckedSampler):
-        return type(drawing.sampler).__name__
-    return "generate" if isinstance(drawing, PlainSampler) else "vllm"
 
 
 def run_sft(config: RunConfig, components: Components, recorder: Recorder, checkpoint: CheckpointState | None) -> None:

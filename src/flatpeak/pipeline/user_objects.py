@@ -14,9 +14,9 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.functional.losses import PolicyLoss
-from flatpeak.pipeline.callers_sampler import SamplerFactory
 from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
-from flatpeak.protocols import Sampler, Task
+from flatpeak.pipeline.samplers import SamplerFactory
+from flatpeak.protocols import SamplerLike, Task
 from flatpeak.rewards.functions import function_name
 from flatpeak.runs.manifest import flatten
 from flatpeak.training.advantage_function import Advantages, make_advantages
@@ -38,7 +38,7 @@ class CallerObjects:
     tokenizer: Any = None
     task: Task | None = None
     reward: Any = None
-    sampler: Sampler | SamplerFactory | None = None
+    sampler: SamplerLike | SamplerFactory | None = None
     loss: Any = None
     """A policy loss: a function, or a PolicyLoss."""
     advantage: Any = None

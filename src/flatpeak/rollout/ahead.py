@@ -10,16 +10,18 @@ request then raises the error.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from flatpeak.protocols import MeasuredSampler, ResumableSampler, Sampler, StreamingSampler
+from flatpeak.protocols import Sampler, WrappedSampler
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 JSON = dict[str, Any]
+DRAWN: Final = "drawn"
+"""Key of the groups that were drawn ahead, in a state."""
 
 
 class Background(Protocol):
@@ -28,7 +30,11 @@ class Background(Protocol):
     @property
     def pid(self) -> int | None:
         """The process that draws; None where there is none, or none yet."""
-        ...
+        return None
+
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Break a drawing that waits for others off, once `stopping()`."""
+        return
 
     def begin(self, request: JSON) -> None:
         """Take the weights of now and start drawing."""
@@ -43,7 +49,7 @@ class Background(Protocol):
         ...
 
 
-class RolloutsAhead(StreamingSampler):
+class RolloutsAhead(WrappedSampler):
     """A sampler that has the next request drawn in the background; all else is drawn at once by the sampler it wraps.
 
     The trainer states the policy's version, the number of its steps. Log-probabilities are of the policy that drew.
@@ -51,7 +57,7 @@ class RolloutsAhead(StreamingSampler):
 
     def __init__(self, sampler: Sampler, background: Background, *, staleness: int) -> None:
         """`staleness`: the most versions that a group may be old."""
-        self.sampler = sampler
+        super().__init__(sampler)
         self.background = background
         self.staleness = staleness
         self.version = 0
@@ -69,7 +75,7 @@ class RolloutsAhead(StreamingSampler):
         """A context, left when a later request is drawn by the policy as it was on entry, or its drawing has failed."""
         self._drawn = None
         request = encode_request(prompts, group_size=group_size, sampling=sampling, seed=seed)
-        self.background.begin(request | {"state": self.state()})
+        self.background.begin(request | {"state": dict(self.sampler.state())})
         try:
             yield
             answer = self._answer()
@@ -78,8 +84,7 @@ class RolloutsAhead(StreamingSampler):
             raise
         if answer is None:
             return
-        if isinstance(self.sampler, ResumableSampler):
-            self.sampler.load(answer["state"])
+        self.sampler.load(answer["state"])
         self._drawn = {"request": digest(request), "version": self.version, "groups": answer["groups"]}
 
     def _answer(self) -> JSON | None:
@@ -109,41 +114,27 @@ class RolloutsAhead(StreamingSampler):
                 groups = decode_groups(drawn["groups"], prompts)
                 yield from enumerate(replace(group, version=drawn["version"]) for group in groups)
                 return
-        for p, group in _stream(self.sampler, prompts, group_size=group_size, sampling=sampling, seed=seed):
+        for p, group in self.sampler.stream(prompts, group_size=group_size, sampling=sampling, seed=seed):
             yield p, replace(group, version=self.version)
 
-    def measured(self) -> Mapping[str, float]:
-        """The metrics of the wrapped sampler, those of drawing ahead included."""
-        return self.sampler.measured() if isinstance(self.sampler, MeasuredSampler) else {}
-
-    def state(self) -> Mapping[str, Any]:
-        """The state of the wrapped sampler."""
-        return self.sampler.state() if isinstance(self.sampler, ResumableSampler) else {}
+    def state(self) -> JSON:
+        """The wrapped sampler's state, and what was drawn ahead and not asked for yet; its weights are gone."""
+        return {**self.sampler.state(), DRAWN: self._drawn}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back a state of the wrapped sampler."""
-        if isinstance(self.sampler, ResumableSampler):
-            self.sampler.load(state)
+        """Put back a saved state; one without rollouts ahead has drawn nothing."""
+        self.sampler.load(state)
+        self._drawn = state.get(DRAWN)
 
-    def drawn(self) -> JSON | None:
-        """Groups that were drawn ahead and not asked for yet, for a checkpoint; the weights that drew them are gone."""
-        return self._drawn
-
-    def restore(self, drawn: JSON | None) -> None:
-        """Put back groups that were drawn ahead."""
-        self._drawn = drawn
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Let neither sampler nor background wait for servers once `stopping()`."""
+        self.sampler.stop_when(stopping)
+        self.background.stop_when(stopping)
 
     def close(self) -> None:
-        """End what draws in the background."""
+        """End what draws in the background, then the wrapped sampler."""
         self.background.close()
-
-
-def _stream(
-    sampler: Sampler, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
-) -> Iterator[tuple[int, Group]]:
-    if isinstance(sampler, StreamingSampler):
-        return sampler.stream(prompts, group_size=group_size, sampling=sampling, seed=seed)
-    return iter(enumerate(sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)))
+        self.sampler.close()
 
 
 def encode_request(prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int) -> JSON:
@@ -168,11 +159,9 @@ def answer_request(sampler: Sampler, request: JSON) -> JSON:
         for name, example, ids in request["prompts"]
     ]
     sampling = SamplingParams(**request["sampling"] | {"stop": tuple(request["sampling"]["stop"])})
-    if isinstance(sampler, ResumableSampler):
-        sampler.load(request["state"])
+    sampler.load(request["state"])
     groups = sampler.generate(prompts, group_size=request["group_size"], sampling=sampling, seed=request["seed"])
-    state = dict(sampler.state()) if isinstance(sampler, ResumableSampler) else {}
-    return {"groups": [[asdict(c) for c in group.completions] for group in groups], "state": state}
+    return {"groups": [[asdict(c) for c in group.completions] for group in groups], "state": dict(sampler.state())}
 
 
 def decode_groups(groups: Sequence[Sequence[JSON]], prompts: Sequence[Prompt]) -> list[Group]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from flatpeak.protocols import StreamingSampler
+from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import completion_keys
 from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots, check_request
@@ -23,8 +23,10 @@ from flatpeak.types import Group, Prompt, SamplingParams
 if TYPE_CHECKING:
     from flatpeak.protocols import Decoder
 
+EXPECTED_LENGTHS: Final = "expected_lengths"
 
-class NativeEngine(StreamingSampler):
+
+class NativeEngine(Sampler):
     """A Sampler over a Decoder, on the trainer's own weights.
 
     A token depends on its slot's logits and on (seed, prompt id, index in group, position). Where the decoder's logits
@@ -35,6 +37,8 @@ class NativeEngine(StreamingSampler):
     trainer recomputes, although the token was drawn from the other tokens only. The same goes for top-p and top-k,
     for which the completion has `filtered_logprobs` too. At temperature 0 log-probs are those at temperature 1.
     """
+
+    alike = True
 
     def __init__(
         self,
@@ -85,23 +89,28 @@ class NativeEngine(StreamingSampler):
             try:
                 while not request.done:
                     for p, group in request.advance(self._read_every):
-                        lengths = [len(completion.token_ids) for completion in group.completions]
-                        self.expected_lengths[group.prompt.example.id] = sum(lengths) / len(lengths)
+                        self.observe([group])
                         yield p, group
             finally:
                 if self._kept_slots is not decode_slots:
                     decode_slots.close()
 
-    def state(self) -> dict[str, float]:
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Expect completions of these lengths next time; any rank may sample any prompt then."""
+        for group in groups:
+            lengths = [len(completion.token_ids) for completion in group.completions]
+            self.expected_lengths[group.prompt.example.id] = sum(lengths) / len(lengths)
+
+    def state(self) -> Mapping[str, Any]:
         """The expected lengths, for a checkpoint.
 
         Where results depend on the batch in their last bits, a resumed run has to schedule as it did before.
         """
-        return dict(self.expected_lengths)
+        return {EXPECTED_LENGTHS: dict(self.expected_lengths)}
 
-    def load(self, state: Mapping[str, float]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Order the work as when this state was saved."""
-        self.expected_lengths = dict(state)
+        self.expected_lengths = dict(state.get(EXPECTED_LENGTHS, {}))
 
     @property
     def notices(self) -> list[str]:

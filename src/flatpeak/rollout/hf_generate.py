@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import completion_keys
 from flatpeak.rollout.slots import CompletionBuffer, check_request
 from flatpeak.rollout.stopping import StopStrings
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from flatpeak.protocols import Tokenizer
 
 
-class GenerateEngine:
+class GenerateEngine(Sampler):
     """A Sampler over any causal model of transformers.
 
     `generate` runs the model and its cache; tokens are chosen, and completions ended, by the same code as in the native

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flatpeak.protocols import MeasuredSampler, Sampler, StreamingSampler
+from flatpeak.protocols import Sampler
 from flatpeak.rewards.base import GradingBudget
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
@@ -89,7 +89,7 @@ def collect(
         pass_rate=sum(accuracies) / len(accuracies) if accuracies else 0.0,
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
-        measured={**phase.reward.measured(scores), **sampler_metrics(sampler)},
+        measured={**phase.reward.measured(scores), **sampler.measured()},
         timed_out=dict(timed_out),
         failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
     )
@@ -106,11 +106,6 @@ def _scores(drawn: Sequence[_Drawn]) -> Scores:
         total=[scores.total[index] for _, index, scores in drawn],
         parts={name: [scores.parts[name][index] for _, index, scores in drawn] for name in drawn[0][2].parts},
     )
-
-
-def sampler_metrics(sampler: Sampler) -> Mapping[str, float]:
-    """The metrics that a sampler reports of itself, if it does."""
-    return sampler.measured() if isinstance(sampler, MeasuredSampler) else {}
 
 
 def failures(reward: RewardSet) -> dict[str, int]:
@@ -136,18 +131,16 @@ def _graded(
     budget: GradingBudget | None,
 ) -> _Graded:
     """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can."""
-    size, sampling = config.group_size, config.sampling()
-    if isinstance(sampler, StreamingSampler) and (grading := reward.grading()):
-        sampled: dict[int, Group] = {}
-        for index, group in sampler.stream(prompts, group_size=size, sampling=sampling, seed=seed):
+    grading = reward.grading()
+    sampled: dict[int, Group] = {}
+    stream = sampler.stream(prompts, group_size=config.group_size, sampling=config.sampling(), seed=seed)
+    for index, group in stream:
+        sampled[index] = group
+        if grading is not None:
             grading.add(index, group)
-            sampled[index] = group
-        sampled_at = time.perf_counter()
-        groups = [sampled[index] for index in range(len(prompts))]
-        return _Graded(groups=groups, scores=reward.finish(groups, grading, budget=budget), sampled_at=sampled_at)
-    groups = sampler.generate(prompts, group_size=size, sampling=sampling, seed=seed)
     sampled_at = time.perf_counter()
-    return _Graded(groups=groups, scores=reward(groups, budget=budget), sampled_at=sampled_at)
+    groups = [sampled[index] for index in range(len(prompts))]
+    return _Graded(groups=groups, scores=reward.finish(groups, grading, budget=budget), sampled_at=sampled_at)
 
 
 def _known(scores: Sequence[Sequence[Score]]) -> list[float]:

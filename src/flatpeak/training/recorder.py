@@ -44,8 +44,8 @@ from flatpeak.training.diagnostics import (
 from flatpeak.training.history import History
 from flatpeak.training.optimizer import check_finite
 
-SAMPLER_STATE = "expected_lengths"
-"""Key of the sampler's state in a stage's; named after the native engine's, which are the lengths it expects."""
+SAMPLER_STATE = "sampler"
+"""Key of the sampler's state in a stage's."""
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import ResumableSampler, Sampler
+from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
 from flatpeak.training.curriculum import Stream
@@ -163,7 +163,7 @@ class SFTTrainer:
         return {
             "finished": self.finished,
             "skipped_updates": self.skipped.state(),
-            SAMPLER_STATE: dict(self.sampler.state()) if isinstance(self.sampler, ResumableSampler) else {},
+            SAMPLER_STATE: self.sampler.state(),
         }
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

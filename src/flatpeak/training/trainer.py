@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import AheadSampler, ResumableSampler, Sampler
+from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.advantage_function import Advantages
@@ -30,9 +30,6 @@ from flatpeak.training.step_metrics import Clock, kl_metrics, staleness_metrics,
 from flatpeak.training.stop_condition import STATE as STOP_WHEN
 from flatpeak.training.stop_condition import StopCondition
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
-
-DRAWN = "drawn"
-"""Key of what the sampler has drawn ahead, in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +133,7 @@ class Trainer:
     def collect(self, step: int) -> Rollouts:
         """Sample and score the step's groups, and move on in the data."""
         progression, rollout = self.progression, self.config.rollout
-        if isinstance(self.sampler, AheadSampler):
-            self.sampler.use_version(step - 1)
+        self.sampler.use_version(step - 1)
         resamples = self.config.training.dynamic_sampling.max_resamples
         with self.learner.memory.phase("rollout"):
             rollouts = collect(
@@ -155,7 +151,7 @@ class Trainer:
 
     def next_rollouts(self, step: int) -> AbstractContextManager[None]:
         """A context in which a later step's groups are drawn by the policy as it is on entry, where the sampler can."""
-        if not isinstance(self.sampler, AheadSampler) or step > self.config.training.steps:
+        if step > self.config.training.steps:
             return nullcontext()
         rollout, progression = self.config.rollout, self.progression
         # Where the curriculum moves on before that step, these prompts are not asked for, and nothing of them is used.
@@ -261,8 +257,7 @@ class Trainer:
             "resets": self.resets.count,
             "skipped_updates": self.skipped.state(),
             **self.condition.state(),
-            SAMPLER_STATE: dict(self.sampler.state()) if isinstance(self.sampler, ResumableSampler) else {},
-            **({DRAWN: self.sampler.drawn()} if isinstance(self.sampler, AheadSampler) else {}),
+            SAMPLER_STATE: self.sampler.state(),
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -278,9 +273,6 @@ class Trainer:
         self.skipped = SkippedUpdateMonitor.of(progression.pop("skipped_updates"))
         self.condition.load(progression.pop(STOP_WHEN, None))
         progression.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
-        drawn = progression.pop(DRAWN, None)
-        if isinstance(self.sampler, AheadSampler):
-            self.sampler.restore(drawn)
         self.reference = self.resets.load(
             progression.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
         )

@@ -15,11 +15,11 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.callers_sampler import SamplerFactory
 from flatpeak.pipeline.lifecycle import RunResult
+from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.train import train
 from flatpeak.pipeline.user_objects import CallerObjects
-from flatpeak.protocols import Progress, Sampler, Task
+from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
 from flatpeak.runs.directory import RunPaths, check_no_secret_missing
 from flatpeak.runs.manifest import DIGESTS, changes, describe_start, last_digests
@@ -54,7 +54,7 @@ def fork(
     tokenizer: Any = None,
     task: Task | None = None,
     reward: Any = None,
-    sampler: Sampler | SamplerFactory | None = None,
+    sampler: SamplerLike | SamplerFactory | None = None,
     loss: Any = None,
     advantage: Any = None,
     progress: Progress | bool | None = None,

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flatpeak.protocols import StreamingSampler
-from flatpeak.rollout.ahead import answer_request
+from flatpeak.protocols import Sampler
+from flatpeak.rollout.ahead import Background, answer_request
 from flatpeak.rollout.vllm.sampler import VLLMSampler
 from flatpeak.rollout.vllm.weight_versions import WeightVersion
 from flatpeak.types import Group, Prompt, SamplingParams
@@ -19,13 +19,11 @@ STOP_PATIENCE: Final = 10.0
 """Seconds that a drawing may go on once the run is to stop: what is whole by then is in the checkpoint."""
 
 
-class DrawingThread:
+class DrawingThread(Background):
     """The background of `RolloutsAhead` over servers: a thread that draws one request at a time.
 
     Until its result is fetched nothing else may ask the servers, which have one set of weights.
     """
-
-    pid: int | None = None
 
     def __init__(self, sampler: VLLMSampler) -> None:
         self._sampler = sampler
@@ -86,7 +84,7 @@ class DrawingThread:
 
 
 @dataclass(frozen=True)
-class _ByVersion(StreamingSampler):
+class _ByVersion(Sampler):
     """The servers with weights that were published before."""
 
     sampler: VLLMSampler

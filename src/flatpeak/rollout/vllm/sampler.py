@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from flatpeak.errors import RunError
-from flatpeak.protocols import ServedPolicy, StreamingSampler
+from flatpeak.protocols import Sampler, ServedPolicy
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.slots import check_request
 from flatpeak.rollout.stopping import StopStrings
@@ -28,8 +28,8 @@ ATTEMPTS: Final = 8
 _PLAIN: Final = SamplingParams()
 
 
-class VLLMSampler(StreamingSampler):
-    """A StreamingSampler over servers that draw with the policy's weights of now.
+class VLLMSampler(Sampler):
+    """A sampler over servers that draw with the policy's weights of now.
 
     At the beginning of every call the weights are published if they have changed, and servers load them; every
     completion says which weights drew it, and is asked for again where these are not the current ones. A server that
@@ -38,6 +38,8 @@ class VLLMSampler(StreamingSampler):
 
     Log-probabilities are vLLM's own: they agree with the trainer's to rounding, never to the bit.
     """
+
+    decoder = "vllm"
 
     def __init__(
         self,

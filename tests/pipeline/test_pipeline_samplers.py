@@ -9,20 +9,22 @@ import pytest
 
 from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.config.load import apply_settings, parse_config
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import RunError, UserError
+from flatpeak.pipeline.components import build_sampler
 from flatpeak.pipeline.lifecycle import resolve_config
-from flatpeak.pipeline.served_sampler import served_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm import VLLMSampler
 from flatpeak.runs.manifest import check_resumable
-from flatpeak.types import SamplingParams
 from flatpeak.utils.adapters import LoraConfig, add_adapters
 from support.models import letter_tokenizer, tiny_model
 from support.reward_functions import lengths
 from support.runs import Watcher
 from support.vllm_server import Fault, VLLMServer, unused_url
+
+SERVED = RunConfig.model_validate({"rollout": {"engine": {"type": "vllm"}}})
 
 
 @pytest.fixture
@@ -264,7 +266,7 @@ def test_a_resolved_recipe_reads_as_it_was():
 def test_adapters_that_vllm_does_not_load_are_refused(setting):
     model = add_adapters(tiny_model("llama", tie_word_embeddings=False), LoraConfig(rank=2, **setting), seed=0)
     with pytest.raises(UserError, match=f"model.lora.{next(iter(setting))}"):
-        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"), sampling=SamplingParams())
+        build_sampler(Policy(model, letter_tokenizer()), SERVED)
 
 
 @pytest.mark.parametrize("pattern", [{"rank_pattern": {"q_proj": 4}}, {"alpha_pattern": {"q_proj": 1}}])
@@ -272,13 +274,14 @@ def test_adapters_that_vllm_would_scale_otherwise_are_refused(pattern):
     model = add_adapters(tiny_model("llama"), LoraConfig(rank=2), seed=0)
     vars(model.active_peft_config).update(pattern)
     with pytest.raises(UserError, match=next(iter(pattern))):
-        served_sampler(Policy(model, letter_tokenizer()), VLLMConfig(type="vllm"), sampling=SamplingParams())
+        build_sampler(Policy(model, letter_tokenizer()), SERVED)
 
 
 def test_a_base_in_4_bits_is_refused():
     policy = Policy(tiny_model(), letter_tokenizer())
+    quantized = SERVED.model.model_copy(update={"quantization": "nf4"})
     with pytest.raises(UserError, match=r"model.quantization=nf4 with rollout.engine.type=vllm"):
-        served_sampler(policy, VLLMConfig(type="vllm"), sampling=SamplingParams(), quantization="nf4")
+        build_sampler(policy, SERVED.model_copy(update={"model": quantized}))
 
 
 @pytest.mark.parametrize("unfit", [{"rollout": {"staleness": 1}}, {"reference": {"model": "/nowhere"}}])

@@ -1,4 +1,4 @@
-"""A sampler of the caller's, or a factory of one: what it returns is checked, and decoded where it brings no text."""
+"""The sampler of a run: the caller's own, which is wrapped here and nowhere else, or the recipe's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 from flatpeak.config.run_config import RunConfig
+from flatpeak.distributed.ranks import ALONE, Ranks
+from flatpeak.distributed.served_rollouts import ServedSampler
 from flatpeak.errors import UserError
-from flatpeak.pipeline.components import configure_policy
+from flatpeak.pipeline.components import build_sampler, configure_policy, served_sampler
+from flatpeak.pipeline.rollout_process import RolloutProcess
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import ResumableSampler, Sampler, Tokenizer
+from flatpeak.protocols import Sampler, SamplerLike, Tokenizer
+from flatpeak.rollout.ahead import RolloutsAhead
+from flatpeak.rollout.config import VLLMConfig
+from flatpeak.rollout.vllm.drawing_thread import DrawingThread
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 
-SamplerFactory = Callable[[Policy], Sampler]
+SamplerFactory = Callable[[Policy], SamplerLike]
 """Makes a sampler of the policy that is trained."""
 LARGEST_LOGPROB = 1e-4
 """The logarithm of a probability may exceed 0 by as much as float32 rounds of large logits."""
@@ -25,7 +31,60 @@ _HINT = (
 )
 
 
-def callers_sampler(callers_own: Sampler | SamplerFactory, policy: Policy, config: RunConfig) -> CheckedSampler:
+def make_sampler(
+    config: RunConfig, own: SamplerLike | SamplerFactory | None, policy: Policy, *, ranks: Ranks = ALONE
+) -> Sampler:
+    """The caller's sampler, or the one that the recipe asks for, with rollouts ahead where it asks for these.
+
+    The first of several ranks asks servers, for all of them; any other sampler is one of each rank, and not shared yet.
+    """
+    if asks_servers(config, own):
+        policy.kernels.idle = True
+        sampler = _asking_sampler(config, policy) if ranks.is_first else Sampler()
+        if ranks.size == 1:
+            return sampler
+        return ServedSampler(sampler, ranks, weights=policy.whole, draws_ahead=config.rollout.staleness > 0)
+    sampler = build_sampler(policy, config) if own is None else callers_sampler(own, policy, config)
+    if not config.rollout.staleness:
+        return sampler
+    _check_copy(config, policy, sampler)
+    return RolloutsAhead(sampler, RolloutProcess(policy, config), staleness=config.rollout.staleness)
+
+
+def asks_servers(config: RunConfig, own: SamplerLike | SamplerFactory | None) -> bool:
+    """Whether the sampler of `make_sampler` asks servers."""
+    return own is None and isinstance(config.rollout.engine, VLLMConfig)
+
+
+def _asking_sampler(config: RunConfig, policy: Policy) -> Sampler:
+    """The sampler over servers, with a thread that draws ahead beside it where the recipe asks for that."""
+    sampler = served_sampler(policy, config)
+    if not config.rollout.staleness:
+        return sampler
+    if (url := sampler.sleeping_server) is not None:
+        sampler.close()
+        raise UserError(
+            f"rollout.staleness={config.rollout.staleness} with {url}, which sleeps between rollouts to leave its "
+            "GPU to the trainer: set rollout.staleness=0, or start it without sleep mode on a device of its own"
+        )
+    return RolloutsAhead(sampler, DrawingThread(sampler), staleness=config.rollout.staleness)
+
+
+def _check_copy(config: RunConfig, policy: Policy, sampler: Sampler) -> None:
+    """UserError where no second process can draw as the sampler does, with a copy of the policy."""
+    adapters = config.model.lora is None and hasattr(policy.model, "peft_config")
+    reasons = {
+        "a sampler of the caller's, which no second process has": sampler.foreign,
+        f"a model on {policy.device.type}: its copy draws on a CPU": policy.device.type != "cpu",
+        "model.quantization": config.model.quantization is not None,
+        "adapters of the caller's own model, whose base a copy does not know": adapters,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UserError(f"rollout.staleness={config.rollout.staleness} beside {reason}: set rollout.staleness=0")
+
+
+def callers_sampler(callers_own: SamplerLike | SamplerFactory, policy: Policy, config: RunConfig) -> Sampler:
     """The caller's sampler, or the one that its factory makes of the policy; UserError without a `generate` method."""
     configure_policy(policy, config)
     sampler: Any = callers_own
@@ -68,22 +127,26 @@ def _check_logprobs(completion: Completion, prompt: str, *, greedy: bool) -> Non
         )
 
 
-class CheckedSampler:
+class CheckedSampler(Sampler):
     """A sampler of the caller's, whose groups are checked, and decoded where they bring no text."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer) -> None:
-        self.sampler = sampler
+    foreign = True
+
+    def __init__(self, sampler: SamplerLike, tokenizer: Tokenizer) -> None:
+        self.sampler: Any = sampler
         self.tokenizer = tokenizer
+        self.decoder = type(sampler).__name__
+        self.resumable = hasattr(sampler, "state") and hasattr(sampler, "load")
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """Generate as `protocols.Sampler` says.
+        """Generate as `protocols.SamplerLike` says.
 
         UserError where the groups do not fit the request, or a log-probability is impossible; those of greedy
         completions are not checked, since nothing reads them.
         """
-        groups = self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+        groups: list[Group] = self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
         if [group.prompt.id for group in groups] != [prompt.id for prompt in prompts]:
             raise UserError("the sampler must return one group per prompt, in the order of the prompts")
         for group in groups:
@@ -98,11 +161,11 @@ class CheckedSampler:
 
     def state(self) -> Mapping[str, Any]:
         """The state of the caller's sampler, where it has one."""
-        return self.sampler.state() if isinstance(self.sampler, ResumableSampler) else {}
+        return dict(self.sampler.state()) if self.resumable else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Put back a saved state, where the caller's sampler has one."""
-        if isinstance(self.sampler, ResumableSampler):
+        if self.resumable:
             self.sampler.load(state)
 
     def _with_text(self, completion: Completion) -> Completion:
