@@ -108,9 +108,11 @@ def gsm8k_table(models: list[dict[str, Any]]) -> str:
 
 
 def provenance(sweeps: dict[str, SweepTable]) -> str:
-    """The commit and machine behind the tables."""
-    full = sweeps["full"].header
-    return f"Runs at commit {full['commit'].split()[0][:10]} on {full['hardware']}, torch {full['torch']}."
+    """The commits and machine behind the tables."""
+    headers = [sweep.header for sweep in sweeps.values()]
+    commits = list(dict.fromkeys(header["commit"].split()[0][:10] for header in headers))
+    hardware, torch = headers[0]["hardware"], headers[0]["torch"]
+    return f"Runs at commit {' and '.join(commits)} on {hardware}, torch {torch}."
 
 
 def draw(curves: list[SweepTable]) -> str:
