@@ -16,10 +16,9 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from flatpeak.apps.publish.card_source import UNKNOWN_LICENSE, CardSource
 from flatpeak.apps.publish.export import locate_checkpoint, whole_or_absent
 from flatpeak.apps.publish.hub_upload import check_repository_name, hub_token, upload
-from flatpeak.apps.publish.model_card import RECIPE, write_card
+from flatpeak.apps.publish.model_card import RECIPE, UNKNOWN_LICENSE, CardSource, write_card
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError, did_you_mean
 from flatpeak.pipeline.model_source import ModelSource, locate_model, recipe_of
