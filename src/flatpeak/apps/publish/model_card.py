@@ -57,8 +57,6 @@ class CardSource:
     step: int
     adapter: bool
     license: str = UNKNOWN_LICENSE
-    recorded: bool = True
-    """Whether the checkpoint has a record of its own, which names what a Python caller gave."""
     needed: tuple[str, ...] = ()
     """Keys of the recipe whose values were left out as secrets or as local paths."""
     local: tuple[str, ...] = ()
