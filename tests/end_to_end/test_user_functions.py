@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import flatpeak
-from flatpeak.apps.publish.algorithm_words import describe_rl
 from flatpeak.config.algorithm_name import algorithm_name
 from flatpeak.config.load import load_recipe, merge, parse_config
 from flatpeak.errors import RunError, UserError
@@ -24,6 +23,7 @@ from flatpeak.functional import PolicyLoss
 from flatpeak.report.explain_group import explain, render
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
+from support.pushed_runs import card_of
 from support.resumes import Run, assert_same, outcome
 from support.reward_functions import varied
 
@@ -161,11 +161,10 @@ def test_functions_given_in_python_are_named_in_the_recipe_and_asked_for_again(r
     }
     resolved = parse_config(load_recipe(result.path / "config.yaml"))
     assert algorithm_name(resolved) == "policy gradient"
-    assert describe_rl(resolved)[:2] == [
-        "Advantage: a function of the user's own, `raw`.",
-        "Loss: a function of the user's own, `halved`, with the token-level importance ratio; the mean over a "
-        "completion's tokens, then over completions (`sequence_mean`).",
-    ]
+    card = card_of(resolved, result.path)
+    assert "- RL: Advantage: a function of the user's own, `raw`.\n" in card
+    loss = "- RL: Loss: a function of the user's own, `halved`, with the token-level importance ratio; the mean over a "
+    assert f"{loss}completion's tokens, then over completions (`sequence_mean`).\n" in card
     with pytest.raises(UserError, match=r"^objective\.loss=python:halved was given in Python.* give it again"):
         train(resolved, reward=varied, resume=True, progress=False)
     again = train(config, reward=varied, loss=halved, advantage=raw, progress=False, resume=True)

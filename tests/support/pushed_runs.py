@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flatpeak.config.run_config import RunConfig
 from support.runs import speed_up_runs, tiny_recipe
 
 STORED_KEY, PRINTED_KEY = "a-key-of-the-recipe", "hf_" + "inTheRecipeItself42"
@@ -72,6 +73,27 @@ def python_of(card: str) -> str:
     """The Python of a model card."""
     (block,) = re.findall(r"^```python\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL)
     return str(block)
+
+
+def card_of(config: RunConfig, folder: Path, *, objects: tuple[str, ...] = ()) -> str:
+    """The model card of a step of RL by a recipe; `folder` has the files beside it."""
+    from flatpeak.apps.publish.model_card import CardSource, write_card
+    from flatpeak.pipeline.prompt_record import make_prompt_record
+
+    return write_card(
+        CardSource(
+            repo="me/tiny",
+            run_name="x",
+            config=config,
+            record=make_prompt_record(config, task="gsm8k", objects=objects),
+            summary=None,
+            manifest={},
+            folder=folder,
+            stage="train",
+            step=1,
+            adapter=config.model.lora is not None,
+        )
+    )
 
 
 def copied(run: Path, target: Path, change: Callable[[Path], None] = lambda path: None) -> Path:

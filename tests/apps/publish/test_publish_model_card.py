@@ -12,16 +12,13 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from flatpeak.apps.publish.algorithm_words import algorithm_tag, describe_rl
+from flatpeak.apps.publish.model_card import algorithm_tag, code_span, fenced
 from flatpeak.apps.publish.push import push
-from flatpeak.apps.publish.usage_snippet import code_span, fenced, policy_snippet
 from flatpeak.config.algorithm_name import algorithm_name
 from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
-from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.runs.summary import read_summary
-from flatpeak.tasks.config import hub_datasets, is_generated
 from support.hub_server import card_errors, scripted_hub
-from support.pushed_runs import copied
+from support.pushed_runs import card_of, copied, python_of
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)*(?:e[-+]?\d+)?")
 
@@ -159,12 +156,11 @@ def test_published_algorithms_have_their_names(preset: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
-def test_every_shipped_recipe_has_words_without_gaps(recipe: str) -> None:
+def test_every_shipped_recipe_has_words_without_gaps(recipe: str, tmp_path: Path) -> None:
     config = parse_config(load_recipe(recipe))
-    words = " ".join(describe_rl(config))
-    assert "None" not in words
-    assert f"learning rate {config.optimizer.learning_rate:g}" in words
-    assert hub_datasets(config.task) or is_generated(config.task) or config.task.type
+    training = card_of(config, tmp_path).partition("## How it was trained")[2].partition("## Versions")[0]
+    assert "None" not in training
+    assert f"- RL: Optimizer `{config.optimizer.name}`, learning rate {config.optimizer.learning_rate:g}" in training
 
 
 def test_a_task_of_any_name_leaves_the_table_and_the_metadata_whole(finished_run: Path, tmp_path: Path) -> None:
@@ -199,10 +195,7 @@ def test_code_in_a_card_survives_any_text() -> None:
 def test_the_snippet_holds_template_system_and_stop_as_python(tmp_path: Path) -> None:
     def snippet(objects: tuple[str, ...] = (), **sections: Any) -> str:
         config = parse_config(read_recipe({"model": {"path": "me/base"}, "task": {"type": "gsm8k"}, **sections}))
-        record = make_prompt_record(config, task="gsm8k", objects=objects)
-        code = policy_snippet(
-            "me/tiny", record, config, tmp_path, adapter="lora" in config.model.model_dump(exclude_none=True)
-        )
+        code = python_of(card_of(config, tmp_path, objects=objects))
         compile(code, "snippet", "exec")
         return code
 

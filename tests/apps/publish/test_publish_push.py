@@ -249,14 +249,16 @@ def test_a_run_of_sft_alone_and_one_that_is_still_written_say_so(finished_run: P
     assert "| Metric | before training | after SFT = this checkpoint |" in card
 
 
-def test_a_checkpoint_of_an_earlier_version_and_a_run_without_a_summary_are_pushed(
+def test_a_run_without_a_summary_is_pushed_and_a_checkpoint_without_its_record_is_refused(
     finished_run: Path, tmp_path: Path
 ) -> None:
-    def age(run: Path) -> None:
-        recipe = yaml.safe_load((run / "config.yaml").read_text())
-        recipe["prompt"]["template"] = "r1_zero"
-        (run / "config.yaml").write_text(yaml.safe_dump(recipe))
-        (run / "summary.json").unlink()
+    unfinished = copied(finished_run, tmp_path / "unfinished", lambda run: (run / "summary.json").unlink())
+    push(unfinished, repo="me/tiny", dry_run=tmp_path / "dry")
+    card = (tmp_path / "dry" / "README.md").read_text()
+    assert "The run has no evaluation" in card
+    assert "model-index" not in card
+
+    def lose_records(run: Path) -> None:
         from flatpeak.runs.checkpoints import MANIFEST, write_manifest
 
         for path in (run / "checkpoints").glob("step_*"):
@@ -264,14 +266,8 @@ def test_a_checkpoint_of_an_earlier_version_and_a_run_without_a_summary_are_push
             (path / MANIFEST).unlink()
             write_manifest(path, step=int(path.name[5:]))
 
-    push(copied(finished_run, tmp_path / "run", age), repo="me/tiny", dry_run=tmp_path / "dry")
-    record = read_prompt_record(tmp_path / "dry")
-    assert record is not None
-    assert str(record.template).endswith("User: {question}\nAssistant: <think>")
-    card = (tmp_path / "dry" / "README.md").read_text()
-    assert "The run has no evaluation" in card
-    assert "did not record whether a Python caller gave" in card
-    assert "model-index" not in card
+    with pytest.raises(UserError, match=r"has lost its flatpeak\.json: push another checkpoint by --checkpoint"):
+        push(copied(finished_run, tmp_path / "run", lose_records), repo="me/tiny", dry_run=tmp_path / "other")
 
 
 def other_run(tmp_path: Path) -> Path:
@@ -307,7 +303,7 @@ def test_what_is_no_run_has_no_card_and_a_folder_is_not_overwritten(finished_run
         push(other_run(tmp_path), repo="me/tiny", dry_run=tmp_path / "dry")
     with pytest.raises(UserError, match="no such run or model directory"):
         push(tmp_path / "nothing", repo="me/tiny", dry_run=tmp_path / "dry")
-    with pytest.raises(UserError, match=r"--dry-run .*plain: exists and is not empty"):
+    with pytest.raises(UserError, match=r"plain exists and is not empty: give a new directory"):
         push(finished_run, repo="me/tiny", dry_run=tmp_path / "plain")
     unlogged = copied(finished_run, tmp_path / "unlogged", lambda run: shutil.rmtree(run / "rollouts"))
     with pytest.raises(UserError, match=r"--with rollouts: .*unlogged has none \(run.log_rollouts_every=0"):

@@ -54,8 +54,7 @@ def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", 
     lose most of that, where there is no such checkpoint, and for a directory that is not empty.
     """
     source, target = locate_checkpoint(str(run), checkpoint), Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not empty: give a new directory")
+    check_new(target)
     adapted = (source / ADAPTER_CONFIG).is_file()
     if not adapted and dtype is None:
         with whole_or_absent(target) as temporary:
@@ -79,6 +78,12 @@ def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", 
                 text = record.model_copy(update={"dtype": dtype}).as_text()
                 (temporary / PROMPT_RECORD).write_text(text, encoding="utf-8")
     return Export(path=target, source=source, dtype=dtype, lost=lost)
+
+
+def check_new(target: Path) -> None:
+    """UserError for a directory that is not empty."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not empty: give a new directory")
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""The upload of a folder to the Hugging Face Hub, repeatable after an interruption, with errors that name the fix."""
+"""The upload of files to the Hugging Face Hub, repeatable after an interruption, with errors that name the fix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -59,32 +59,32 @@ def hub_token() -> str:
     return token
 
 
-def upload(folder: Path, *, repo: str, private: bool, token: str, message: str) -> str:
-    """Upload a folder as a model repository, made where it does not exist, and return its address.
+def upload(paths: Mapping[str, Path], *, repo: str, private: bool, token: str, message: str) -> str:
+    """Upload files by their names to a model repository, made where it does not exist, and return its address.
 
     What the Hub has already is not sent again, so that a repeated call goes on where an interrupted one ended. Weights
-    of an earlier push that the folder does not have are deleted in the same commit. UserError where the Hub refuses,
+    of an earlier push that are not among the files are deleted in the same commit. UserError where the Hub refuses,
     UploadError where it cannot be reached or fails.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+    for path in paths.values():
+        if not path.is_file():
+            raise UploadError(f"{path} is gone: repeat the command, since a run that is going on may have deleted it")
     api = HfApi(token=token)
     with _hub_errors(repo):
-        address = str(api.create_repo(repo, repo_type="model", private=private or None, exist_ok=True))
-        if private and not api.repo_info(repo, repo_type="model").private:
+        address = str(api.create_repo(repo, private=private or None, exist_ok=True))
+        if private and not api.repo_info(repo).private:
             raise UserError(
                 f"{address} exists and is public: make it private in its settings first, or choose another --repo"
             )
-        new = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        stale = [name for name in api.list_repo_files(repo, repo_type="model") if name not in new and _is_model(name)]
-        api.upload_folder(
-            repo_id=repo,
-            repo_type="model",
-            folder_path=folder,
-            commit_message=message,
-            delete_patterns=stale or None,
-        )
-    return address or f"{constants.ENDPOINT}/{repo}"
+        stale = [name for name in api.list_repo_files(repo) if name not in paths and _is_model(name)]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in paths.items()
+        ]
+        operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
+        api.create_commit(repo, operations, commit_message=message)
+    return address
 
 
 def _is_model(name: str) -> bool:
@@ -101,15 +101,13 @@ def _hub_errors(repo: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except HfHubHTTPError as error:
-        raise _refusal(error, repo) from error
     except ValueError as error:  # of the card's metadata, a license that it does not know, say
-        raise UserError(f"{repo}: the Hub refuses the folder: {redact(brief(error))}") from error
+        raise UserError(f"{repo}: the Hub refuses the files: {redact(brief(error))}") from error
     except Exception as error:  # the client's HTTP library is its own choice, and so are its errors
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, HfHubHTTPError):  # of a thread that uploads
             cause = cause.__cause__
-        if isinstance(cause, HfHubHTTPError):
+        if cause is not None:
             raise _refusal(cause, repo) from error
         reason = redact(brief(error))
         raise UploadError(f"{constants.ENDPOINT}: the upload was interrupted ({reason}); {_REPEAT}") from error
@@ -118,12 +116,11 @@ def _hub_errors(repo: str) -> Iterator[None]:
 def _refusal(error: Any, repo: str) -> UserError:
     from huggingface_hub import constants
 
-    status = getattr(error.response, "status_code", None)
+    status = error.response.status_code
     owner = repo.partition("/")[0]
-    advice = _ADVICE.get(status) if isinstance(status, int) else None
-    if advice is not None:
-        text = f"{repo} ({status}): {advice.format(endpoint=constants.ENDPOINT, owner=owner)}"
-        return (UploadError if status in (409, 429) else UserError)(text)
-    if isinstance(status, int) and status >= 500:
+    if status in _ADVICE:
+        kind = UploadError if status in (409, 429) else UserError
+        return kind(f"{repo} ({status}): {_ADVICE[status].format(endpoint=constants.ENDPOINT, owner=owner)}")
+    if status >= 500:
         return UploadError(f"{repo}: the Hub fails ({status}); {_REPEAT}")
     return UserError(f"{repo}: the Hub refuses ({status}): {redact(brief(error))}")

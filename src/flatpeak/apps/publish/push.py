@@ -7,30 +7,26 @@ import os
 import re
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import yaml
 
-from flatpeak.apps.publish.card_source import UNKNOWN_LICENSE, CardSource
-from flatpeak.apps.publish.export import locate_checkpoint, whole_or_absent
+from flatpeak.apps.publish.export import check_new, locate_checkpoint, whole_or_absent
 from flatpeak.apps.publish.hub_upload import check_repository_name, hub_token, upload
-from flatpeak.apps.publish.model_card import RECIPE, write_card
-from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.apps.publish.model_card import RECIPE, UNKNOWN_LICENSE, CardSource, write_card
+from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.pipeline.model_source import ModelSource, locate_model, recipe_of
-from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, make_prompt_record, on_hub
+from flatpeak.pipeline.model_source import locate_model, recipe_of
+from flatpeak.pipeline.prompt_record import PROMPT_RECORD, PromptRecord, on_hub
 from flatpeak.report.page import write_report
-from flatpeak.rewards.sequence_classifier import RECORD as REWARD_MODEL
 from flatpeak.runs.checkpoints import TRAINING_FILES
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.manifest import flatten
 from flatpeak.runs.rollout_log import logged_steps
-from flatpeak.runs.summary import RunSummary, read_summary
+from flatpeak.runs.summary import read_summary
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
 from flatpeak.utils.redaction import HIDDEN, HIDDEN_DIRECTORY, is_key, local_roots, redact, without_local_paths
 
@@ -41,8 +37,6 @@ _SETTINGS: Final = re.compile(r"(?!(tokenizer|vocab|added_tokens)\.json$)(?!.*\.
 """JSON files of a model that are settings; the others are vocabularies and indices, whose words are no paths."""
 _TEXTS: Final = (".jinja", ".txt", ".md", ".py")
 _STEP: Final = re.compile(r"step_(\d+)")
-_ABANDONED: Final = 7 * 24 * 3600
-"""Seconds after which no push is still at work on its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +71,8 @@ class _Checkpoint:
 
     path: Path
     run: RunPaths
-    source: ModelSource
+    recipe: Mapping[str, Any]
+    record: PromptRecord
     stage: Literal["sft", "train"]
     step: int
 
@@ -105,32 +100,46 @@ def push(
     for name in extras:
         if name not in EXTRAS:
             raise UserError(f"--with {name}: choose among {', '.join(EXTRAS)}{did_you_mean(name, EXTRAS)}")
-    token = hub_token() if dry_run is None else None
+    token = hub_token() if dry_run is None else ""
     origin = _locate(str(run), checkpoint)
     if "rollouts" in extras and not logged_steps(origin.run.rollouts):
         raise UserError(f"--with rollouts: {run} has none (run.log_rollouts_every=0, or no step of RL): leave it out")
     writer = _FolderWriter(origin, repo=repo, base_model=base_model, license=license, token=token)
     if dry_run is not None:
-        target = Path(dry_run)
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UserError(f"--dry-run {target}: exists and is not empty; give a new directory")
-        with whole_or_absent(target) as folder:
-            files = writer.write(folder, extras, link=False)
+        files = _write(writer, Path(dry_run), extras)
         announce(files)
-        return Push(repo=repo, source=origin.path, files=files, address=None, directory=target, local=writer.local)
-    assert token is not None
-    with _staging(origin.run.path) as folder:
+        return Push(
+            repo=repo, source=origin.path, files=files, address=None, directory=Path(dry_run), local=writer.local
+        )
+    with tempfile.TemporaryDirectory(prefix="flatpeak-push-") as temporary:
         try:
-            files = writer.write(folder, extras, link=True)
-        except OSError as error:  # shutil.Error is one
+            paths = writer.write(Path(temporary), extras)
+            files = _sizes(paths)
+        except OSError as error:
             raise UserError(
-                f"{origin.path} cannot be copied ({error}): repeat the command, since a run that is going on may have "
+                f"{origin.path} cannot be read ({error}): repeat the command, since a run that is going on may have "
                 "deleted it, or free space"
             ) from error
         announce(files)
         message = f"Upload step {origin.step} of a flatpeak run"
-        address = upload(folder, repo=repo, private=private, token=token, message=message)
+        address = upload(paths, repo=repo, private=private, token=token, message=message)
     return Push(repo=repo, source=origin.path, files=files, address=address, directory=None, local=writer.local)
+
+
+def _write(writer: _FolderWriter, target: Path, extras: Sequence[str]) -> tuple[FolderFile, ...]:
+    """Write the whole folder to a new directory."""
+    check_new(target)
+    with whole_or_absent(target) as folder:
+        paths = writer.write(folder, extras)
+        for name, path in paths.items():
+            if path != folder / name:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, folder / name)
+        return _sizes(paths)
+
+
+def _sizes(paths: Mapping[str, Path]) -> tuple[FolderFile, ...]:
+    return tuple(FolderFile(name=name, size=path.stat().st_size) for name, path in sorted(paths.items()))
 
 
 def _locate(name: str, checkpoint: str) -> _Checkpoint:
@@ -144,96 +153,81 @@ def _locate(name: str, checkpoint: str) -> _Checkpoint:
     step = _STEP.fullmatch(real.name)
     if step is None:
         raise UserError(f"{real} is no checkpoint of a run: name one by --checkpoint best, last, sft or a step")
+    if source.record is None:
+        raise UserError(f"{real} has lost its {PROMPT_RECORD}: push another checkpoint by --checkpoint")
     run = RunPaths(source.run)
-    stage: Literal["sft", "train"] = "sft" if real.parent == run.sft_checkpoints.resolve() else "train"
-    return _Checkpoint(path=real, run=run, source=source, stage=stage, step=int(step[1]))
-
-
-@contextmanager
-def _staging(run: Path) -> Iterator[Path]:
-    """A temporary directory, on the run's own disk if possible: files can be linked there instead of copied.
-
-    Links outlive the checkpoint, which a run that is going on may delete. What a killed push left is deleted: its links
-    keep the room of checkpoints that are gone.
-    """
-    for left in run.parent.glob(".push-*"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED:
-                shutil.rmtree(left, ignore_errors=True)
-    try:
-        folder = tempfile.mkdtemp(prefix=".push-", dir=run.parent)
-    except OSError:
-        folder = tempfile.mkdtemp(prefix="flatpeak-push-")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return _Checkpoint(
+        path=real,
+        run=run,
+        recipe=recipe_of(source),
+        record=source.record,
+        stage="sft" if real.parent == run.sft_checkpoints.resolve() else "train",
+        step=int(step[1]),
+    )
 
 
 class _FolderWriter:
     """A writer of the folder for the Hub, without secrets and local paths."""
 
-    def __init__(
-        self, origin: _Checkpoint, *, repo: str, base_model: str | None, license: str, token: str | None
-    ) -> None:
+    def __init__(self, origin: _Checkpoint, *, repo: str, base_model: str | None, license: str, token: str) -> None:
         self.origin = origin
         self.repo = repo
         self.license = license
-        self.config = parse_config(load_recipe(origin.run.config))
+        self.config = parse_config(origin.recipe)
         self.roots = local_roots(origin.run.path, origin.run.path.parent, origin.path)
-        self.secrets = [*_keys_of(self.config.model_dump(mode="json")), *([token] if token else [])]
-        self.summary: RunSummary | None = read_summary(origin.run.summary) if origin.run.summary.is_file() else None
-        self.manifest = json.loads(origin.run.manifest.read_text(encoding="utf-8"))
+        self.secrets = _keys_of(self.config.model_dump(mode="json"))
+        if token:
+            self.secrets.append(token)
         self.adapter = (origin.path / ADAPTER_CONFIG).is_file()
         self.record = self._record(base_model)
         self.local: tuple[str, ...] = ()
 
-    def write(self, folder: Path, extras: Sequence[str], *, link: bool) -> tuple[FolderFile, ...]:
-        """Write the folder and list its files; `link` puts hard links in place of copies of weights."""
+    def write(self, folder: Path, extras: Sequence[str]) -> dict[str, Path]:
+        """Write what is not uploaded as it is in the checkpoint, and map each name in the repository to its file."""
+        paths: dict[str, Path] = {}
         for path in sorted(self.origin.path.rglob("*")):
             relative = path.relative_to(self.origin.path)
             if path.is_file() and relative.parts[0] not in (*TRAINING_FILES, PROMPT_RECORD, _CARD):
-                target = folder / relative
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self._put(path, target, link=link)
+                changed = self._changed(path)
+                if changed is not None:
+                    path = folder / relative
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(changed, encoding="utf-8")
+                paths[relative.as_posix()] = path
         recipe, needed = self._recipe()
         self.local = tuple(key for key, value in flatten(recipe).items() if _is_relative_file(key, value))
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         (folder / RECIPE).write_text(text, encoding="utf-8")
-        (folder / PROMPT_RECORD).write_text(self._clean(self.record).as_text(), encoding="utf-8")
+        (folder / PROMPT_RECORD).write_text(self.record.as_text(), encoding="utf-8")
+        (folder / _CARD).write_text(self._cleaned(self._card(needed)), encoding="utf-8")
         self._add(folder, extras)
-        card = write_card(
+        written = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        return paths | written
+
+    def _card(self, needed: tuple[str, ...]) -> str:
+        run = self.origin.run
+        summary = read_summary(run.summary) if run.summary.is_file() else None
+        return write_card(
             CardSource(
                 repo=self.repo,
-                run_name=self.summary.name if self.summary else self.origin.run.path.name,
+                run_name=summary.name if summary else run.path.name,
                 config=self.config,
-                record=self._clean(self.record),
-                summary=self.summary,
-                manifest=self.manifest,
-                folder=folder,
+                record=self.record,
+                summary=summary,
+                manifest=json.loads(run.manifest.read_text(encoding="utf-8")),
+                folder=self.origin.path,
                 stage=self.origin.stage,
                 step=self.origin.step,
                 adapter=self.adapter,
                 license=self.license,
-                recorded=self.origin.source.record is not None,
                 needed=needed,
                 local=self.local,
             )
         )
-        (folder / _CARD).write_text(self._text(card), encoding="utf-8")
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        return tuple(FolderFile(name=p.relative_to(folder).as_posix(), size=p.stat().st_size) for p in paths)
 
     def _record(self, base_model: str | None) -> PromptRecord:
-        """The checkpoint's record with its base on the Hub; one of an earlier version gets a record of the recipe."""
-        record = self.origin.source.record
-        if record is None:
-            task = self.summary.evaluations[0].task if self.summary and self.summary.evaluations else None
-            record = make_prompt_record(
-                parse_config(recipe_of(self.origin.source)),
-                task=task or self.config.task.type,
-                kind="reward_model" if (self.origin.path / REWARD_MODEL).is_file() else "policy",
-            )
+        """The checkpoint's record with its base on the Hub, without secrets and local paths."""
+        record = self.origin.record
         if base_model is not None:
             check_repository_name(base_model, option="--base-model")
             record = record.model_copy(update={"base_model": base_model, "base_revision": None})
@@ -245,38 +239,32 @@ class _FolderWriter:
                 f"{self.origin.path} holds adapters of a local base, which others do not have: name the "
                 "same model on the Hub with --base-model OWNER/NAME, or merge them with flatpeak export"
             )
-        return record
+        return PromptRecord.model_validate(self._cleaned(record.model_dump(mode="json")))
 
-    def _put(self, path: Path, target: Path, *, link: bool) -> None:
-        """Copy or link a file of the model; settings lose local paths, and UserError where they hold a secret."""
-        if not _SETTINGS.fullmatch(path.name):
-            if path.suffix in _TEXTS:
-                self._check(path, path.read_text(encoding="utf-8", errors="replace"))
-            _link_or_copy(path, target, link=link)
-            return
-        text = path.read_text(encoding="utf-8")
-        self._check(path, text)
+    def _changed(self, path: Path) -> str | None:
+        """The text of a model's settings that others get in place of a file; UserError for one that holds a secret."""
+        settings = _SETTINGS.fullmatch(path.name)
+        if not settings and path.suffix not in _TEXTS:
+            return None
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if redact(text, secrets=self.secrets) != text:
+            raise UserError(f"{path} holds a key or token, which is not uploaded: remove it from the model first")
+        if not settings:
+            return None
         content = json.loads(text)
         if path.name == ADAPTER_CONFIG:
             content["base_model_name_or_path"] = self.record.base_model
             content["revision"] = self.record.base_revision
         cleaned = without_local_paths(content, self.roots)
-        if cleaned == json.loads(text):
-            _link_or_copy(path, target, link=link)
-        else:
-            target.write_text(json.dumps(cleaned, indent=2) + "\n", encoding="utf-8")
-
-    def _check(self, path: Path, text: str) -> None:
-        if redact(text, secrets=self.secrets) != text:
-            raise UserError(f"{path} holds a key or token, which is not uploaded: remove it from the model first")
+        return None if cleaned == json.loads(text) else json.dumps(cleaned, indent=2) + "\n"
 
     def _recipe(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """The recipe with its template as a text, and the keys whose values are left out of it."""
-        whole = parse_config(recipe_of(self.origin.source)).model_dump(mode="json")
-        recipe: dict[str, Any] = without_local_paths(redact(whole, secrets=self.secrets), self.roots)
+        whole = self.config.model_dump(mode="json")
+        recipe: dict[str, Any] = self._cleaned(whole)
         if recipe["run"]["directory"] != whole["run"]["directory"]:
             recipe["run"]["directory"] = "runs"
-        if self.record.base_model is not None and whole["model"]["path"] is not None and self._is_local_base(whole):
+        if self.record.base_model is not None and self._has_local_base():
             recipe["model"]["path"], recipe["model"]["revision"] = self.record.base_model, self.record.base_revision
         changed = [
             key
@@ -285,34 +273,29 @@ class _FolderWriter:
         ]
         return recipe, tuple(changed)
 
-    def _is_local_base(self, recipe: dict[str, Any]) -> bool:
+    def _has_local_base(self) -> bool:
         """Whether the recipe names by a local path the very model that the Hub has, and not one trained from it."""
-        path = Path(recipe["model"]["path"]).expanduser()
-        return path.exists() and not (path / PROMPT_RECORD).is_file()
+        path = Path(self.config.model.path or "").expanduser()
+        return self.config.model.path is not None and path.exists() and not (path / PROMPT_RECORD).is_file()
 
     def _add(self, folder: Path, extras: Sequence[str]) -> None:
         """Add the rollouts, and the report, which is written where there is none."""
         run = self.origin.run
+        added: list[Path] = []
         if "rollouts" in extras:
-            (folder / run.rollouts.name).mkdir()
-            for path in logged_steps(run.rollouts).values():
-                self._rewrite(path, folder / run.rollouts.name / path.name)
+            added += logged_steps(run.rollouts).values()
         if "report" in extras:
             if not run.report.is_file():
                 write_report(run.path)
-            self._rewrite(run.report, folder / run.report.name)
+            added.append(run.report)
+        for path in added:
+            target = folder / path.relative_to(run.path)
+            target.parent.mkdir(exist_ok=True)
+            with path.open(encoding="utf-8") as lines, target.open("w", encoding="utf-8") as file:
+                file.writelines(self._cleaned(line) for line in lines)
 
-    def _rewrite(self, path: Path, target: Path) -> None:
-        with path.open(encoding="utf-8") as lines, target.open("w", encoding="utf-8") as file:
-            file.writelines(self._text(line) for line in lines)
-
-    def _text(self, text: str) -> str:
-        redacted: str = without_local_paths(redact(text, secrets=self.secrets), self.roots)
-        return redacted
-
-    def _clean(self, record: PromptRecord) -> PromptRecord:
-        content = without_local_paths(redact(record.model_dump(mode="json"), secrets=self.secrets), self.roots)
-        return PromptRecord.model_validate(content)
+    def _cleaned(self, value: Any) -> Any:
+        return without_local_paths(redact(value, secrets=self.secrets), self.roots)
 
 
 def _is_relative_file(key: str, value: Any) -> bool:
@@ -332,13 +315,3 @@ def _keys_of(recipe: dict[str, Any]) -> list[str]:
     """The values of the environment variables that a recipe names for its judges, whatever they are called."""
     names = [value for key, value in flatten(recipe).items() if key.endswith("api_key_env") and value]
     return [value for name in names if is_key(value := os.environ.get(str(name), "").strip())]
-
-
-def _link_or_copy(path: Path, target: Path, *, link: bool) -> None:
-    if link:
-        try:
-            os.link(path, target)
-            return
-        except OSError:  # another disk, or one that has no links
-            pass
-    shutil.copy(path, target)
