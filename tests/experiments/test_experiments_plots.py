@@ -11,7 +11,7 @@ from matplotlib.textpath import TextPath
 
 from flatpeak.experiments import paired_t
 from flatpeak.experiments.comparison import compare
-from flatpeak.experiments.comparison_plots import draw_plots, hold_last
+from flatpeak.experiments.comparison_report import draw_plots, hold_last
 from flatpeak.experiments.plots import (
     PairedValues,
     arm_styles,
