@@ -1,19 +1,20 @@
-"""McNemar's exact test agrees with statsmodels, and Tango's interval with its definition."""
+"""McNemar's exact test and its power are sums over every outcome; Tango's interval agrees with its definition."""
 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from itertools import product
+from math import comb
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import optimize, stats
-from statsmodels.stats.contingency_tables import mcnemar
 
 from flatpeak.errors import UserError
-from flatpeak.experiments import mcnemar_exact
-from flatpeak.experiments.mcnemar import tango_interval
+from flatpeak.experiments import mcnemar_exact, power_of_mcnemar, seeds_needed_mcnemar
+from flatpeak.experiments.mcnemar import MOST_SEEDS_MCNEMAR, tango_interval
 
 Z = 1.959963984540054
 
@@ -22,6 +23,19 @@ def outcomes(both: int, only_a: int, only_baseline: int, neither: int) -> tuple[
     pairs = [(True, True)] * both + [(True, False)] * only_a + [(False, True)] * only_baseline
     pairs += [(False, False)] * neither
     return [a for a, _ in pairs], [baseline for _, baseline in pairs]
+
+
+def summed_power(n: int, only_a: Fraction, only_baseline: Fraction, alpha: Fraction) -> Fraction:
+    """The power of McNemar's test as the sum of the probabilities of all discordant counts that reject."""
+    total = Fraction(0)
+    for b in range(n + 1):
+        for c in range(n + 1 - b):
+            tail = Fraction(sum(comb(b + c, k) for k in range(min(b, c) + 1)), 2 ** (b + c))
+            if min(Fraction(1), 2 * tail) <= alpha:
+                rest = n - b - c
+                ways = comb(n, b) * comb(n - b, c)
+                total += ways * only_a**b * only_baseline**c * (1 - only_a - only_baseline) ** rest
+    return total
 
 
 def profile_statistic(difference: float, only_a: int, only_baseline: int, n: int) -> float:
@@ -39,18 +53,18 @@ def profile_statistic(difference: float, only_a: int, only_baseline: int, n: int
 
 
 @pytest.mark.parametrize(("only_a", "only_baseline"), product([0, 1, 2, 5, 9], repeat=2))
-def test_the_p_values_agree_with_statsmodels_and_the_binomial_test(only_a: int, only_baseline: int) -> None:
+def test_the_p_values_are_shares_of_all_tosses_of_a_coin(only_a: int, only_baseline: int) -> None:
     result = mcnemar_exact(*outcomes(3, only_a, only_baseline, 4))
-    assert (result.n, result.both, result.neither) == (7 + only_a + only_baseline, 3, 4)
+    tosses = only_a + only_baseline
+    assert (result.n, result.both, result.neither) == (7 + tosses, 3, 4)
     assert (result.only_a, result.only_baseline) == (only_a, only_baseline)
-    if only_a + only_baseline:
-        independent = mcnemar([[3, only_a], [only_baseline, 4]], exact=True).pvalue
-        assert result.p == pytest.approx(min(1.0, independent), rel=1e-12)
-        for p, alternative in ((result.p_more, "greater"), (result.p_fewer, "less")):
-            test = stats.binomtest(only_a, only_a + only_baseline, 0.5, alternative=alternative)
-            assert p == pytest.approx(test.pvalue, rel=1e-12)
-    else:
-        assert (result.p, result.p_more, result.p_fewer) == (1.0, 1.0, 1.0)
+
+    def at_most(heads: int) -> float:
+        return sum(comb(tosses, k) for k in range(heads + 1)) / 2**tosses
+
+    assert result.p == pytest.approx(min(1.0, 2 * at_most(min(only_a, only_baseline))), rel=1e-12)
+    assert result.p_more == pytest.approx(at_most(only_baseline), rel=1e-12)
+    assert result.p_fewer == pytest.approx(at_most(only_a), rel=1e-12)
 
 
 def test_eight_seeds_against_three_are_five_heads_of_five() -> None:
@@ -117,12 +131,54 @@ def test_tangos_interval_covers_the_difference() -> None:
     assert 0.924 < coverage < 0.976
 
 
+@pytest.mark.parametrize("n", [1, 6, 8, 16])
+@pytest.mark.parametrize(("only_a", "only_baseline"), [("0", "5/8"), ("1/4", "1/4"), ("1/10", "9/10"), ("1/20", "1/2")])
+def test_the_power_of_mcnemars_test_is_the_sum_over_all_counts(n: int, only_a: str, only_baseline: str) -> None:
+    for alpha in (Fraction(1, 20), Fraction(1, 100)):
+        expected = summed_power(n, Fraction(only_a), Fraction(only_baseline), alpha)
+        power = power_of_mcnemar(
+            n, only_a=float(Fraction(only_a)), only_baseline=float(Fraction(only_baseline)), alpha=float(alpha)
+        )
+        assert power == pytest.approx(float(expected), rel=1e-10, abs=1e-14)
+
+
+def test_mcnemars_power_is_the_rate_at_which_the_test_rejects() -> None:
+    # 3,000 experiments of 20 seeds: within four standard errors of the exact power.
+    power = power_of_mcnemar(20, only_a=0.1, only_baseline=0.5)
+    cells = np.random.default_rng(0).multinomial(20, [0.1, 0.5, 0.4], size=3000)
+    p = [mcnemar_exact([True] * b + [False] * (20 - b), [False] * b + [True] * c + [False] * (20 - b - c)).p
+         for b, c, _ in cells]  # fmt: skip
+    rate = np.mean(np.array(p) <= 0.05)
+    assert abs(rate - power) < 4 * np.sqrt(power * (1 - power) / 3000)
+
+
+def test_a_vanishing_difference_has_no_answer() -> None:
+    assert seeds_needed_mcnemar(only_a=0.10, only_baseline=0.11) is None
+
+
+def test_eight_discordant_seeds_are_needed_where_every_seed_is_one() -> None:
+    # 2 / 2^8 = .0078 is the first below .01.
+    assert seeds_needed_mcnemar(only_a=0.0, only_baseline=1.0, alpha=0.01) == 8
+
+
+def test_the_seeds_of_mcnemars_test_are_the_first_with_the_power() -> None:
+    n = seeds_needed_mcnemar(only_a=0.0, only_baseline=5 / 8, alpha=0.01, power=0.9)
+    assert n is not None
+    # Reject from 8 of n discordant seeds on, all of one kind.
+    powers = stats.binom.sf(7, np.arange(1, n + 1), 5 / 8)
+    assert powers[-1] >= 0.9 > powers[-2]
+    assert n <= MOST_SEEDS_MCNEMAR
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: mcnemar_exact([True], [True, False]), "1 outcomes of the arm and 2 of the baseline"),
         (lambda: mcnemar_exact([0.5], [True]), "true or false: compare numbers by paired_t"),  # type: ignore[list-item]
         (lambda: mcnemar_exact([True], [True], confidence=1), "confidence=1: give a share"),
+        (lambda: power_of_mcnemar(5, only_a=0.0, only_baseline=0.0), "whose sum is above 0 and at most 1"),
+        (lambda: seeds_needed_mcnemar(only_a=0.7, only_baseline=0.7), "whose sum is above 0 and at most 1"),
+        (lambda: seeds_needed_mcnemar(only_a=0.2, only_baseline=0.7, power=1), "power=1: give a share"),
     ],
 )
 def test_bad_outcomes_are_one_line_that_names_the_fix(call: Any, message: str) -> None:

@@ -11,7 +11,7 @@ from matplotlib.textpath import TextPath
 
 from flatpeak.experiments import paired_t
 from flatpeak.experiments.comparison import compare
-from flatpeak.experiments.comparison_plots import draw_plots, hold_last
+from flatpeak.experiments.comparison_report import draw_plots, hold_last
 from flatpeak.experiments.plots import (
     PairedValues,
     arm_styles,
@@ -20,7 +20,6 @@ from flatpeak.experiments.plots import (
     paired_dots,
     strip,
     survival,
-    survival_curve,
 )
 from flatpeak.experiments.table import SweepTable
 from support.sweep_tables import COLUMNS, row
@@ -147,10 +146,22 @@ def test_an_arm_looks_the_same_wherever_it_is() -> None:
 
 def test_survival_falls_by_the_share_of_runs_still_at_risk() -> None:
     # 4 runs: one passes at 10; one ends at 20 without; one of the two left passes at 30, the other never.
-    runs = [(10, True), (20, False), (30, True), (60, False)]
-    assert survival_curve(runs) == ([0, 10, 30, 60], [1.0, 0.75, 0.375, 0.375])
-    assert survival_curve([(5, True), (5, True)]) == ([0, 5], [1.0, 0.0])
-    assert survival_curve([(60, False)]) == ([0, 60], [1.0, 1.0])
+    runs = {"a": [(10, True), (20, False), (30, True), (60, False)]}
+    svg = survival(runs, styles=arm_styles(["a"], baseline=None), baseline=None, label="share")
+    # The curve runs from share 1 at step 0 to share 0.375 at step 60.
+    curve = re.search(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; [^"]*stroke: #332288;', svg)
+    points = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", curve[1])]  # type: ignore[index]
+    height = (points[-1][1] - points[0][1]) / (1 - 0.375)
+    width = (points[-1][0] - points[0][0]) / 60
+    drawn = [((x - points[0][0]) / width, 1 - (y - points[0][1]) / height) for x, y in points]
+    shares = {round(step): round(share, 4) for step, share in drawn}
+    assert shares == {0: 1.0, 10: 0.75, 20: 0.75, 30: 0.375, 60: 0.375}
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_survival_is_drawn_where_all_runs_pass_or_none(passed: bool) -> None:
+    svg = survival({"a": [(5, passed)] * 2}, styles=arm_styles(["a"], baseline=None), baseline=None, label="share")
+    assert "a, n = 2" in texts(svg)
 
 
 def test_dollar_signs_in_names_are_no_formulas() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak.experiments import worker_process
-from flatpeak.experiments.worker_process import WorkerProcess
+from flatpeak.experiments import cell_worker
+from flatpeak.experiments.cell_worker import WorkerProcess
 
 START = "import sys, os, socket, time; link = socket.socket(fileno=int(sys.argv[1])); "
 
@@ -47,7 +47,7 @@ def is_running(pid: int) -> bool:
 def test_the_reason_of_a_death_names_the_exit_code_or_the_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
 ) -> None:
-    monkeypatch.setattr(worker_process, "_BOOT", START + code)
+    monkeypatch.setattr(cell_worker, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "logs" / "worker-0.log")
     worker.send({"kind": "call"})
     assert reason_of(worker) == reason.format(log=tmp_path / "logs" / "worker-0.log")
@@ -62,7 +62,7 @@ def test_a_worker_is_a_session_of_its_own_with_its_gpu_and_answers_in_lines(
         "line = json.dumps(answer).encode() + b'\\n'; link.sendall(line[:5]); time.sleep(0.1); link.sendall(line[5:]); "
         "time.sleep(60)"
     )
-    monkeypatch.setattr(worker_process, "_BOOT", START + code)
+    monkeypatch.setattr(cell_worker, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log", gpu="GPU-b")
     worker.send({"kind": "x" * 100_000})
     outcome = None
@@ -79,7 +79,7 @@ def test_the_children_of_a_worker_that_was_killed_end_with_it(tmp_path: Path, mo
         "import subprocess; child = subprocess.Popen(['sleep', '600']); "
         "link.sendall(b'%d\\n' % child.pid); time.sleep(600)"
     )
-    monkeypatch.setattr(worker_process, "_BOOT", START + code)
+    monkeypatch.setattr(cell_worker, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log")
     child = None
     while child is None:
@@ -103,7 +103,7 @@ def test_a_worker_that_fails_ends_although_threads_of_the_users_code_go_on(
         "worker.ProcessState = type('State', (), {'restored': lambda self: nullcontext()}); "
         "worker.run_job = lambda job: 1 / 0; worker.serve(int(descriptor))"
     )
-    monkeypatch.setattr(worker_process, "_BOOT", code)
+    monkeypatch.setattr(cell_worker, "_BOOT", code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log")
     worker.send({"kind": "call"})
     assert reason_of(worker) == f"the worker process ended with exit code 1 (see {tmp_path / 'worker-0.log'})"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flatpeak.experiments.comparison import compare
-from flatpeak.experiments.comparison_plots import draw_plots
+from flatpeak.experiments.comparison_report import draw_plots
 from flatpeak.experiments.statistics import mean_over_seeds
 from flatpeak.experiments.table import SweepTable, read_table
 

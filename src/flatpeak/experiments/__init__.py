@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from flatpeak.experiments.config import read_sweep as read_sweep
     from flatpeak.experiments.mcnemar import McNemar as McNemar
     from flatpeak.experiments.mcnemar import mcnemar_exact as mcnemar_exact
-    from flatpeak.experiments.power import power_of_mcnemar as power_of_mcnemar
-    from flatpeak.experiments.power import power_of_paired_t as power_of_paired_t
-    from flatpeak.experiments.power import seeds_needed as seeds_needed
-    from flatpeak.experiments.power import seeds_needed_mcnemar as seeds_needed_mcnemar
+    from flatpeak.experiments.mcnemar import power_of_mcnemar as power_of_mcnemar
+    from flatpeak.experiments.mcnemar import seeds_needed_mcnemar as seeds_needed_mcnemar
     from flatpeak.experiments.statistics import Difference as Difference
     from flatpeak.experiments.statistics import Equivalence as Equivalence
     from flatpeak.experiments.statistics import MeanEstimate as MeanEstimate
@@ -24,6 +22,8 @@ if TYPE_CHECKING:
     from flatpeak.experiments.statistics import mean_over_seeds as mean_over_seeds
     from flatpeak.experiments.statistics import paired_bca as paired_bca
     from flatpeak.experiments.statistics import paired_t as paired_t
+    from flatpeak.experiments.statistics import power_of_paired_t as power_of_paired_t
+    from flatpeak.experiments.statistics import seeds_needed as seeds_needed
     from flatpeak.experiments.statistics import slope as slope
     from flatpeak.experiments.statistics import tost as tost
     from flatpeak.experiments.statistics import welch as welch
@@ -37,11 +37,11 @@ _HOMES = {
     "comparison": ("Comparison", "compare"),
     "comparison_report": ("write_comparison",),
     "config": ("SweepConfig", "read_sweep"),
-    "mcnemar": ("McNemar", "mcnemar_exact"),
-    "power": ("power_of_mcnemar", "power_of_paired_t", "seeds_needed", "seeds_needed_mcnemar"),
+    "mcnemar": ("McNemar", "mcnemar_exact", "power_of_mcnemar", "seeds_needed_mcnemar"),
     "statistics": (
         *("Difference", "Equivalence", "MeanEstimate", "Slope"),
-        *("holm", "mean_over_seeds", "paired_bca", "paired_t", "slope", "tost", "welch"),
+        *("holm", "mean_over_seeds", "paired_bca", "paired_t", "power_of_paired_t", "seeds_needed", "slope"),
+        *("tost", "welch"),
     ),
     "sweep": ("SweepResult", "run_sweep"),
     "table": ("SweepTable", "read_table", "write_table"),

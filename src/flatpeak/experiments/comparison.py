@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.experiments.mcnemar import McNemar, mcnemar_exact
-from flatpeak.experiments.power import seeds_needed, seeds_needed_mcnemar
+from flatpeak.experiments.mcnemar import McNemar, mcnemar_exact, seeds_needed_mcnemar
 from flatpeak.experiments.statistics import (
     Difference,
     MeanEstimate,
@@ -18,6 +17,7 @@ from flatpeak.experiments.statistics import (
     mean_over_seeds,
     paired_bca,
     paired_t,
+    seeds_needed,
     welch,
 )
 from flatpeak.experiments.table import SweepTable

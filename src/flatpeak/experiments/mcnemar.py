@@ -1,16 +1,21 @@
-"""McNemar's exact test of two arms with a yes or no per shared seed, and the score interval of their difference."""
+"""McNemar's exact test of two arms with a yes or no per shared seed: its p-values, Tango's interval and its power."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flatpeak.errors import UserError
-from flatpeak.experiments.statistics import as_values, special
+from flatpeak.experiments.statistics import check_share, complete_pairs, scipy_stats
+
+MOST_SEEDS_MCNEMAR: Final = 1_000
+"""The largest answer of `seeds_needed_mcnemar`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,25 +57,17 @@ def mcnemar_exact(
 
     McNemar 1947, exact as in Fagerland et al. 2013; the interval is Tango's (1998).
     """
-    if not 0 < confidence < 1:
-        raise UserError(f"confidence={confidence}: give a share between 0 and 1, such as 0.95")
-    a_N, baseline_N = as_values(a, "the arm"), as_values(baseline, "the baseline")
-    if a_N.size != baseline_N.size:
-        raise UserError(
-            f"{a_N.size} outcomes of the arm and {baseline_N.size} of the baseline: give one of each per shared seed, "
-            "in the same order"
-        )
-    complete_N = ~(np.isnan(a_N) | np.isnan(baseline_N))
-    if not np.isin(np.concatenate([a_N[complete_N], baseline_N[complete_N]]), (0.0, 1.0)).all():
+    check_share("confidence", confidence)
+    a_N, baseline_N, left_out = complete_pairs(a, baseline, "outcomes")
+    if not np.isin([a_N, baseline_N], (0.0, 1.0)).all():
         raise UserError("McNemar's test needs outcomes that are true or false: compare numbers by paired_t")
-    yes_N, baseline_yes_N = a_N[complete_N] == 1, baseline_N[complete_N] == 1
-    both, only_a = int((yes_N & baseline_yes_N).sum()), int((yes_N & ~baseline_yes_N).sum())
-    only_baseline, n = int((~yes_N & baseline_yes_N).sum()), int(complete_N.sum())
+    both, only_a = int((a_N * baseline_N).sum()), int((a_N > baseline_N).sum())
+    only_baseline, n = int((a_N < baseline_N).sum()), a_N.size
     low, high = tango_interval(only_a, only_baseline, n, confidence=confidence)
     discordant = only_a + only_baseline
     return McNemar(
         n=n,
-        left_out=int((~complete_N).sum()),
+        left_out=left_out,
         both=both,
         only_a=only_a,
         only_baseline=only_baseline,
@@ -78,9 +75,9 @@ def mcnemar_exact(
         low=low,
         high=high,
         confidence=confidence,
-        p=min(1.0, 2 * _binomial_cdf(min(only_a, only_baseline), discordant)),
-        p_more=_binomial_cdf(only_baseline, discordant),
-        p_fewer=_binomial_cdf(only_a, discordant),
+        p=_binomial_p(only_a, discordant, "two-sided"),
+        p_more=_binomial_p(only_a, discordant, "greater"),
+        p_fewer=_binomial_p(only_a, discordant, "less"),
     )
 
 
@@ -93,7 +90,7 @@ def tango_interval(only_a: int, only_baseline: int, n: int, *, confidence: float
     """
     if n < 1:
         return math.nan, math.nan
-    z = float(special().ndtri((1 + confidence) / 2))
+    z = float(scipy_stats().norm.ppf((1 + confidence) / 2))
     observed = (only_a - only_baseline) / n
 
     def statistic(difference: float) -> float:
@@ -102,21 +99,66 @@ def tango_interval(only_a: int, only_baseline: int, n: int, *, confidence: float
         q = (math.sqrt(max(0.0, linear**2 - 8 * n * constant)) - linear) / (4 * n)
         variance = n * (2 * q + difference * (1 - difference))
         deviation = only_a - only_baseline - n * difference
-        return deviation / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, deviation)
+        if variance > 0:
+            return deviation / math.sqrt(variance)
+        return math.copysign(math.inf, deviation) if deviation else 0.0
 
     # T falls as D grows; at the ends of its range T is infinite unless they were observed.
-    low = -1.0 if observed == -1 else _bisect(lambda d: statistic(d) > z, -1.0, observed)
-    high = 1.0 if observed == 1 else _bisect(lambda d: statistic(d) >= -z, observed, 1.0)
+    bisect = import_module("scipy.optimize").bisect
+    low = -1.0 if observed == -1 else bisect(lambda d: statistic(d) - z, -1.0, observed, xtol=1e-15)
+    high = 1.0 if observed == 1 else bisect(lambda d: statistic(d) + z, observed, 1.0, xtol=1e-15)
     return low, high
 
 
-def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The point between `low`, where the condition holds, and `high`, where it does not, at which that changes."""
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return (low + high) / 2
+def _binomial_p(successes: int, n: int, alternative: str) -> float:
+    return float(scipy_stats().binomtest(successes, n, 0.5, alternative=alternative).pvalue) if n else 1.0
 
 
-def _binomial_cdf(successes: int, n: int) -> float:
-    """The probability of at most so many successes in n tosses of a fair coin; 1 for no toss."""
-    return float(special().bdtr(successes, n, 0.5)) if n else 1.0
+def power_of_mcnemar(n: int, *, only_a: float, only_baseline: float, alpha: float = 0.05) -> float:
+    """The probability that McNemar's two-sided exact test rejects with n seeds.
+
+    `only_a` and `only_baseline` are the probabilities of the two discordant outcomes. The number of discordant seeds is
+    binomial, and so, given that number, is the number of each kind: both are summed over exactly.
+    """
+    rejections = _rejections(max(n, 0), only_a, only_baseline, alpha)
+    return _mean_over_discordant(n, rejections, only_a + only_baseline) if n > 0 else 0.0
+
+
+def seeds_needed_mcnemar(*, only_a: float, only_baseline: float, alpha: float = 0.05, power: float = 0.9) -> int | None:
+    """The fewest seeds with which McNemar's exact test has the power; None for more than MOST_SEEDS_MCNEMAR.
+
+    The power of an exact test may fall by a little from one n to the next; this is the first n that has it.
+    """
+    check_share("power", power)
+    rejections = _rejections(MOST_SEEDS_MCNEMAR, only_a, only_baseline, alpha)
+    for n in range(1, MOST_SEEDS_MCNEMAR + 1):
+        if _mean_over_discordant(n, rejections, only_a + only_baseline) >= power:
+            return n
+    return None
+
+
+def _rejections(most: int, only_a: float, only_baseline: float, alpha: float) -> NDArray[np.float64]:
+    """The probability that the exact test rejects, given m discordant seeds, for m = 0 to `most`.
+
+    It rejects where the rarer outcome has at most c(m) seeds, the largest c with 2 P(X <= c) <= alpha for
+    X of m fair tosses.
+    """
+    check_share("alpha", alpha)
+    discordant = only_a + only_baseline
+    if not (only_a >= 0 and only_baseline >= 0 and 0 < discordant <= 1):
+        raise UserError(
+            f"only_a={only_a}, only_baseline={only_baseline}: give the probabilities of the two discordant outcomes, "
+            "whose sum is above 0 and at most 1"
+        )
+    binom, m = scipy_stats().binom, np.arange(most + 1)
+    # The quantile is the smallest c with P(X <= c) >= alpha / 2.
+    critical = binom.ppf(alpha / 2, m, 0.5)
+    critical -= 2 * binom.cdf(critical, m, 0.5) > alpha
+    share = only_a / discordant
+    rejections: NDArray[np.float64] = binom.cdf(critical, m, share) + binom.cdf(critical, m, 1 - share)
+    return rejections
+
+
+def _mean_over_discordant(n: int, rejections: NDArray[np.float64], discordant: float) -> float:
+    """The mean of the probabilities of rejection over the binomial number of discordant seeds."""
+    return float(scipy_stats().binom.pmf(np.arange(n + 1), n, discordant) @ rejections[: n + 1])

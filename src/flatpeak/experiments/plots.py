@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flatpeak.experiments.statistics import Difference, MeanEstimate, mean_over_seeds
+from flatpeak.experiments.statistics import Difference, MeanEstimate, mean_over_seeds, scipy_stats
+from flatpeak.report.canvas import svg_canvas, tidy
 
 Series = Mapping[int, float]
 """The values of one run by step."""
@@ -142,30 +143,21 @@ def survival(
         for axes, arms in panels:
             for index, arm in enumerate(arms):
                 style = styles[arm]
-                steps, shares = survival_curve(runs[arm])
+                last = [step for step, passed in runs[arm] if not passed]
+                passed = [step for step, passed in runs[arm] if passed]
+                stats = scipy_stats()
+                curve = stats.ecdf(stats.CensoredData(uncensored=passed, right=last)).sf
                 # Where curves coincide, the wider lower one remains visible.
                 width = max(1.2, 3.2 - 0.6 * index)
                 axes.step(
-                    steps, shares, where="post", color=style.color, linestyle=style.dash, linewidth=width,
-                    label=f"{arm}, n = {len(runs[arm])}",
+                    [0, *curve.quantiles], [1, *curve.probabilities], where="post", color=style.color,
+                    linestyle=style.dash, linewidth=width, label=f"{arm}, n = {len(runs[arm])}",
                 )  # fmt: skip
-                ends = [(step, _share_at(step, steps, shares)) for step, passed in runs[arm] if not passed]
-                axes.plot(*zip(*ends, strict=True), linestyle="", marker="|", color=style.color) if ends else None
+                if last:
+                    axes.plot(last, curve.evaluate(last), linestyle="", marker="|", color=style.color)
             axes.set_ylim(-0.04, 1.04)
             axes.set_xlim(left=0)
     return text.getvalue()
-
-
-def survival_curve(runs: Sequence[tuple[int, bool]]) -> tuple[list[int], list[float]]:
-    """The steps at which the share falls and the share from each on, by the product of 1 - passed / at risk."""
-    steps, shares = [0], [1.0]
-    for step in sorted({step for step, passed in runs if passed}):
-        at_risk = sum(end >= step for end, _ in runs)
-        passed = sum(end == step and happened for end, happened in runs)
-        steps.append(step)
-        shares.append(shares[-1] * (1 - passed / at_risk))
-    last = max((step for step, _ in runs), default=0)
-    return ([*steps, last], [*shares, shares[-1]]) if last > steps[-1] else (steps, shares)
 
 
 def strip(
@@ -176,7 +168,9 @@ def strip(
 ) -> str:
     """Draw one dot per run in a row per arm, above it the mean over seeds with its 95% t interval."""
     inches = 4.5 + _LETTER_INCHES * _longest(values), 1.0 + 0.42 * len(values)
-    with _axes(f"strip {label}", inches) as (axes, text):
+    with svg_canvas(f"strip {label}", inches) as (figure, text):
+        axes = figure.add_subplot()
+        tidy(axes)
         for row, (arm, own) in enumerate(values.items()):
             style, mean = styles[arm], mean_over_seeds(list(own))
             axes.plot(
@@ -293,10 +287,6 @@ def _longest(arms: Iterable[str]) -> int:
     return max((len(arm) for arm in arms), default=0)
 
 
-def _share_at(step: int, steps: Sequence[int], shares: Sequence[float]) -> float:
-    return [share for at, share in zip(steps, shares, strict=True) if at <= step][-1]
-
-
 @contextmanager
 def _figure(
     name: str, runs: Mapping[str, Any], baseline: str | None, *, x: str, y: str
@@ -321,43 +311,13 @@ def _grid(name: str, panels: int, *, longest: int, x: str, y: str) -> Iterator[t
     rows = -(-panels // columns)
     panel_width = max(_PANEL_INCHES[0], _LETTER_INCHES * (longest + 20))
     width, height = _SINGLE_INCHES if panels == 1 else (columns * panel_width, rows * _PANEL_INCHES[1])
-    with _canvas(name, (width, height)) as (figure, text):
+    with svg_canvas(name, (width, height)) as (figure, text):
         grid = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
         for index, axes in enumerate(grid):
             axes.set_visible(index < panels)
             # Under the lowest panel of each column stand the numbers of the common axis.
             axes.tick_params(labelbottom=index + columns >= panels)
-            _tidy(axes)
+            tidy(axes)
         figure.supxlabel(x, fontsize=9)
         figure.supylabel(y, fontsize=9)
         yield grid, text
-
-
-@contextmanager
-def _axes(name: str, inches: tuple[float, float]) -> Iterator[tuple[Any, io.StringIO]]:
-    with _canvas(name, inches) as (figure, text):
-        axes = figure.add_subplot()
-        _tidy(axes)
-        yield axes, text
-
-
-@contextmanager
-def _canvas(name: str, inches: tuple[float, float]) -> Iterator[tuple[Any, io.StringIO]]:
-    """An empty figure, and the text that is its SVG once the block is done."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    text = io.StringIO()
-    # The salt names clip paths and markers: the same for the same figure, different for two in one document.
-    # Names of arms and metrics are no formulas, whatever dollar signs they have.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "text.parse_math": False}
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=inches, layout="constrained")
-        yield figure, text
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-
-
-def _tidy(axes: Any) -> None:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.ticklabel_format(useOffset=False)

@@ -1,4 +1,4 @@
-"""Statistics over seeds: means, paired and unpaired differences, equivalence, trends over doses, Holm's adjustment.
+"""Statistics over seeds: means, differences, equivalence, trends over doses, power; by SciPy.
 
 The unit is a run, and a value is its metric. Differences are an arm minus its baseline. A missing value (None or NaN)
 leaves its pair out, which is counted. Values without spread have no interval and no p: NaN, because a t statistic or
@@ -8,8 +8,10 @@ a bootstrap of them would claim certainty. Intervals and p-values are two-sided 
 from __future__ import annotations
 
 import math
+import warnings
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Final, Literal
 
@@ -23,6 +25,8 @@ Method = Literal["paired t", "paired BCa bootstrap", "Welch's t"]
 
 RESAMPLES: Final = 9_999
 FEWEST_RESAMPLES: Final = 100
+MOST_SEEDS: Final = 100_000
+"""The largest answer of `seeds_needed`."""
 _ROUNDING: Final = 4 * float(np.finfo(np.float64).eps)
 """Differences within this share of the values they are of count as equal."""
 
@@ -125,32 +129,16 @@ def mean_over_seeds(values: Values, *, confidence: float = 0.95) -> MeanEstimate
     """Estimate the mean with its t interval: mean +- t(n - 1) sd / sqrt(n)."""
     values_N = as_values(values, "values")
     known_N = values_N[~np.isnan(values_N)]
-    mean, sd = _mean_and_sd(known_N)
-    low, high, _ = _t_inference(mean, sd / math.sqrt(max(1, known_N.size)), known_N.size - 1, confidence)
-    left_out = values_N.size - known_N.size
-    return MeanEstimate(
-        n=known_N.size, left_out=left_out, estimate=mean, low=low, high=high, confidence=confidence, sd=sd
-    )
+    summary, _ = _t_test(known_N, confidence)
+    return MeanEstimate(left_out=values_N.size - known_N.size, **summary)
 
 
 def paired_t(a: Values, baseline: Values, *, confidence: float = 0.95) -> Difference:
     """Compare two arms on shared seeds by the t test of their differences (Student 1908)."""
     differences_N, baseline_N, left_out = paired_differences(a, baseline)
-    mean, sd = _mean_and_sd(differences_N)
-    low, high, p = _t_inference(mean, sd / math.sqrt(max(1, differences_N.size)), differences_N.size - 1, confidence)
-    return Difference(
-        method="paired t",
-        n=differences_N.size,
-        n_baseline=differences_N.size,
-        left_out=left_out,
-        estimate=mean,
-        low=low,
-        high=high,
-        confidence=confidence,
-        p=p,
-        sd=sd,
-        baseline_sd=_mean_and_sd(baseline_N)[1],
-    )
+    summary, p = _t_test(differences_N, confidence)
+    n, baseline_sd = baseline_N.size, _mean_and_sd(baseline_N)[1]
+    return Difference(method="paired t", n_baseline=n, left_out=left_out, p=p, baseline_sd=baseline_sd, **summary)
 
 
 def paired_bca(
@@ -161,56 +149,43 @@ def paired_bca(
     Narrower than it should be for few seeds (docs/sweeps.md has its measured coverage): the t interval decides, and
     this one says whether skewed or clustered differences would change the conclusion.
     """
-    _check_confidence(confidence)
     if resamples < FEWEST_RESAMPLES:
         raise UserError(
             f"resamples={resamples}: the tails need at least {FEWEST_RESAMPLES}; the default is {RESAMPLES}"
         )
-    differences_N, baseline_N, left_out = paired_differences(a, baseline)
-    mean, sd = _mean_and_sd(differences_N)
+    by_t = paired_t(a, baseline, confidence=confidence)
     low = high = math.nan
-    if sd > 0:
-        low, high = _bca_interval(differences_N, confidence=confidence, resamples=resamples, seed=seed)
-    return Difference(
-        method="paired BCa bootstrap",
-        n=differences_N.size,
-        n_baseline=differences_N.size,
-        left_out=left_out,
-        estimate=mean,
-        low=low,
-        high=high,
-        confidence=confidence,
-        p=math.nan,
-        sd=sd,
-        baseline_sd=_mean_and_sd(baseline_N)[1],
-    )
+    if by_t.sd > 0:
+        draws = {"n_resamples": resamples, "rng": np.random.default_rng(seed)}
+        differences_N, _, _ = paired_differences(a, baseline)
+        bootstrap = scipy_stats().bootstrap(
+            (differences_N,), np.mean, confidence_level=confidence, method="BCa", **draws
+        )
+        low, high = map(float, bootstrap.confidence_interval)
+    return replace(by_t, method="paired BCa bootstrap", low=low, high=high, p=math.nan)
 
 
 def welch(a: Values, baseline: Values, *, confidence: float = 0.95) -> Difference:
     """Compare two arms that do not share seeds, without assuming equal variances (Welch 1947)."""
+    check_share("confidence", confidence)
     samples = [as_values(a, "the arm"), as_values(baseline, "the baseline")]
-    known = [sample_N[~np.isnan(sample_N)] for sample_N in samples]
-    (mean_a, sd_a), (mean_b, sd_b) = (_mean_and_sd(sample_N) for sample_N in known)
-    n_a, n_b = (sample_N.size for sample_N in known)
+    a_N, baseline_N = known = [sample_N[~np.isnan(sample_N)] for sample_N in samples]
+    (mean, sd), (baseline_mean, baseline_sd) = map(_mean_and_sd, known)
     low = high = p = math.nan
-    largest = max(sd_a, sd_b) if n_a > 1 and n_b > 1 else math.nan
-    if largest > 0:
-        # Shares of the larger deviation: squares of the deviations themselves may overflow or vanish.
-        share_a, share_b = (sd_a / largest) ** 2 / n_a, (sd_b / largest) ** 2 / n_b
-        freedom = (share_a + share_b) ** 2 / (share_a**2 / (n_a - 1) + share_b**2 / (n_b - 1))
-        low, high, p = _t_inference(mean_a - mean_b, largest * math.sqrt(share_a + share_b), freedom, confidence)
+    if max(sd, baseline_sd) > 0 and min(a_N.size, baseline_N.size) > 1:
+        low, high, p = _interval_and_p("ttest_ind", a_N, baseline_N, equal_var=False, confidence=confidence)
     return Difference(
         method="Welch's t",
-        n=n_a,
-        n_baseline=n_b,
-        left_out=sum(sample_N.size for sample_N in samples) - n_a - n_b,
-        estimate=mean_a - mean_b,
+        n=a_N.size,
+        n_baseline=baseline_N.size,
+        left_out=sum(sample_N.size for sample_N in samples) - a_N.size - baseline_N.size,
+        estimate=mean - baseline_mean,
         low=low,
         high=high,
         confidence=confidence,
         p=p,
         sd=math.nan,
-        baseline_sd=sd_b,
+        baseline_sd=baseline_sd,
     )
 
 
@@ -221,24 +196,11 @@ def tost(a: Values, baseline: Values, *, bound: float, alpha: float = 0.05) -> E
     if not 0 < alpha < 0.5:
         raise UserError(f"alpha={alpha}: give a level between 0 and 0.5, such as 0.05")
     differences_N, _, left_out = paired_differences(a, baseline)
-    mean, sd = _mean_and_sd(differences_N)
-    error, freedom = sd / math.sqrt(max(1, differences_N.size)), differences_N.size - 1
-    low, high, _ = _t_inference(mean, error, freedom, 1 - 2 * alpha)
-    p_lower = p_upper = math.nan
-    if error > 0:
-        p_lower = float(special().stdtr(freedom, -(mean + bound) / error))
-        p_upper = float(special().stdtr(freedom, (mean - bound) / error))
-    return Equivalence(
-        n=differences_N.size,
-        left_out=left_out,
-        estimate=mean,
-        low=low,
-        high=high,
-        bound=bound,
-        alpha=alpha,
-        p_lower=p_lower,
-        p_upper=p_upper,
-    )
+    summary, _ = _t_test(differences_N, 1 - 2 * alpha)
+    _, p_lower = _t_test(differences_N, 1 - alpha, mean=-bound, alternative="greater")
+    _, p_upper = _t_test(differences_N, 1 - alpha, mean=bound, alternative="less")
+    del summary["confidence"], summary["sd"]
+    return Equivalence(left_out=left_out, bound=bound, alpha=alpha, p_lower=p_lower, p_upper=p_upper, **summary)
 
 
 def slope(doses: Values, values: Values, seeds: Sequence[Hashable], *, confidence: float = 0.95) -> Slope:
@@ -256,24 +218,10 @@ def slope(doses: Values, values: Values, seeds: Sequence[Hashable], *, confidenc
     for index, seed in enumerate(seeds):
         if not math.isnan(doses_N[index]) and not math.isnan(values_N[index]):
             rows_by_seed.setdefault(seed, []).append(index)
-    slopes, used = [], 0
-    for rows in rows_by_seed.values():
-        if np.ptp(doses_N[rows]) > 0:
-            slopes.append(_least_squares_slope(doses_N[rows], values_N[rows]))
-            used += len(rows)
-    mean, sd = _mean_and_sd(np.asarray(slopes))
-    low, high, p = _t_inference(mean, sd / math.sqrt(max(1, len(slopes))), len(slopes) - 1, confidence)
-    return Slope(
-        n=len(slopes),
-        left_out=len(doses_N) - used,
-        estimate=mean,
-        low=low,
-        high=high,
-        confidence=confidence,
-        p=p,
-        sd=sd,
-        slopes=tuple(slopes),
-    )
+    fitted = [rows for rows in rows_by_seed.values() if _varies(doses_N[rows])]
+    slopes = tuple(float(scipy_stats().linregress(doses_N[rows], values_N[rows]).slope) for rows in fitted)
+    summary, p = _t_test(np.asarray(slopes), confidence)
+    return Slope(left_out=len(doses_N) - sum(map(len, fitted)), p=p, slopes=slopes, **summary)
 
 
 def holm(p_values: Values, *, hypotheses: int | None = None) -> list[float]:
@@ -295,6 +243,33 @@ def holm(p_values: Values, *, hypotheses: int | None = None) -> list[float]:
     return [float(value) for value in adjusted_N]
 
 
+def power_of_paired_t(n: int, *, sd: float, difference: float, alpha: float = 0.05) -> float:
+    """The probability that the two-sided paired t test rejects with n seeds, by the noncentral t distribution.
+
+    `sd` is the standard deviation of the paired differences, `difference` their mean.
+    """
+    if not (sd > 0 and math.isfinite(sd)):
+        raise UserError(f"sd={sd}: give the standard deviation of the paired differences, above 0")
+    if difference == 0 or not math.isfinite(difference):
+        raise UserError(f"difference={difference}: give the difference that is to be detected, other than 0")
+    check_share("alpha", alpha)
+    if n < 2:
+        return 0.0
+    noncentrality = abs(difference) / sd * math.sqrt(n)
+    t, nct = scipy_stats().t, scipy_stats().nct
+    critical = t.isf(alpha / 2, n - 1)
+    return min(1.0, float(nct.sf(critical, n - 1, noncentrality) + nct.sf(critical, n - 1, -noncentrality)))
+
+
+def seeds_needed(*, sd: float, difference: float, alpha: float = 0.05, power: float = 0.9) -> int | None:
+    """The fewest seeds with which the paired t test has the power; None for more than MOST_SEEDS."""
+    check_share("power", power)
+    n = bisect_left(
+        range(MOST_SEEDS + 1), power, key=lambda n: power_of_paired_t(n, sd=sd, difference=difference, alpha=alpha)
+    )
+    return n if n <= MOST_SEEDS else None
+
+
 def as_values(values: Values, name: str) -> NDArray[np.float64]:
     """The values as float64, missing ones as NaN; UserError for infinite ones and for no numbers."""
     try:
@@ -306,19 +281,26 @@ def as_values(values: Values, name: str) -> NDArray[np.float64]:
     return array_N
 
 
+def complete_pairs(
+    a: Values, baseline: Values, what: str = "values"
+) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
+    """The values of arm and baseline in the pairs that miss neither, and the number of the other pairs."""
+    a_N, baseline_N = as_values(a, "the arm"), as_values(baseline, "the baseline")
+    if a_N.size != baseline_N.size:
+        raise UserError(
+            f"{a_N.size} {what} of the arm and {baseline_N.size} of the baseline: give one of each per shared seed, in "
+            "the same order"
+        )
+    complete_N = ~(np.isnan(a_N) | np.isnan(baseline_N))
+    return a_N[complete_N], baseline_N[complete_N], int((~complete_N).sum())
+
+
 def paired_differences(a: Values, baseline: Values) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
     """The differences of complete pairs, the baseline's values in them, and the number of pairs left out.
 
     Differences that are equal but for rounding are made equal.
     """
-    a_N, baseline_N = as_values(a, "the arm"), as_values(baseline, "the baseline")
-    if a_N.size != baseline_N.size:
-        raise UserError(
-            f"{a_N.size} values of the arm and {baseline_N.size} of the baseline: give one of each per shared seed, in "
-            "the same order, or use welch"
-        )
-    complete_N = ~(np.isnan(a_N) | np.isnan(baseline_N))
-    a_N, baseline_N = a_N[complete_N], baseline_N[complete_N]
+    a_N, baseline_N, left_out = complete_pairs(a, baseline)
     with np.errstate(over="ignore"):
         differences_N = a_N - baseline_N
     if not np.isfinite(differences_N).all():
@@ -326,68 +308,52 @@ def paired_differences(a: Values, baseline: Values) -> tuple[NDArray[np.float64]
     largest = max(np.abs(a_N).max(initial=0), np.abs(baseline_N).max(initial=0))
     if differences_N.size and np.ptp(differences_N) <= _ROUNDING * largest:
         differences_N = np.full_like(differences_N, differences_N[0])
-    return differences_N, baseline_N, int((~complete_N).sum())
+    return differences_N, baseline_N, left_out
 
 
-def special() -> Any:
-    """SciPy's distribution functions, loaded when a statistic needs them."""
+def scipy_stats() -> Any:
+    """`scipy.stats`, loaded when a statistic needs it."""
     try:
-        return import_module("scipy.special")
+        return import_module("scipy.stats")
     except ImportError as error:
         raise UserError(f'statistics over seeds need SciPy ({error}): pip install "flatpeak[experiments]"') from None
 
 
+def _varies(values_N: NDArray[np.float64]) -> bool:
+    return bool((values_N != values_N[:1]).any())
+
+
 def _mean_and_sd(values_N: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and standard deviation (n - 1), without overflow or underflow of the squares; sd exactly 0 for constants."""
-    if not values_N.size:
-        return math.nan, math.nan
-    exponent = int(np.frexp(np.abs(values_N).max())[1])
-    scaled_N = np.ldexp(values_N, -exponent)
-    constant = bool((values_N == values_N[0]).all())
-    mean = float(scaled_N[0] if constant else scaled_N.mean())
-    sd = math.nan if values_N.size < 2 else 0.0 if constant else float(scaled_N.std(ddof=1))
-    return math.ldexp(mean, exponent), sd if math.isnan(sd) else math.ldexp(sd, exponent)
+    """Mean and standard deviation (n - 1); the sd of equal values is exactly 0."""
+    if not _varies(values_N):
+        return (float(values_N[0]) if values_N.size else math.nan), (0.0 if values_N.size > 1 else math.nan)
+    return float(values_N.mean()), float(values_N.std(ddof=1))
 
 
-def _t_inference(estimate: float, error: float, freedom: float, confidence: float) -> tuple[float, float, float]:
-    """The t interval's ends and the two-sided p of an estimate with a standard error; NaN without spread."""
-    _check_confidence(confidence)
-    if not error > 0:
-        return math.nan, math.nan, math.nan
-    half = float(special().stdtrit(freedom, (1 + confidence) / 2)) * error
-    return estimate - half, estimate + half, 2 * float(special().stdtr(freedom, -abs(estimate) / error))
+def _t_test(
+    values_N: NDArray[np.float64], confidence: float, *, mean: float = 0.0, alternative: str = "two-sided"
+) -> tuple[dict[str, Any], float]:
+    """The mean of the values with its t interval, by field of the results here, and the p of its being `mean`."""
+    check_share("confidence", confidence)
+    estimate, sd = _mean_and_sd(values_N)
+    low = high = p = math.nan
+    if sd > 0:
+        low, high, p = _interval_and_p("ttest_1samp", values_N, mean, alternative=alternative, confidence=confidence)
+    fields = {"n": values_N.size, "estimate": estimate, "sd": sd, "low": low, "high": high, "confidence": confidence}
+    return fields, p
 
 
-def _bca_interval(
-    values_N: NDArray[np.float64], *, confidence: float, resamples: int, seed: int
-) -> tuple[float, float]:
-    """The BCa interval of the mean of values that differ."""
-    exponent = int(np.frexp(np.abs(values_N).max())[1])
-    scaled_N = np.ldexp(values_N, -exponent)
-    draws_BN = np.random.default_rng(seed).integers(0, scaled_N.size, (resamples, scaled_N.size))
-    means_B, mean = scaled_N[draws_BN].mean(axis=1), scaled_N.mean()
-    ndtr, ndtri = special().ndtr, special().ndtri
-    below = ((means_B < mean).sum() + (means_B <= mean).sum()) / (2 * resamples)
-    bias = float(ndtri(min(max(below, 0.5 / resamples), 1 - 0.5 / resamples)))
-    # Leaving out value i moves the mean by (mean - value_i) / (n - 1): the jackknife's skewness is that of the values.
-    centred_N = (scaled_N - mean) / np.abs(scaled_N - mean).max()
-    acceleration = float((centred_N**3).sum() / (6 * (centred_N**2).sum() ** 1.5))
-    ends = []
-    for tail in ((1 - confidence) / 2, (1 + confidence) / 2):
-        shifted = bias + float(ndtri(tail))
-        shrink = 1 - acceleration * shifted
-        level = float(ndtr(bias + shifted / shrink)) if shrink > 0 else float(shifted > 0)
-        ends.append(math.ldexp(float(np.quantile(means_B, level)), exponent))
-    return ends[0], ends[1]
+def _interval_and_p(test: str, *arguments: Any, confidence: float, **options: Any) -> tuple[float, float, float]:
+    """The interval and the p of a t test of scipy.stats."""
+    with warnings.catch_warnings():
+        # SciPy warns where one of two arms is constant, whose variance is 0, as it should be.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = getattr(scipy_stats(), test)(*arguments, **options)
+    low, high = result.confidence_interval(confidence)
+    return float(low), float(high), float(result.pvalue)
 
 
-def _least_squares_slope(doses_N: NDArray[np.float64], values_N: NDArray[np.float64]) -> float:
-    """The least-squares slope of values over doses that differ."""
-    width = np.ptp(doses_N)
-    centred_N = (doses_N - doses_N.mean()) / width
-    return float((centred_N * (values_N - values_N.mean())).sum() / (centred_N**2).sum() / width)
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise UserError(f"confidence={confidence}: give a share between 0 and 1, such as 0.95")
+def check_share(name: str, value: float) -> None:
+    """Raise UserError where the value is no share between 0 and 1."""
+    if not 0 < value < 1:
+        raise UserError(f"{name}={value}: give a share between 0 and 1")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from flatpeak.errors import UserError
+from flatpeak.experiments.cell_worker import WorkerProcess
 from flatpeak.experiments.config import SweepConfig, read_sweep
 from flatpeak.experiments.plan import PlannedRun, PrefixStep, SweepPlan, build_plan
 from flatpeak.experiments.records import (
@@ -33,7 +34,6 @@ from flatpeak.experiments.records import (
 )
 from flatpeak.experiments.results import TableWriter
 from flatpeak.experiments.sweep_progress import SweepProgress
-from flatpeak.experiments.worker_process import WorkerProcess
 from flatpeak.runs.directory import RunLock
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.signals import StopSignals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any, Final
 
 import yaml
 
+from flatpeak.report.canvas import svg_canvas, tidy
 from flatpeak.runs.summary import StageEvaluation
 
 Row = dict[str, Any]
@@ -321,13 +321,9 @@ def curve_svg(
     The curves of `right` are dashed and have a y axis of their own, on the right. `unit` and `right_unit` are the units
     of the two axes. Several curves have a legend, a single one only with `legend`.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    # The salt names the clip paths: charts of one page must not share them.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    with svg_canvas(title, _SIZE_INCHES, font_size=10, transparent=True) as (figure, text):
         axes = figure.add_subplot()
         other = axes.twinx() if right else axes
         for index, curve in enumerate([*curves, *right]):
@@ -340,18 +336,14 @@ def curve_svg(
         figure.suptitle(title, x=0.01, horizontalalignment="left")
         axes.set_xlabel("step")
         axes.set_ylabel(unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        tidy(axes, without=["top"] if right else ["top", "right"])
         if right:
             other.set_ylabel(right_unit)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axes.ticklabel_format(axis="y", useOffset=False)
-        axes.grid(alpha=0.25)
+            other.spines["top"].set_visible(False)
         _widen_if_flat(axes, curves)
-        for side in {axes, other}:
-            side.spines[["top"] if right else ["top", "right"]].set_visible(False)
         if legend or len(curves) + len(right) > 1:
             _add_legend(figure, (axes, other))
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     # Without the XML declaration and document type, which are invalid inside HTML; black is the page's own colour of
     # text, which is light on a dark page.
     return text.getvalue()[text.getvalue().index("<svg") :].replace(_BLACK, "currentColor")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flatpeak.experiments.config import CurvesConfig, TableConfig, ThresholdConfig
-from flatpeak.experiments.measures import (
+from flatpeak.experiments.results import (
     chosen_names,
     curve_bins,
     first_step_past,

@@ -1,0 +1,33 @@
+"""The canvas of all plots: a matplotlib figure that becomes the text of an SVG, the same for the same input."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def svg_canvas(
+    name: str, inches: tuple[float, float], *, font_size: float = 9, transparent: bool = False
+) -> Iterator[tuple[Any, io.StringIO]]:
+    """An empty figure, and the text that is its SVG once the block is done."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    text = io.StringIO()
+    # The salt names clip paths and markers: the same for the same figure, different for two in one document.
+    # Names of arms and metrics are no formulas, whatever dollar signs they have.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": font_size, "text.parse_math": False}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=inches, layout="constrained")
+        yield figure, text
+        figure.savefig(text, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
+
+
+def tidy(axes: Any, *, without: Sequence[str] = ("top", "right")) -> None:
+    """Give axes a faint grid and plain numbers, and remove the lines on these sides."""
+    axes.grid(alpha=0.25)
+    axes.spines[list(without)].set_visible(False)
+    axes.ticklabel_format(useOffset=False)
