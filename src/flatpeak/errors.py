@@ -67,6 +67,11 @@ def brief(error: BaseException) -> str:
     return textwrap.shorten(line, LONGEST_REASON, placeholder=" ...") or type(error).__name__
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
     """The known names most similar to `name`, at most `count` of them, letter case aside; empty where none is near."""
     by_folded = {candidate.casefold(): candidate for candidate in known}

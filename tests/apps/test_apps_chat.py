@@ -347,7 +347,7 @@ def test_a_long_conversation_loses_its_oldest_turns(tmp_path: Path, asked: Asked
 def test_an_answer_that_was_cut_says_so(make_run: Any) -> None:
     session = Session("1+1=")
     chat_loop(str(make_run()), max_new_tokens=1, console=session.console)
-    assert session.notes[-1] == "(cut after 1 tokens)"
+    assert session.notes[-1] == "(cut after 1 token)"
 
 
 def test_a_name_that_is_a_run_is_not_asked_of_the_hub(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, plural
 from flatpeak.pipeline.model_source import ModelSource, locate_model, recipe_of
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
@@ -78,12 +80,11 @@ def chat_loop(
     own_recipe = recipe_of(source)
     own = parse_config(own_recipe) if own_recipe else None
     config = own if recipe is None else parse_config(load_recipe(recipe))
-    wording = None if config is None and template is None else _wording(config, template=template, system=system)
+    wording = _wording(config, template=template, system=system)
     model = own.model if own is not None else ModelConfig()
     policy = load_policy(ModelConfig(path=source.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
     tokenizer: Any = policy.tokenizer
-    if wording is None:
-        wording = _own_wording(tokenizer, system=system)
+    wording = wording or _own_wording(tokenizer, system=system)
     if wording.template == CHAT and not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template: give --template plain, r1_zero or a file")
     settings = ChatSettings(
@@ -91,9 +92,8 @@ def chat_loop(
         sampling=_sampling(config, wording, temperature=temperature, max_new_tokens=max_new_tokens),
         conversation=wording.template == CHAT and (config is None or template is not None),
     )
-    chat_prompt(
-        tokenizer, [{"role": "user", "content": "?"}], settings
-    )  # refused now rather than at the first question
+    # Refused now rather than at the first question.
+    chat_prompt(tokenizer, [{"role": "user", "content": "?"}], settings)
     for line in _opening(source, config, settings, recipe=recipe, chat_template=bool(tokenizer.chat_template)):
         console.note(line)
     from_python = source.record is not None and "task" in source.record.objects
@@ -107,7 +107,7 @@ def chat_loop(
 def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
     """Answer lines until an empty one or the end of input."""
     messages: list[Message] = []
-    for seed in range(10**9):
+    for seed in count():
         try:
             question = console.read("> ")
         except EOFError:
@@ -121,22 +121,19 @@ def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
                 console.note("the model would see nothing of this question, and is not asked")
                 continue
         messages.append({"role": "user", "content": question})
-        prompt, room = _fitted(policy, settings, messages, console)
-        if not prompt.token_ids or room < 1:
-            console.note(
-                f"the question has {len(prompt.token_ids)} tokens and the model's context {policy.context_length}: ask "
-                "a shorter one"
-                if prompt.token_ids
-                else "this model's tokenizer knows nothing of that text"
-            )
+        prompt = _fitted(policy, settings, messages, console)
+        length, context = len(prompt.token_ids), policy.context_length or _ANY_LENGTH
+        if not 0 < length < context:
+            too_long = f"the question has {length} tokens and the model's context {context}: ask a shorter one"
+            console.note(too_long if length else "this model's tokenizer knows nothing of that text")
             messages.pop()
             continue
-        sampling = replace(settings.sampling, max_new_tokens=min(room, settings.sampling.max_new_tokens))
+        sampling = replace(settings.sampling, max_new_tokens=min(context - length, settings.sampling.max_new_tokens))
         answer = reply(policy, prompt, sampling=sampling, seed=seed)
         messages.append({"role": "assistant", "content": answer.text})
         console.write(answer.text)
         if answer.finish_reason == "length":
-            console.note(f"(cut after {sampling.max_new_tokens} tokens)")
+            console.note(f"(cut after {plural(sampling.max_new_tokens, 'token')})")
 
 
 def reply(policy: Policy, prompt: Prompt, *, sampling: SamplingParams, seed: int) -> Completion:
@@ -150,59 +147,55 @@ def reply(policy: Policy, prompt: Prompt, *, sampling: SamplingParams, seed: int
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Message], settings: ChatSettings) -> Prompt:
     """The prompt of the last message, the user's; those before it are part of it in a conversation only."""
-    question = messages[-1]["content"]
-    example = Example(id="chat", question=question, gold="")
-    if settings.conversation:
-        system = settings.prompt.system
-        opening: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
-        encoder = TextEncoder(tokenizer)
-        dialogue, quoted = (
-            (*opening, *(_spoken(message, text(message["content"]), settings.prompt) for message in messages))
-            for text in (str, encoder.quote)
-        )
-        text, ids = word_messages(encoder, quoted, settings.prompt)
-        return Prompt(id="chat", token_ids=ids, text=text, example=example, messages=dialogue)
-    whole = settings.prompt.model_copy(update={"overlong": "error", "max_tokens": None})
-    return build_prompts([example], tokenizer, whole, max_tokens=_ANY_LENGTH).prompts[0]
+    example = Example(id="chat", question=messages[-1]["content"], gold="")
+    if not settings.conversation:
+        whole = settings.prompt.model_copy(update={"overlong": "error", "max_tokens": None})
+        return build_prompts([example], tokenizer, whole, max_tokens=_ANY_LENGTH).prompts[0]
+    encoder = TextEncoder(tokenizer)
+    text, ids = word_messages(encoder, _dialogue(messages, settings.prompt, encoder.quote), settings.prompt)
+    dialogue = _dialogue(messages, settings.prompt, str)
+    return Prompt(id="chat", token_ids=ids, text=text, example=example, messages=dialogue)
 
 
-def _spoken(message: Message, text: str, prompt: PromptConfig) -> Message:
-    """A message with this text, a question among the words of `prompt.user`."""
-    return {**message, "content": prompt.user_message(text) if message["role"] == "user" else text}
+def _dialogue(messages: Sequence[Message], prompt: PromptConfig, spell: Callable[[str], str]) -> tuple[Message, ...]:
+    """The messages behind the system's, the questions among the words of `prompt.user`."""
+    dialogue: list[Message] = []
+    if prompt.system is not None:
+        dialogue.append({"role": "system", "content": prompt.system})
+    for message in messages:
+        text = spell(message["content"])
+        dialogue.append({**message, "content": prompt.user_message(text) if message["role"] == "user" else text})
+    return tuple(dialogue)
 
 
-def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], console: Console) -> tuple[Prompt, int]:
-    """The prompt, and the tokens that the context leaves for the answer.
-
-    The oldest messages of a conversation that does not fit are removed from `messages`.
-    """
+def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], console: Console) -> Prompt:
+    """The prompt; the oldest messages of a conversation that does not fit are removed from `messages`."""
     context = policy.context_length or _ANY_LENGTH
     # In a small context, older messages are removed only until a quarter of it is left for the answer.
-    reserved = min(settings.sampling.max_new_tokens, context // 4)
+    limit = context - min(settings.sampling.max_new_tokens, context // 4)
+    before = len(messages)
     prompt = chat_prompt(policy.tokenizer, messages, settings)
-    removed = 0
-    while settings.conversation and len(messages) > 2 and len(prompt.token_ids) + reserved > context:
+    while settings.conversation and len(messages) > 2 and len(prompt.token_ids) > limit:
         del messages[:2]
-        removed += 2
         prompt = chat_prompt(policy.tokenizer, messages, settings)
-    if removed:
-        console.note(f"the conversation's first {removed} turns no longer fit into the model's context of {context}")
-    return prompt, context - len(prompt.token_ids)
+    if len(messages) < before:
+        removed = plural(before - len(messages), "turn")
+        console.note(f"the conversation's first {removed} no longer fit into the model's context of {context}")
+    return prompt
 
 
 def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str | None:
     """A question of the task in one line: a held-out one where the task is generated, else one of the run's logged
     rollouts. None where neither is at hand: loading a data set would take too long."""
     question: str | None = None
-    try:
+    with suppress(UserError, OSError, ValueError, KeyError, IndexError):  # an example is not worth an error
         if isinstance(config.task, ArithmeticConfig):
             question = config.task.load().test[0].question
         elif run is not None:
             question = _logged_question(config, tokenizer, RunPaths(run))
-    except (UserError, OSError, ValueError, KeyError, IndexError):  # an example is not worth an error
+    if question is None or not question.isprintable() or not 0 < len(question) <= LONGEST_EXAMPLE:
         return None
-    usable = question is not None and question.isprintable() and 0 < len(question) <= LONGEST_EXAMPLE
-    return question if usable else None
+    return question
 
 
 def _logged_question(config: RunConfig, tokenizer: Any, run: RunPaths) -> str | None:
@@ -218,33 +211,29 @@ def _logged_question(config: RunConfig, tokenizer: Any, run: RunPaths) -> str | 
     return prompt[len(before) : len(prompt) - len(after)]
 
 
-def _wording(config: RunConfig | None, *, template: str | None, system: str | None) -> PromptConfig:
-    """The recipe's wording, or that of `template`; `system` replaces the recipe's system message."""
+def _wording(config: RunConfig | None, *, template: str | None, system: str | None) -> PromptConfig | None:
+    """The wording of `template`, else of the recipe, with another system message; None where neither is given."""
+    if config is None and template is None:
+        return None
     prompt = PromptConfig() if config is None else config.prompt
     if template is not None and (config is None or template != prompt.template):
         prompt = PromptConfig(template=template)
+    if prompt.template == CHAT:
+        return prompt if system is None else prompt.model_copy(update={"system": system})
     if system is not None:
-        prompt = prompt.model_copy(update={"system": system})
-    if prompt.template != CHAT:
-        if system is not None:
-            raise UserError(
-                f"--system needs a chat template, and the questions are worded by {prompt.template}: add --template "
-                "chat, or leave --system out"
-            )
-        _check_template(prompt, given=template is not None)
-    return prompt
-
-
-def _check_template(prompt: PromptConfig, *, given: bool) -> None:
-    """UserError where the template is a file that is not here."""
+        raise UserError(
+            f"--system needs a chat template, and the questions are worded by {prompt.template}: add --template "
+            "chat, or leave --system out"
+        )
     try:
         prompt_texts((), prompt)
-    except UserError as error:
-        if given:
+    except UserError as error:  # a file that is not here
+        if template is not None:
             raise UserError(str(error).replace("prompt.template=", "--template ", 1)) from error
         raise UserError(
             f"{error}; start the chat in the directory where the run was started, or give --template"
         ) from error
+    return prompt
 
 
 def _own_wording(tokenizer: Any, *, system: str | None) -> PromptConfig:
@@ -256,60 +245,53 @@ def _own_wording(tokenizer: Any, *, system: str | None) -> PromptConfig:
     return PromptConfig(template="plain")
 
 
-def _sampling(
-    config: RunConfig | None, wording: PromptConfig, *, temperature: float | None, max_new_tokens: int | None
-) -> SamplingParams:
-    """The sampling of the recipe's evaluations; without a recipe, temperature 1."""
+def _sampling(config: RunConfig | None, wording: PromptConfig, **given: Any) -> SamplingParams:
+    """The sampling of the recipe's evaluations, but for what is given; without a recipe, temperature 1."""
     sampling = SamplingParams(max_new_tokens=LONGEST_ANSWER)
     if config is not None:
         evaluation, rollout = config.evaluation, config.rollout
         sampling = SamplingParams(
-            temperature=0.0 if evaluation.greedy else evaluation.temperature,
-            top_p=1.0 if evaluation.greedy else evaluation.top_p,
-            top_k=0 if evaluation.greedy else evaluation.top_k,
             max_new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
             # With another wording the model was not trained to write them.
             stop=rollout.stop if wording.template == config.prompt.template else (),
         )
-    if temperature is not None:
-        sampling = replace(sampling, temperature=temperature)
-    return sampling if max_new_tokens is None else replace(sampling, max_new_tokens=max_new_tokens)
+        if evaluation.greedy:
+            sampling = replace(sampling, temperature=0.0)
+        else:
+            sampling = replace(
+                sampling, temperature=evaluation.temperature, top_p=evaluation.top_p, top_k=evaluation.top_k
+            )
+    return replace(sampling, **{name: value for name, value in given.items() if value is not None})
 
 
 def _opening(
-    source: ModelSource,
-    config: RunConfig | None,
-    settings: ChatSettings,
-    *,
-    recipe: str | None,
-    chat_template: bool,
+    source: ModelSource, config: RunConfig | None, settings: ChatSettings, *, recipe: str | None, chat_template: bool
 ) -> list[str]:
     """The lines before the first question: the wording of questions and the sampling of answers."""
     template = _name_of(settings.prompt.template, source)
     form = "as a conversation" if settings.conversation else "each question by itself"
     lines = []
-    if config is not None and settings.prompt.template == config.prompt.template:
-        other = "" if settings.conversation or not chat_template else "; --template chat for the model's own"
-        if template == CHAT and other:
-            other = "; --template chat for a conversation"
-        words = _task_words(config.task)
-        if words is None:
-            lines.append(f"asked as in {'training' if recipe is None else recipe}: {template}, {form}{other}")
-        else:
-            lines.append(f"asked by {template}, {form}{other}; the task words its questions as {words!r}: write so too")
-        shots = getattr(config.task, "shots", 0)
-        if shots:
-            lines.append(f"without the {shots} worked examples that the task puts before each question")
-    elif config is not None:
-        lines.append(
-            f"asked by --template {template}, {form}; training asked by {_name_of(config.prompt.template, source)}"
-        )
-    else:
+    if config is None:
         if source.run is not None:
             lines.append(f"{source.run / 'config.yaml'} is missing, so {_UNKNOWN}")
         elif source.path is not None and is_checkpoint(Path(source.path)):
             lines.append(f"this checkpoint lies outside its run, so {_UNKNOWN}")
         lines.append(f"asked by {'its chat template' if template == CHAT else template}, {form}")
+    elif settings.prompt.template != config.prompt.template:
+        trained = _name_of(config.prompt.template, source)
+        lines.append(f"asked by --template {template}, {form}; training asked by {trained}")
+    else:
+        if chat_template and not settings.conversation:
+            gained = "a conversation" if template == CHAT else "the model's own"
+            form += f"; --template chat for {gained}"
+        words = _task_words(config.task)
+        if words is None:
+            lines.append(f"asked as in {recipe or 'training'}: {template}, {form}")
+        else:
+            lines.append(f"asked by {template}, {form}; the task words its questions as {words!r}: write so too")
+        shots = getattr(config.task, "shots", 0)
+        if shots:
+            lines.append(f"without the {shots} worked examples that the task puts before each question")
     sampling = settings.sampling
     lines.append(f"temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} tokens (see --help)")
     return lines

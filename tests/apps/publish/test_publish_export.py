@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flatpeak.apps.publish.export import export
 from flatpeak.errors import UserError
-from flatpeak.pipeline.model_source import ModelSource
 from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
@@ -184,23 +183,6 @@ def test_the_tokenizer_is_that_of_the_adapter_or_where_it_has_none_that_of_the_b
     assert load_policy(ModelConfig(path=path, device="cpu")).tokenizer.chat_template is None
     export(path, tmp_path / "of_base")
     assert AutoTokenizer.from_pretrained(tmp_path / "of_base").get_vocab() == own.get_vocab()
-
-
-def test_nothing_of_the_trainer_is_copied_from_a_checkpoint(tmp_path: Path) -> None:
-    trained(tmp_path)
-    (tmp_path / "base" / "manifest.json").write_text("{}")
-    (tmp_path / "base" / "trainer").mkdir()
-    assert not {"trainer", "manifest.json"} & {
-        path.name for path in _exported(tmp_path / "base", tmp_path / "copy").iterdir()
-    }
-
-
-def _exported(source: Path, target: Path) -> Path:
-    import flatpeak.apps.publish.export as module
-
-    with pytest.MonkeyPatch.context() as patch:  # these files are no whole checkpoint
-        patch.setattr(module, "locate_model", lambda name: ModelSource(path=name, recipe=None))
-        return export(source, target).path
 
 
 def test_a_checkpoint_is_asked_for_of_a_run_only(tmp_path: Path) -> None:

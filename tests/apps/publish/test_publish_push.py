@@ -412,7 +412,7 @@ def test_a_forked_run_says_where_it_comes_from(finished_run: Path, tmp_path: Pat
     push(copied(finished_run, tmp_path / "run", fork), repo="me/tiny", dry_run=tmp_path / "dry")
     card = (tmp_path / "dry" / "README.md").read_text()
     assert "Forked from the run `first` after step 2." in card
-    assert "Resumed 2 time(s)" in card
+    assert "Resumed 2 times;" in card
     assert "steps up to 2 are those of another run, of whose recipe it has changed `kl.coefficient`." in card
     assert "of such a run" not in card
     assert "/home/me" not in card

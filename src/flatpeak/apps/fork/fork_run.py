@@ -199,7 +199,7 @@ def _copy(source: RunPaths, origin: CheckpointState, target: RunPaths) -> None:
     shutil.copy(source.metrics, target.metrics)
     evaluated = bool(origin.state.get("evaluated", True))
     truncate_metrics(target.metrics, step=origin.step, stage="train", evaluated=evaluated)
-    if source.notices.exists():  # runs of earlier versions have none
+    if source.notices.exists():  # a full disk may have none
         shutil.copy(source.notices, target.notices)
         truncate_notices(target.notices, step=origin.step, stage="train")
     target.rollouts.mkdir()

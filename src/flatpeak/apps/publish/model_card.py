@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from flatpeak.config.algorithm_name import algorithm_name
 from flatpeak.config.run_config import RunConfig
+from flatpeak.errors import plural
 from flatpeak.pipeline.prompt_record import PromptRecord
 from flatpeak.report.evaluations import cell, meaning
 from flatpeak.rewards.sequence_classifier import COMPLETION, PROMPT, read_record
@@ -131,11 +132,11 @@ class CardSource:
         return self._evaluation_at(self.stage, self.step)
 
     def _evaluation_at(self, stage: str, step: int | None) -> StageEvaluation | None:
-        rows = self.summary.evaluations if self.summary else ()
-        found = [row for row in rows if row.stage == stage and row.step == step]
-        if not found and stage == "train" and step == 0:  # the model that RL began with
-            found = [row for row in rows if row.stage != "train"]
-        return found[-1] if found else None
+        evaluations = self.summary.evaluations if self.summary else ()
+        rows = [row for row in evaluations if row.stage == stage and row.step == step]
+        if not rows and stage == "train" and step == 0:  # the model that RL began with
+            rows = [row for row in evaluations if row.stage != "train"]
+        return rows[-1] if rows else None
 
     def columns(self) -> list[tuple[str, StageEvaluation]]:
         """The evaluations of the stages side by side, each once: before training, after SFT, best, last, this."""
@@ -152,9 +153,9 @@ class CardSource:
         }
         columns: list[tuple[list[str], StageEvaluation]] = []
         for label, evaluation in labelled.items():
-            labels = next((labels for labels, known in columns if known is evaluation), None)
-            if labels is not None:
-                labels.append(label)
+            shared = next((labels for labels, other in columns if other is evaluation), None)
+            if shared is not None:
+                shared.append(label)
             elif evaluation is not None:
                 columns.append(([label], evaluation))
         return [(" = ".join(labels), evaluation) for labels, evaluation in columns]
@@ -171,13 +172,23 @@ def write_card(source: CardSource) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"code_span": code_span, "fenced": fenced, "short": "{:g}".format, "repr": repr}
-    environment.filters["python_text"] = lambda text: pformat(text, width=100)
+    environment.filters |= {
+        "code_span": code_span,
+        "fenced": fenced,
+        "plural": plural,
+        "python_text": lambda text: pformat(text, width=100),
+        "repr": repr,
+        "short": "{:g}".format,
+    }
     columns = source.columns()
     versions = source.manifest.get("versions") or {}
     return environment.get_template("card.md.jinja").render(
-        **{"CHAT": CHAT, "PLACEHOLDER": PLACEHOLDER, "PROMPT": PROMPT, "COMPLETION": COMPLETION},
-        **{"QUESTION": QUESTION, "RECIPE": RECIPE},
+        CHAT=CHAT,
+        COMPLETION=COMPLETION,
+        PLACEHOLDER=PLACEHOLDER,
+        PROMPT=PROMPT,
+        QUESTION=QUESTION,
+        RECIPE=RECIPE,
         is_reference=is_reference,
         without_local_paths=without_local_paths,
         card=source,
