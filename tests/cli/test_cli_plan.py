@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import flatpeak.apps.planning.advice
 import flatpeak.apps.planning.measurement
-from flatpeak.apps.planning.advice import Advice, AdviceReport
+from flatpeak.apps.planning.advice import Advice
 from flatpeak.apps.planning.device import GIB
 from flatpeak.apps.planning.measurement import Measurement
 from flatpeak.cli.main import app
@@ -52,11 +52,10 @@ def test_a_recipe_that_fits_is_described_and_exits_with_0(plan: Callable[..., Re
 
 @pytest.fixture
 def advised(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`advised(*fitting, least=None)`: what is advised, instead of a search."""
+    """`advised(*advice)`: what is advised, instead of a search."""
 
-    def advise(*fitting: Advice, least: Advice | None = None) -> None:
-        report = AdviceReport(fitting=fitting, least=least)
-        monkeypatch.setattr(flatpeak.apps.planning.advice, "advise", lambda plan: report)
+    def advise(*advice: Advice) -> None:
+        monkeypatch.setattr(flatpeak.apps.planning.advice, "advise", lambda plan: advice)
 
     return advise
 
@@ -64,11 +63,12 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_recipe_that_does_not_fit_exits_with_3_and_says_what_helps(
     plan: Callable[..., Result], advised: Callable[..., None]
 ) -> None:
-    first = Advice(settings={"optimizer.name": "adamw_8bit"}, needed=0, saves={"optimizer.name": GIB})
+    first = Advice(settings={"optimizer.name": "adamw_8bit"}, needed=0, saves={"optimizer.name": GIB}, fits=True)
     second = Advice(
         settings={"training.activation_checkpointing": True, "model.lora": {}},
         needed=0,
         saves={"training.activation_checkpointing": GIB // 2, "model.lora": GIB // 4},
+        fits=True,
     )
     advised(first, second)
     result = plan("--device-memory", "0.1")
@@ -88,7 +88,7 @@ def test_a_recipe_that_does_not_fit_exits_with_3_and_says_what_helps(
 def test_where_nothing_helps_that_is_said(plan: Callable[..., Result], advised: Callable[..., None]) -> None:
     advised()
     assert "\nno settings make it fit\n" in plan("--device-memory", "0.1").stdout
-    advised(least=Advice(settings={"rollout.max_rows": 8}, needed=GIB, saves={"rollout.max_rows": 0}))
+    advised(Advice(settings={"rollout.max_rows": 8}, needed=GIB, saves={"rollout.max_rows": 0}, fits=False))
     told = "no settings make it fit; it needs least with\n  rollout.max_rows=8  (needs 1.00 GiB, saves "
     assert told in plan("--device-memory", "0.1").stdout
 
@@ -113,7 +113,7 @@ def test_json_has_everything_and_nothing_beside_it(plan: Callable[..., Result]) 
 def test_json_of_what_does_not_fit_has_the_same_exit_code(
     plan: Callable[..., Result], advised: Callable[..., None]
 ) -> None:
-    advised(least=Advice(settings={"rollout.max_rows": 8}, needed=GIB, saves={"rollout.max_rows": GIB // 2}))
+    advised(Advice(settings={"rollout.max_rows": 8}, needed=GIB, saves={"rollout.max_rows": GIB // 2}, fits=False))
     result = plan("--json", "--device-memory", "0.1")
     assert result.exit_code == 3
     content = json.loads(result.stdout)

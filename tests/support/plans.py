@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from flatpeak.apps.planning.device import GIB, PlannedDevice
+from flatpeak.apps.planning.fake_policy import MemoryTracker
 from flatpeak.apps.planning.memory import MemoryEstimate, estimate_memory
-from flatpeak.apps.planning.memory_tracker import MemoryTracker
 from flatpeak.apps.planning.planned_model import PlannedModel, read_model
-from flatpeak.apps.planning.workload import Evaluated, Workload
+from flatpeak.apps.planning.workload import Request, Workload
 from flatpeak.config.load import merge, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.policy.config import ModelConfig
@@ -37,7 +37,7 @@ WORK = Workload(
     updates=3,
     sft_steps=0,
     demonstrations=(),
-    evaluation=Evaluated(prompt_lengths=(9, 4), completions=1, new_tokens=20),
+    evaluation=Request(prompt_lengths=(9, 4), group_size=1, new_tokens=20),
     notes=(),
 )
 """A run of three steps of twelve completions each."""

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +19,7 @@ from flatpeak.utils.environment import without_collection
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flatpeak.apps.planning.advice import Advice, AdviceReport
+    from flatpeak.apps.planning.advice import Advice
     from flatpeak.apps.planning.measurement import Measurement
     from flatpeak.apps.planning.run_plan import RunPlan
 
@@ -54,12 +55,12 @@ def plan(
     config = read_config(recipe, overrides)
     with redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
         with without_collection():
-            from flatpeak.apps.planning.advice import AdviceReport, advise
+            from flatpeak.apps.planning.advice import advise
             from flatpeak.apps.planning.measurement import measure_run
             from flatpeak.apps.planning.run_plan import plan_run
 
             planned = plan_run(config, device_memory=device_memory)
-        advice = AdviceReport() if planned.fits else advise(planned)
+        advice = () if planned.fits else advise(planned)
         # Steps run on this machine, whatever device is planned for; what does not fit it would end for want of memory.
         measurable = planned.fits or device_memory is not None
         measured = measure_run(config, price=price) if measure and measurable else None
@@ -73,25 +74,24 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _as_json(advice: AdviceReport, measured: Measurement | None) -> dict[str, Any]:
+def _as_json(advice: tuple[Advice, ...], measured: Measurement | None) -> dict[str, Any]:
     from flatpeak.apps.planning.run_plan import in_gib
 
-    options = [*advice.fitting, *([advice.least] if advice.least else [])]
     return {
         "advice": [
             {
                 "settings": dict(one.settings),
                 "needed_gib": in_gib(one.needed),
                 "saves_gib": {key: in_gib(size) for key, size in one.saves.items()},
-                "fits": one is not advice.least,
+                "fits": one.fits,
             }
-            for one in options
+            for one in advice
         ],
-        "measured": None if measured is None else measured.as_json(),
+        "measured": None if measured is None else asdict(measured),
     }
 
 
-def _show(recipe: str, planned: RunPlan, advice: AdviceReport, measured: Measurement | None) -> None:
+def _show(recipe: str, planned: RunPlan, advice: tuple[Advice, ...], measured: Measurement | None) -> None:
     from rich.console import Console
 
     console = Console()
@@ -167,18 +167,17 @@ def _verdict(planned: RunPlan) -> Iterator[str]:
         yield f"host: at most {_size(memory.host)} GiB of memory beside the device for what is offloaded"
 
 
-def _advice_lines(planned: RunPlan, advice: AdviceReport) -> Iterator[str]:
+def _advice_lines(planned: RunPlan, advice: tuple[Advice, ...]) -> Iterator[str]:
     if planned.fits:
         return
-    if advice.fitting:
-        yield "it fits with one of these, those that cost least time first:"
-        for one in advice.fitting:
-            yield from _option_lines(planned, one)
-    elif advice.least is not None:
-        yield "no settings make it fit; it needs least with"
-        yield from _option_lines(planned, advice.least)
-    else:
+    if not advice:
         yield "no settings make it fit"
+    elif advice[0].fits:
+        yield "it fits with one of these, those that cost least time first:"
+    else:
+        yield "no settings make it fit; it needs least with"
+    for one in advice:
+        yield from _option_lines(planned, one)
 
 
 def _option_lines(planned: RunPlan, option: Advice) -> Iterator[str]:

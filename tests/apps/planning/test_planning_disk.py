@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from flatpeak.apps.planning.disk import checkpoint_bytes, log_bytes, plan_disk
 from flatpeak.apps.planning.inventory import take_inventory
-from flatpeak.apps.planning.run_plan import plan_run
+from flatpeak.apps.planning.run_plan import checkpoint_bytes, log_bytes, plan_disk, plan_run
 from flatpeak.apps.planning.workload import plan_workload
 from flatpeak.config.load import merge
 from flatpeak.config.run_config import RunConfig

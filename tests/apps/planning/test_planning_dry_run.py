@@ -11,15 +11,12 @@ import torch
 
 from flatpeak.apps.planning import dry_run
 from flatpeak.apps.planning.dry_run import (
-    logits_peak,
     prefill_memory,
     scoring_peak,
     update_peak,
 )
-from flatpeak.apps.planning.fake_policy import PassSettings
-from flatpeak.apps.planning.memory_tracker import MemoryTracker
-from flatpeak.apps.planning.minibatch import full_batch
-from flatpeak.kernels.matmul import onednn_is_faster
+from flatpeak.apps.planning.fake_policy import MemoryTracker, PassSettings
+from flatpeak.apps.planning.workload import full_batch
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.packing import pack_prompts
@@ -27,7 +24,7 @@ from flatpeak.policy.training_attention import PackedContext
 from support.plans import planned, real_update_peak, saved_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "max_position_embeddings": 512}
-BATCH = full_batch([30, 21], group_size=4, new_tokens=70)
+BATCH = full_batch([30, 21], 4, 70)
 
 
 def settings_of(directory: Path, *, on_cpu: bool = True, recompute: bool = False, **model: Any) -> PassSettings:
@@ -92,18 +89,12 @@ def test_deep_models_take_what_few_layers_say(tmp_path: Path, monkeypatch: pytes
     assert update_peak(settings_of(base, recompute=recompute), BATCH) == along_the_line
 
 
-def test_without_gradients_a_layer_is_freed_before_the_next(tmp_path: Path) -> None:
+def test_without_gradients_a_layer_is_freed_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shallow, deep = (saved_model(tmp_path / str(n), **{**SIZES, "num_hidden_layers": n}) for n in (2, 3))
+    monkeypatch.setattr(dry_run, "FEW", 3)
     assert scoring_peak(settings_of(shallow), BATCH) == scoring_peak(settings_of(deep), BATCH)
+    monkeypatch.undo()
     assert update_peak(settings_of(deep), BATCH) > 1.3 * update_peak(settings_of(shallow), BATCH)
-
-
-def test_chunks_of_logits_take_a_few_tensors_of_their_size(tmp_path: Path) -> None:
-    settings = settings_of(saved_model(tmp_path, **{**SIZES, "vocab_size": 16_384}))
-    # A chunk has 4 Mi logits: 256 tokens, 16 MiB. There are scores and their gradient, and where oneDNN multiplies a
-    # chunk's share of the gradient of the weight before it is added.
-    chunk, weight = 2**24, 4 * 16_384 * 64
-    assert logits_peak(settings, 512) == pytest.approx(2 * chunk + weight * onednn_is_faster(), rel=0.01)
 
 
 def test_attention_on_a_gpu_keeps_scores_where_heads_share_keys(tmp_path: Path) -> None:
@@ -127,17 +118,22 @@ def test_a_prefill_keeps_the_keys_and_values_of_its_prompts(tmp_path: Path) -> N
     assert reading.peak == pytest.approx(memory.peak, rel=0.1)
 
 
+def test_prefills_of_deep_models_keep_more_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = saved_model(tmp_path, **{**SIZES, "num_hidden_layers": 6})
+    by_few_layers = prefill_memory(settings_of(base), [30, 21], multiple=1)
+    monkeypatch.setattr(dry_run, "FEW", 6)
+    assert prefill_memory(settings_of(base), [30, 21], multiple=1) == by_few_layers
+
+
 def test_models_without_the_native_engine_are_run_padded(tmp_path: Path) -> None:
     settings = settings_of(saved_model(tmp_path, "gpt_neox", **SIZES))
     assert settings.model.fallback is not None
-    assert update_peak(settings, full_batch([30], group_size=8, new_tokens=70)) > scoring_peak(
-        settings, full_batch([30], group_size=8, new_tokens=70)
-    )
+    assert update_peak(settings, full_batch([30], 8, 70)) > scoring_peak(settings, full_batch([30], 8, 70))
 
 
 def test_layers_in_4_bits_are_expanded_one_at_a_time(tmp_path: Path) -> None:
     base = saved_model(tmp_path, **{**SIZES, "hidden_size": 1024, "intermediate_size": 8192})
-    batch = full_batch([4], group_size=1, new_tokens=4)
+    batch = full_batch([4], 1, 4)
     plain, in_4_bits = (
         scoring_peak(settings_of(base, dtype="bfloat16", lora={"rank": 1}, quantization=quantization), batch)
         for quantization in (None, "nf4")

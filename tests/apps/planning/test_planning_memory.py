@@ -19,7 +19,8 @@ from flatpeak.apps.planning.memory import (
     Phase,
     regularization_bytes,
 )
-from flatpeak.apps.planning.rollout_memory import Request, packed_copies, request_memory
+from flatpeak.apps.planning.rollout_memory import native_copy, packed_copies, request_memory
+from flatpeak.apps.planning.workload import Request
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.kernels import matmul
 from flatpeak.policy.config import ModelConfig
@@ -79,6 +80,20 @@ def test_packed_copies_are_of_the_large_matrices_in_float32(tmp_path: Path, monk
     assert packed_copies(planned(base), on_cpu=True) == []
 
 
+def test_native_kernels_decode_with_a_copy_of_every_linear_weight(tmp_path: Path) -> None:
+    base = saved_model(tmp_path / "qwen2")
+    layers = load_policy(ModelConfig(path=str(saved_model(tmp_path / "weights", weights=True)), device="cpu")).causal
+    linears = sum(one.weight.nbytes for one in layers.modules() if isinstance(one, torch.nn.Linear))
+    assert native_copy(config_of(base), planned(base), on_cpu=True) == linears
+    assert native_copy(config_of(base), planned(base, lora={}), on_cpu=True) == linears
+    assert phase(estimated(base), "rollout").items["packed copies"] == linears
+    assert native_copy(config_of(base), planned(base, dtype="bfloat16"), on_cpu=True) == 0
+    assert native_copy(config_of(base), planned(base), on_cpu=False) == 0
+    assert native_copy(config_of(base, rollout={"kernels": "torch"}), planned(base), on_cpu=True) == 0
+    gemma = saved_model(tmp_path / "gemma3", "gemma3_text")
+    assert native_copy(config_of(gemma), planned(gemma), on_cpu=True) == 0
+
+
 def test_phases_have_the_items_that_are_alive_in_them(tmp_path: Path) -> None:
     base = saved_model(tmp_path, weights=True)
     estimate = estimated(base)
@@ -90,7 +105,7 @@ def test_phases_have_the_items_that_are_alive_in_them(tmp_path: Path) -> None:
     assert rollout["optimizer"] == 8 * count
     assert "gradients" not in rollout
     assert (update["optimizer"], update["gradients"]) == (8 * count, 4 * count)
-    assert update["kept by the C library"] == (update["activations"] + update["logits"]) // GAPS
+    assert update["kept by the C library"] == update["activations"] // GAPS
     assert estimate.peak == max(one.total for one in estimate.phases)
 
 
@@ -102,10 +117,10 @@ def test_copies_too_small_for_activations_stay_with_the_c_library(
     # Activations of 261 tokens (3 prompts of 21, 12 completions of 20) and 160 units: 167,040 bytes, float32.
     items = phase(estimated(base), "update").items
     single, pair = 4 * 64 * 160, 2 * 4 * 64 * 160
-    assert items["kept by the C library"] == (items["activations"] + items["logits"]) // GAPS + 2 * (single + pair)
+    assert items["kept by the C library"] == items["activations"] // GAPS + 2 * (single + pair)
     few = replace(WORK, prompt_lengths=(9,), group_size=1, new_tokens=20)  # 18,560 bytes fit into either
     small = phase(estimated(base, work=few), "update").items
-    assert small["kept by the C library"] == (small["activations"] + small["logits"]) // GAPS
+    assert small["kept by the C library"] == small["activations"] // GAPS
 
 
 @pytest.mark.slow
@@ -286,7 +301,8 @@ def test_the_second_copy_of_rollouts_ahead_stays_and_draws_beside_updates(tmp_pa
     drawn = request_memory(request, config_of(base), settings)
     # A float32 model whose weights are all trained: its weights, the file that they come in, and libraries.
     stays = 2 * 4 * take_inventory(model).parameters + KERNELS + CPU.libraries
-    draws = drawn.keys_and_values + drawn.decoding + drawn.decoding // GAPS + sum(packed_copies(model, on_cpu=True))
+    copies = native_copy(config_of(base), model, on_cpu=True)
+    draws = drawn.keys_and_values + drawn.decoding + drawn.decoding // GAPS + copies
     plain, ahead = estimated(base), estimated(base, rollout={"staleness": 1})
     more = {one.name: one.total - phase(plain, one.name).total for one in ahead.phases}
     assert more == dict.fromkeys(more, 0) | {"rollout": stays, "update": stays + draws}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from flatpeak.apps.planning.minibatch import plan_minibatch, plan_sft_minibatch
-from flatpeak.apps.planning.workload import plan_workload
+from flatpeak.apps.planning.workload import plan_minibatch, plan_sft_minibatch, plan_workload
 from flatpeak.errors import UserError
 from support.plans import sums_recipe
 

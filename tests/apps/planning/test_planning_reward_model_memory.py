@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from flatpeak.apps.planning.memory_tracker import MemoryTracker
-from flatpeak.apps.planning.reward_model_memory import reward_model_memory
+from flatpeak.apps.planning.dry_run import reward_model_memory
+from flatpeak.apps.planning.fake_policy import MemoryTracker
 from flatpeak.config.load import parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError

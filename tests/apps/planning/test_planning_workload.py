@@ -29,7 +29,7 @@ def test_a_step_is_counted_from_the_recipe_and_its_data() -> None:
 def test_an_evaluation_is_as_large_as_the_largest_one() -> None:
     evaluation = {"size": 2, "final_size": 5, "samples": 3, "max_new_tokens": 3}
     assert work_of(evaluation=evaluation).evaluation.prompt_lengths == (4,) * 5
-    assert work_of(evaluation=evaluation).evaluation.completions == 3
+    assert work_of(evaluation=evaluation).evaluation.group_size == 3
     assert work_of(evaluation=evaluation).evaluation.new_tokens == 3
     assert work_of().evaluation.prompt_lengths == (4,) * 6
 

@@ -8,23 +8,33 @@ allocation is counted. Layers repeat: what few of them take says what all do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from flatpeak.apps.planning.fake_policy import FakeContext, PassSettings, fake_policy
-from flatpeak.apps.planning.memory_tracker import MemoryTracker
-from flatpeak.apps.planning.planned_model import PlannedModel
+from flatpeak.apps.planning.fake_policy import FakeContext, MemoryTracker, PassSettings, exchange_tensors, fake_policy
+from flatpeak.apps.planning.inventory import nf4_bytes
+from flatpeak.apps.planning.planned_model import PlannedModel, with_layers
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError, brief
 from flatpeak.policy.loading import misfit
 from flatpeak.policy.packing import fill, pack_prompts
+from flatpeak.rewards.config import RewardConfig, SequenceClassifierConfig
+from flatpeak.rewards.sequence_classifier import default_batch_tokens, locate
 from flatpeak.types import Batch
+from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base, read_record
+from flatpeak.utils.huggingface import load_errors, local_or_hub
 
-FEW, MORE = 2, 3
+FEW: Final = 2
+MORE: Final = 3
 """The numbers of layers that are run. Memory is linear in their number from the second on: the first has the embeddings
-for its input."""
+for its input. Without gradients only keys and values outlast their layer, so that FEW layers say what all take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,7 @@ class NoDryRunError(Exception):
 
 def update_peak(settings: PassSettings, batch: Batch) -> int:
     """Bytes alive at most in the forward and backward pass of one micro-batch: gradients, activations, logits."""
+    model = settings.model
 
     def measure(layers: int) -> int:
         with fake_policy(settings, layers) as policy, MemoryTracker(policy.tensors) as memory:
@@ -54,60 +65,49 @@ def update_peak(settings: PassSettings, batch: Batch) -> int:
                 parameter.grad = None
         return int(memory.peak)
 
+    def at_depth() -> tuple[int, ...]:
+        few = measure(min(FEW, model.layers))
+        more = measure(MORE) if model.layers > FEW else few
+        return (few + (more - few) * (model.layers - FEW) // (MORE - FEW),)
+
     key = ("update", settings.on_cpu, settings.recompute, settings.accumulated, settings.dropout, *_lengths(batch))
-    return _at_depth(settings.model, key, measure)
+    return _remembered(model, key, at_depth)[0]
 
 
 def scoring_peak(settings: PassSettings, batch: Batch) -> int:
     """Bytes alive at most where a micro-batch is scored without gradients."""
 
-    def measure(layers: int) -> int:
+    def measure() -> tuple[int, ...]:
+        layers = min(FEW, settings.model.layers)
         with fake_policy(settings, layers) as policy, torch.no_grad(), MemoryTracker(policy.tensors) as memory:
             policy.score(batch)
-        return int(memory.peak)
+        return (int(memory.peak),)
 
-    return _at_depth(settings.model, ("scoring", settings.on_cpu, *_lengths(batch)), measure)
-
-
-def logits_peak(settings: PassSettings, tokens: int) -> int:
-    """Bytes alive at most in the chunks of logits of so many tokens, forward and backward, gradients aside."""
-
-    def measure(layers: int) -> int:
-        with fake_policy(settings, layers) as policy:
-            weight = policy.head.linear.weight
-            hidden_TD = torch.empty(tokens, weight.shape[1], dtype=settings.model.dtype, requires_grad=True)
-            targets_T = torch.zeros(tokens, dtype=torch.int64)
-            with MemoryTracker([*policy.tensors, hidden_TD, targets_T]) as memory:
-                policy.logprobs(hidden_TD, targets_T).sum().backward()
-            gradients = [one.grad for one in (hidden_TD, *policy.trained)]
-            return max(0, int(memory.peak) - sum(grad.nbytes for grad in gradients if grad is not None))
-
-    return _remembered(settings.model, ("logits", settings.on_cpu, tokens), lambda: measure(1))
+    return _remembered(settings.model, ("scoring", settings.on_cpu, *_lengths(batch)), measure)[0]
 
 
 def prefill_memory(
     settings: PassSettings, lengths: Sequence[int], *, multiple: int, with_logits: bool = True
 ) -> Reading:
     """The memory of reading prompts of these lengths in one pass, the logits of their last tokens included or not."""
+    depth = settings.model.layers
     row = pack_prompts([[0] * length for length in lengths], device=torch.device("cpu"), multiple=multiple)
-    tokens = sum(lengths)
-    key = (settings.on_cpu, multiple, with_logits, *lengths)
 
-    def measure(layers: int) -> int:
+    def measure() -> tuple[int, ...]:
+        layers = min(FEW, depth)
         with fake_policy(settings, layers) as policy, torch.no_grad(), MemoryTracker(policy.tensors) as memory:
             context = FakeContext(row, keep_prompts=True, on_cpu=settings.on_cpu)
             hidden_PD = policy.hidden(row, context).index_select(0, row.source_T)
             if with_logits:
                 policy.head.logits(fill(hidden_PD))
-            kept = sum(states.nbytes for pair in (context.kept or {}).values() for states in pair)
-            settings.model.measured["kept", layers, *key] = kept // tokens
-        return int(memory.peak)
+            kept = [states for pair in (context.kept or {}).values() for states in pair]
+            held = {id(storage): storage.nbytes() for storage in (states.untyped_storage() for states in kept)}
+        peak = int(memory.peak) + sum(held.values()) * (depth - layers) // layers
+        return peak, sum(states.nbytes for states in kept) * depth // layers // sum(lengths)
 
-    def per_token(layers: int) -> int:
-        return settings.model.measured["kept", layers, *key]
-
-    peak = _at_depth(settings.model, ("prefill", *key), measure)
-    return Reading(peak=peak, per_token=_at_depth(settings.model, ("prefill, a token", *key), per_token))
+    key = ("prefill", settings.on_cpu, multiple, with_logits, *lengths)
+    peak, per_token = _remembered(settings.model, key, measure)
+    return Reading(peak=peak, per_token=per_token)
 
 
 def _lengths(batch: Batch) -> tuple[object, ...]:
@@ -115,24 +115,15 @@ def _lengths(batch: Batch) -> tuple[object, ...]:
     return tuple(map(len, batch.prompts)), tuple(batch.lengths_N.tolist()), tuple(batch.prompt_N.tolist())
 
 
-def _remembered(model: PlannedModel, key: tuple[object, ...], compute: Callable[[], int]) -> int:
-    """The result under this key, computed the first time."""
-    if key not in model.measured:
-        model.measured[key] = compute()
-    return model.measured[key]
-
-
-def _at_depth(model: PlannedModel, key: tuple[object, ...], measure: Callable[[int], int]) -> int:
-    """Measure at the model's depth, or along the line through two smaller ones; once for each key."""
-    return _remembered(model, key, lambda: _extrapolate(model, measure))
-
-
-def _extrapolate(model: PlannedModel, measure: Callable[[int], int]) -> int:
+def _remembered(
+    model: PlannedModel, key: tuple[object, ...], measure: Callable[[], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The result under this key, measured the first time."""
+    if key in model.measured:
+        return model.measured[key]
     try:
         with quiet_fake_tensors():
-            if model.layers <= MORE:
-                return measure(model.layers)
-            few, more = measure(FEW), measure(MORE)
+            model.measured[key] = measure()
     except (RuntimeError, NotImplementedError) as error:
         new = model.config.new
         if new is not None:
@@ -141,7 +132,7 @@ def _extrapolate(model: PlannedModel, measure: Callable[[int], int]) -> int:
         if model.fallback is None:
             raise
         raise NoDryRunError(brief(error)) from error
-    return few + (more - few) * (model.layers - FEW) // (MORE - FEW)
+    return model.measured[key]
 
 
 @contextmanager
@@ -153,3 +144,80 @@ def quiet_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelMemory:
+    """Bytes of reward models."""
+
+    weights: int
+    """Of all of them: they stay in memory."""
+    scoring: int
+    """Of the largest pass of any of them."""
+    uncounted: tuple[str, ...]
+    """Those whose passes cannot be run without data."""
+
+
+def reward_model_memory(config: RunConfig, *, text_tokens: int, texts: int, on_cpu: bool) -> RewardModelMemory:
+    """The memory of the recipe's reward models that are on the planned device, for texts of so many tokens.
+
+    UserError where one of them is not there.
+    """
+    weights, sizes, uncounted = 0, [0], []
+    for where, one in _reward_models(config):
+        if one.device != "auto" and one.device.startswith("cpu") != on_cpu:
+            continue
+        shape, size = _describe(one, where=where)
+        weights += size
+        rows = max(1, (one.batch_tokens or default_batch_tokens(on_cpu=on_cpu)) // text_tokens)
+        try:
+            sizes.append(_pass_bytes(shape, one.dtype, rows=min(rows, texts), tokens=text_tokens))
+        except (RuntimeError, NotImplementedError):
+            uncounted.append(where)
+    return RewardModelMemory(weights=weights, scoring=max(sizes), uncounted=tuple(uncounted))
+
+
+def _reward_models(config: RunConfig) -> Iterable[tuple[str, SequenceClassifierConfig]]:
+    sections: dict[str, Mapping[str, RewardConfig]] = {"rewards": config.rewards}
+    if config.curriculum is not None and config.curriculum.rewards is not None:
+        sections["curriculum.rewards"] = config.curriculum.rewards
+    for section, rewards in sections.items():
+        for name, reward in rewards.items():
+            if isinstance(reward, SequenceClassifierConfig):
+                yield f"{section}.{name}", reward
+
+
+def _describe(config: SequenceClassifierConfig, *, where: str) -> tuple[Any, int]:
+    """(the transformers configuration, the bytes of all weights) of a reward model, adapters included."""
+    source, revision, adapters, quantized = locate(config.path, where=f"{where}.path"), config.revision, 0, False
+    directory = Path(source)
+    if (directory / ADAPTER_CONFIG).is_file():
+        record = read_record(directory)
+        adapters = sum(file.stat().st_size for file in directory.glob("adapter_model.*"))
+        quantized = record is not None and record.quantization is not None
+        source, revision = named_base(directory, where=f"{where}.path")
+    with load_errors(source, where=f"{where}.path"):
+        shape = AutoConfig.from_pretrained(local_or_hub(source, revision=revision), revision=revision or "main")
+        model = _on_meta(shape, config.dtype)
+    inner = {id(one.weight) for one in model.base_model.modules() if isinstance(one, torch.nn.Linear)}
+    held = (nf4_bytes(p.numel()) if quantized and id(p) in inner else p.nbytes for p in model.parameters())
+    return shape, sum(held) + adapters
+
+
+def _pass_bytes(shape: Any, dtype: str, *, rows: int, tokens: int) -> int:
+    """Bytes alive at most while texts are scored, as `Classifier.scores` does."""
+    model = _on_meta(with_layers(shape, FEW) if getattr(shape, "num_hidden_layers", 0) > FEW else shape, dtype)
+    model.config.use_cache = False
+    token_ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    mask = torch.ones_like(token_ids)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with quiet_fake_tensors(), mode, torch.no_grad():
+        exchange_tensors(model)
+        with MemoryTracker([*model.parameters(), *model.buffers()]) as memory:
+            model.eval().base_model(input_ids=token_ids, attention_mask=mask)
+    return int(memory.peak)
+
+
+def _on_meta(shape: Any, dtype: str) -> Any:
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(shape, dtype=getattr(torch, dtype))

@@ -7,21 +7,23 @@ keeps tensors of the same sizes: attention on a GPU, and layers in 4 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
 
-from flatpeak.apps.planning.fake_quantization import expand_adapted, quantize
 from flatpeak.apps.planning.inventory import quantized_layers
-from flatpeak.apps.planning.memory_tracker import MemoryTracker
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
 from flatpeak.functional.logprobs import chunk_tokens, token_logprobs
 from flatpeak.policy.linears import Head, make_fast, read_head
@@ -37,6 +39,45 @@ from flatpeak.policy.training_attention import (
 )
 from flatpeak.types import Batch
 from flatpeak.utils.adapters import dropout_modules
+
+
+class MemoryTracker(TorchDispatchMode):
+    """A context in which the bytes of new tensors are counted as long as they are alive; those of `before` are not."""
+
+    def __init__(self, before: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen = {id(tensor.untyped_storage()) for tensor in before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count the memory of its results."""
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self._count(result)
+        self.peak = max(self.peak, self.live + _scratch(func, args))
+        return results
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self.live += size
+            weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+def _scratch(func: Any, args: Any) -> int:
+    """Bytes that an operation needs while it runs: oneDNN copies a transposed input into its rows' order."""
+    if getattr(func, "_opname", "") == "_linear_pointwise" and not args[0].is_contiguous():
+        size: int = args[0].nbytes
+        return size
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +119,11 @@ class FakePolicy:
         with unset_fake_temporarily():
             row = pack_batch(batch)
         hidden_TD = self.hidden(row, FakeContext(row, on_cpu=self.on_cpu)).index_select(0, row.source_T)
-        return self.logprobs(hidden_TD, batch.tokens_T)
-
-    def logprobs(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
-        """The log-probabilities of these tokens, in the chunks of the planned device."""
         head = self.head
         logprobs_T, _ = token_logprobs(
             hidden_TD,
             head.linear.weight,
-            targets_T,
+            batch.tokens_T,
             bias_V=head.linear.bias,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
@@ -255,3 +292,57 @@ class _Attention(torch.autograd.Function):
         assert ctx.saved_tensors is not None  # asked for, so that recomputation fills it
         torch.empty(ctx.size.backward, dtype=torch.uint8)
         return (*(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.states), None)
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight is expanded from 4 bits for each product, and again in the backward pass."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input W^T + b."""
+        output: Tensor = _Expanded.apply(input, self.weight, self.bias)
+        return output
+
+
+class QuantizedConv1D(Conv1D):
+    """GPT-2's linear layer likewise, whose weight is transposed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W + b."""
+        output: Tensor = _Expanded.apply(x, self.weight.t(), self.bias)
+        return output
+
+
+class _Expanded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(input, torch.empty_like(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (weight,) = ctx.saved_tensors
+        return grad @ torch.empty_like(weight), None, None
+
+
+def quantize(layers: Iterable[nn.Module]) -> None:
+    """Exchange the classes of these linear layers."""
+    for layer in layers:
+        layer.__class__ = QuantizedLinear if isinstance(layer, nn.Linear) else QuantizedConv1D
+
+
+def expand_adapted(modules: nn.Module) -> None:
+    """Compute layers in 4 bits and their adapters as one product, as policy.adapted_layers does on a CPU."""
+    from flatpeak.policy.adapted_layers import AdaptedLinear  # here, because it loads peft
+
+    class ExpandedLinear(AdaptedLinear):
+        """A layer with an adapter whose base is expanded in each pass."""
+
+        def knows(self, base: nn.Module) -> bool:
+            return True
+
+        def matrix(self) -> Tensor:
+            return torch.empty_like(self.base_layer.weight)
+
+    for module in modules.modules():
+        if type(module) is AdaptedLinear and isinstance(module.base_layer, QuantizedLinear):
+            module.__class__ = ExpandedLinear

@@ -1,8 +1,13 @@
-"""The inventory of a planned model: its parameters, and the bytes of what stays in memory of them."""
+"""The inventory of a planned model: its parameters, and the bytes of what stays in memory of them, on each rank.
+
+ddp           everything, and a bucket of gradients as they are averaged
+fsdp2, hsdp   1 / shards of weights, gradients, moments and copies of them; the root and two layers gathered; a whole
+              copy of the weights while it samples. Trained weights below float32 are float32 shards, their own masters
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +17,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
+from flatpeak.distributed.config import DistributedConfig
+from flatpeak.distributed.ranks import BUCKET
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.optimizer import buckets
 from flatpeak.utils.adapter_base import is_of_adapter
@@ -24,6 +31,11 @@ NF4_TABLES: Final = 4 * (16 + 256 + 1)
 """Bytes of a layer's tables of 4-bit and 8-bit codes, and of the mean of its scales."""
 OPTIMIZER_BLOCK, SMALLEST_IN_8_BITS = 256, 4096
 """bitsandbytes: moments to one scale, and the least elements of a tensor whose moments are in 8 bits."""
+SHARDED: Final = frozenset({"weights", "adapters", "masters", "optimizer", "gradients", "regularization"})
+"""The items of which a rank of fsdp2 and hsdp has a share; the reference, and what depends on tokens, it has whole."""
+COPY: Final = "whole copy"
+PREFETCHED: Final = 2
+"""Layers that are gathered at once: the one that computes, and the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,3 +184,36 @@ def _file_bytes(model: PlannedModel, *, elements: int) -> int:
         return sum(file.stat().st_size for file in files)
     stored = getattr(model.shape, "dtype", None)
     return elements * (stored if isinstance(stored, torch.dtype) else model.dtype).itemsize
+
+
+def per_rank(
+    phase: str, items: Mapping[str, int], config: DistributedConfig, model: PlannedModel, inventory: Inventory
+) -> dict[str, int]:
+    """The items of a phase as one rank has them; bytes."""
+    if config.processes == 1:
+        return dict(items)
+    if not config.sharded:
+        averaged = FLOAT32 * min(BUCKET, inventory.trained_parameters)
+        return {**items, "averaged gradients": averaged} if "gradients" in items else dict(items)
+    if phase == "loading":  # shards are cut from the whole, layer by layer
+        return dict(items)
+    shards = config.shard_size or config.processes
+    rounded = sum(one.stored for one in inventory.trained if one.master)
+    shared = {**items, "weights": items["weights"] - rounded, "masters": inventory.masters}
+    held = {item: -(-size // shards) if item in SHARDED else size for item, size in shared.items()}
+    held["4-bit weights"] = -(-(inventory.quantized - inventory.scales) // shards) + inventory.scales
+    if phase == "rollout":
+        return {**held, COPY: inventory.stored}
+    if "activations" in items and phase != "rewards":
+        held["gathered layers"] = gathered_bytes(model, gradients="gradients" in items)
+    return held
+
+
+def gathered_bytes(model: PlannedModel, *, gradients: bool) -> int:
+    """Bytes of weights outside of the layers and of the layers gathered at once, with one layer's gradient in a
+    backward pass."""
+    causal = causal_of(model.modules)
+    stacks = [child for child in causal.modules() if isinstance(child, nn.ModuleList) and len(child) == model.layers]
+    whole: int = sum(weight.nbytes for weight in causal.parameters())
+    layers: list[int] = [sum(weight.nbytes for weight in layer.parameters()) for layer in stacks[0]] if stacks else []
+    return whole - sum(layers) + (PREFETCHED + gradients) * max(layers, default=0)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,10 +40,6 @@ class Measurement:
     peak_gib: float | None
     """The process's, libraries included; on a GPU what torch has allocated. None in SFT, which does not report it."""
     cost: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as values of JSON."""
-        return asdict(self)
 
 
 def measure_run(config: RunConfig, *, price: float | None) -> Measurement:

@@ -2,14 +2,14 @@
 
     stays      weights, reward models; masters and moments of the optimizer; the reference, where one is kept
     loading    + a model's files, mapped (on a CPU, where both are in one memory)
-    rollout    + keys and values, decoding, and on some CPUs packed copies of the weights
+    rollout    + keys and values, decoding, and on a CPU packed copies of the weights
     rewards    + a pass of the largest reward model
     scoring    + a pass without gradients: the reference's, and below float32 the policy's
-    update     + gradients, one micro-batch's activations and logits, and the copies of gradient regularization
+    update     + gradients, one micro-batch's activations with its logits, and the copies of gradient regularization
     step       + gradients, and the optimizer's own copies
 
 With rollouts ahead a second process stays too: its libraries, all weights, and a file of the trained ones in memory. It
-draws beside updates and steps. Of several processes it is the first one's memory (`per_rank.py`).
+draws beside updates and steps. Of several processes it is the first one's memory (`inventory.per_rank`).
 
 One phase runs at a time; the peak is that of the largest. On a GPU offloaded states and references stay on the host,
 but for a bucket of them in the step and all of them in scoring; and keys and values stay, since graphs refer to them.
@@ -25,21 +25,18 @@ import torch
 from torch import nn
 
 from flatpeak.apps.planning.device import GIB, PlannedDevice
-from flatpeak.apps.planning.dry_run import NoDryRunError, logits_peak, scoring_peak, update_peak
+from flatpeak.apps.planning.dry_run import NoDryRunError, reward_model_memory, scoring_peak, update_peak
 from flatpeak.apps.planning.fake_policy import PassSettings
-from flatpeak.apps.planning.inventory import FLOAT32, Inventory, quantized_layers, take_inventory
-from flatpeak.apps.planning.minibatch import Minibatch, plan_minibatch, plan_sft_minibatch
-from flatpeak.apps.planning.per_rank import per_rank, share_of_rollouts
+from flatpeak.apps.planning.inventory import FLOAT32, Inventory, per_rank, quantized_layers, take_inventory
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of, read_model
-from flatpeak.apps.planning.reward_model_memory import reward_model_memory
 from flatpeak.apps.planning.rollout_memory import (
     has_second_process,
+    native_copy,
     packed_copies,
     request_memory,
     rollout_memory,
-    step_request,
 )
-from flatpeak.apps.planning.workload import Workload
+from flatpeak.apps.planning.workload import Minibatch, Workload, plan_minibatch, plan_sft_minibatch, share_of_rollouts
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
@@ -115,6 +112,7 @@ class _Estimator:
         )
         self.reference = self._reference()
         self.packed = packed_copies(model, on_cpu=self.on_cpu)
+        self.copies = max(sum(self.packed), native_copy(config, model, on_cpu=self.on_cpu))
         largest = max((layer.weight.numel() for layer in quantized_layers(model)), default=0)
         self.quantizing = min(QUANTIZING * FLOAT32 * largest, 7 * LARGEST_HEAP_BLOCK)
         budget = token_budget(config.training.micro_batch_tokens, torch.device("cpu" if self.on_cpu else "cuda"))
@@ -147,7 +145,7 @@ class _Estimator:
             yield from self._update("sft ", self.sft_minibatch, config.sft.optimizer, named | kept)
         second, drawing = self._second_process()
         state = (self._state(config.optimizer) | reference | second) if work.steps else {}
-        copies = {"packed copies": sum(self.packed)}
+        copies = {"packed copies": self.copies}
         yield self._phase("rollout", state | cache | copies, transient=rollout.decoding)
         if self.rewards.scoring:
             yield self._phase(
@@ -171,9 +169,8 @@ class _Estimator:
         regularized: bool = False,
     ) -> Iterator[Phase]:
         """The phases of an update: its passes, and the optimizer's step where that needs memory of its own."""
-        activations, logits = self._transients(minibatch)
-        transient = activations + logits
-        items = {"activations": activations, "logits": logits}
+        transient = self._transient(minibatch)
+        items = {"activations": transient}
         if regularized:
             items["regularization"] = self._regularization(transient=transient)
         resident = self._state(optimizer) | others | {"gradients": self.inventory.gradients}
@@ -199,8 +196,8 @@ class _Estimator:
         """The memory that the process which draws rollouts ahead keeps, and the memory of its drawing."""
         if not has_second_process(self.config) or not self.work.steps:
             return {}, {}
-        drawn = request_memory(step_request(self.work), self.config, self._settings(self.minibatch))
-        drawing = drawn.keys_and_values + drawn.decoding + drawn.decoding // GAPS + sum(self.packed)
+        drawn = request_memory(self.work.request, self.config, self._settings(self.minibatch))
+        drawing = drawn.keys_and_values + drawn.decoding + drawn.decoding // GAPS + self.copies
         # Pages of code that both processes have are counted twice.
         stays = self.inventory.stored + self.inventory.trained_bytes + self.libraries + KERNELS
         return {"second process": stays}, {"rollouts ahead": drawing}
@@ -261,17 +258,13 @@ class _Estimator:
         reference = 2 * sum(self.reference.values()) if config.reference.offload else 0
         return max(optimizers, default=0) + reference
 
-    def _transients(self, minibatch: Minibatch) -> tuple[int, int]:
-        """Bytes of (activations, logits) that are alive at most in the passes of a micro-batch, beside gradients."""
-        settings, gradients = self._settings(minibatch), self.inventory.gradients
+    def _transient(self, minibatch: Minibatch) -> int:
+        """Bytes that are alive at most in the passes of a micro-batch, beside gradients."""
         try:
-            peak = max(update_peak(settings, minibatch.micro_batch), gradients)
+            peak = update_peak(self._settings(minibatch), minibatch.micro_batch)
         except NoDryRunError:
-            return self._rule_of_thumb(minibatch), 0
-        tokens = len(minibatch.micro_batch.tokens_T)
-        chunks = logits_peak(settings, tokens) if self.model.fallback is None else 0
-        logits = min(chunks, peak - gradients)
-        return peak - gradients - logits, logits
+            return self._rule_of_thumb(minibatch)
+        return max(peak - self.inventory.gradients, 0)
 
     def _scoring(self) -> int:
         try:

@@ -29,7 +29,7 @@ class PlannedModel:
     """The source, where `model.path` names an adapter its base with the adapter on it."""
     shape: Any
     """The transformers configuration."""
-    measured: dict[tuple[object, ...], int] = field(default_factory=dict, compare=False, repr=False)
+    measured: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Results of dry runs by what they depend on: plans with other settings share most of them."""
 
     @property

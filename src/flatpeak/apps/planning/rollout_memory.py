@@ -13,14 +13,16 @@ from transformers.pytorch_utils import Conv1D
 from flatpeak.apps.planning.dry_run import prefill_memory
 from flatpeak.apps.planning.fake_policy import PassSettings
 from flatpeak.apps.planning.inventory import FLOAT32, quantized_layers
-from flatpeak.apps.planning.planned_model import PlannedModel
-from flatpeak.apps.planning.workload import Workload
+from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
+from flatpeak.apps.planning.workload import Request, Workload
 from flatpeak.config.run_config import RunConfig
 from flatpeak.kernels.matmul import SMALLEST, onednn_is_faster
 from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, fitting_buckets, graded_buckets, key_multiple, round_up
 from flatpeak.policy.linears import TOGETHER
+from flatpeak.policy.native_weights import SERVED
 from flatpeak.policy.packing import ROW_MULTIPLE
 from flatpeak.rollout.config import VLLMConfig
+from flatpeak.utils.adapter_base import is_of_adapter
 
 PREFILL_TOKENS: Final = 8192
 """Tokens of prompts that the engine reads in one pass."""
@@ -30,16 +32,6 @@ SCORES: Final = 3
 """Tensors of attention scores that are alive at once in a decoding step on a CPU: raw, joined, and their softmax."""
 TOKEN_RECORD: Final = 12
 """Bytes of a drawn token: its id, and its log-probability."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """Completions that the engine is asked for at once."""
-
-    prompt_lengths: tuple[int, ...]
-    """The longest first."""
-    group_size: int
-    new_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +45,12 @@ class RolloutMemory:
 
 def rollout_memory(config: RunConfig, work: Workload, settings: PassSettings) -> RolloutMemory:
     """The memory of the rollouts of a run, of training steps and of evaluations, whichever is larger."""
-    evaluation = work.evaluation
-    requests = [
-        Request(
-            prompt_lengths=evaluation.prompt_lengths,
-            group_size=evaluation.completions,
-            new_tokens=evaluation.new_tokens,
-        ),
-        *([step_request(work)] if work.steps else []),
-    ]
+    requests = [work.evaluation, work.request] if work.steps else [work.evaluation]
     each = [request_memory(request, config, settings) for request in requests if request.prompt_lengths]
     return RolloutMemory(
         keys_and_values=max((one.keys_and_values for one in each), default=0),
         decoding=max((one.decoding for one in each), default=0),
     )
-
-
-def step_request(work: Workload) -> Request:
-    """The completions of a step of training."""
-    return Request(prompt_lengths=work.prompt_lengths, group_size=work.group_size, new_tokens=work.new_tokens)
 
 
 def has_second_process(config: RunConfig) -> bool:
@@ -178,3 +157,19 @@ def packed_copies(model: PlannedModel, *, on_cpu: bool) -> list[int]:
             if single.keys() >= set(layers):
                 together.append(sum(single.pop(layer) for layer in layers))
     return [*together, *single.values()]
+
+
+def native_copy(config: RunConfig, model: PlannedModel, *, on_cpu: bool) -> int:
+    """Bytes of the copy that native kernels decode with: every linear weight once, adapters merged; see native_weights.
+
+    Where the kernels cannot be compiled or do not agree with torch, there is none.
+    """
+    torch_decodes = config.rollout.kernels == "torch" or config.rollout.engine not in ("auto", "native")
+    if not on_cpu or torch_decodes or model.below_float32 or model.shape.model_type not in SERVED:
+        return 0
+    layers = causal_of(model.modules).named_modules()
+    return sum(
+        layer.weight.nbytes
+        for name, layer in layers
+        if isinstance(layer, nn.Linear | Conv1D) and not is_of_adapter(f"{name}.")
+    )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import torch
 
 from flatpeak.apps.planning.planned_model import PlannedModel, new_model, read_model
 from flatpeak.config.run_config import RunConfig
@@ -22,6 +24,7 @@ from flatpeak.protocols import Task
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.preferences import PreferencesConfig
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
+from flatpeak.types import Batch
 from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import cache_alone, has_tokenizer, load_errors, load_tokenizer, local_or_hub
 
@@ -30,15 +33,17 @@ ASSUMED_PROMPT: Final = 1024
 ASSUMED_ROWS: Final = 512
 """Held-out rows where the data are not at hand, and `evaluation.size` is not set."""
 
+Length = TypeVar("Length")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """The largest evaluation of a run."""
+class Request:
+    """Completions that a sampler is asked for at once."""
 
     prompt_lengths: tuple[int, ...]
     """Tokens of its prompts, the longest first."""
-    completions: int
-    """Completions of a prompt that are decoded in one request."""
+    group_size: int
+    """Completions of a prompt."""
     new_tokens: int
     """Tokens of a completion at most."""
 
@@ -64,7 +69,8 @@ class Workload:
     sft_steps: int
     demonstrations: tuple[tuple[int, int], ...]
     """(tokens of the prompt, tokens of the target) of the longest demonstrations, as many as an SFT step has."""
-    evaluation: Evaluated
+    evaluation: Request
+    """The largest evaluation of the run."""
     notes: tuple[str, ...]
     """Assumptions that stand in for what is not at hand."""
 
@@ -78,30 +84,42 @@ class Workload:
         """Tokens sampled in a step at most."""
         return self.draws * self.completions * self.new_tokens
 
+    @property
+    def request(self) -> Request:
+        """The completions of a step of training."""
+        return Request(prompt_lengths=self.prompt_lengths, group_size=self.group_size, new_tokens=self.new_tokens)
+
 
 def plan_workload(config: RunConfig) -> tuple[Workload, PlannedModel]:
     """The work of a recipe, and its model without weights; UserError where either is unusable."""
     notes: list[str] = []
     task, first = _tasks(config, notes)
     model, tokenizer = _model(config, task, first, notes)
-    data = _Data.read(config, task, first, tokenizer, context=model.context, notes=notes)
+    limit = longest_prompt(config, model.context)
+    if task is None or tokenizer is None or (first is None and config.curriculum is not None):
+        train, test, demonstrations = _bounds(config, task, limit=limit, notes=notes)
+    else:
+        train, test, demonstrations = _counted(config, task, first, tokenizer, limit=limit, context=model.context)
+    if not train:
+        raise UserError("the task has no training prompts left: check task and prompt.overlong")
     evaluation, rollout, training = config.evaluation, config.rollout, config.training
     per_epoch = min(training.minibatches, rollout.prompts_per_step * rollout.group_size)
+    evaluated = max(evaluation.size or len(test), evaluation.final_size or 0)
     work = Workload(
         task=task.name if task is not None else config.task.type,
         train_rows=len(task.train) if task is not None else None,
         test_rows=len(task.test) if task is not None else None,
-        prompt_lengths=_longest(data.train, rollout.prompts_per_step),
+        prompt_lengths=_first(sorted(train, reverse=True), rollout.prompts_per_step),
         group_size=rollout.group_size,
         new_tokens=rollout.max_new_tokens,
         draws=1 + training.dynamic_sampling.max_resamples,
         steps=training.steps,
         updates=training.steps * training.epochs_per_rollout * per_epoch,
         sft_steps=config.sft.steps,
-        demonstrations=data.longest_demonstrations(config),
-        evaluation=Evaluated(
-            prompt_lengths=tuple(sorted(data.test[: _evaluation_size(config, len(data.test))], reverse=True)),
-            completions=max(evaluation.samples, 1),
+        demonstrations=_first(sorted(demonstrations, key=sum, reverse=True), config.sft.batch_size),
+        evaluation=Request(
+            prompt_lengths=tuple(sorted(test[:evaluated], reverse=True)),
+            group_size=max(evaluation.samples, 1),
             new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
         ),
         notes=tuple(notes),
@@ -155,80 +173,146 @@ def _tokenizer(source: ModelConfig) -> Any:
             return None
 
 
+Tokens = tuple[list[int], list[int], list[tuple[int, int]]]
+"""Tokens of training prompts, of held-out prompts, and of demonstrations: (prompt, target)."""
+
+
+def _counted(
+    config: RunConfig, task: Task, first: Task | None, tokenizer: Any, *, limit: int, context: int | None
+) -> Tokens:
+    """The tokens of all prompts; of a curriculum those of the stage whose steps are larger."""
+    train, others, test = (
+        build_prompts(tuple(examples), tokenizer, config.prompt, max_tokens=limit).prompts
+        for examples in (task.train, first.train if first else (), task.test)
+    )
+    stages = [[len(prompt.token_ids) for prompt in prompts] for prompts in (train, others)]
+    largest = max(stages, key=lambda lengths: sum(sorted(lengths)[-config.rollout.prompts_per_step :]))
+    encoder = TextEncoder(tokenizer)
+    demonstrations = []
+    for prompt in (*train, *others) if config.sft.steps else ():
+        if prompt.example.rationale:
+            target = len(encoder.encode_text(prompt.example.rationale)) + 1  # one ends it
+            if context is None or len(prompt.token_ids) + target <= context:
+                demonstrations.append((len(prompt.token_ids), target))
+    return largest, [len(prompt.token_ids) for prompt in test], demonstrations
+
+
+def _bounds(config: RunConfig, task: Task | None, *, limit: int, notes: list[str]) -> Tokens:
+    """Upper bounds of the same, with a note."""
+    named = config.prompt.max_tokens
+    bound = min(limit, named or ASSUMED_PROMPT)
+    missing = "the tokenizer is" if task is not None and config.curriculum is None else "the data are"
+    source = "prompt.max_tokens" if named == bound else "an assumption; set prompt.max_tokens to a bound of your data"
+    notes.append(f"every prompt is taken to have {bound} tokens ({source}), since {missing} not at hand")
+    rows = len(task.test) if task is not None else config.evaluation.size or ASSUMED_ROWS
+    demonstrations = []
+    if config.sft.steps:
+        target = config.rollout.max_new_tokens
+        notes.append(f"every demonstration is taken to have {target} tokens, as rollout.max_new_tokens")
+        demonstrations = [(bound, target)]
+    return [bound] * config.rollout.prompts_per_step, [bound] * rows, demonstrations
+
+
+def _first(ordered: Sequence[Length], count: int) -> tuple[Length, ...]:
+    """The first `count` of them, from the beginning again where there are fewer."""
+    return tuple(ordered[index % len(ordered)] for index in range(count)) if ordered else ()
+
+
+def share_of_rollouts(work: Workload, processes: int) -> Workload:
+    """The work with the prompts that one rank samples and evaluates at most: the longest of them."""
+
+    def share(lengths: tuple[int, ...]) -> tuple[int, ...]:
+        return lengths[: -(-len(lengths) // processes)]
+
+    evaluation = replace(work.evaluation, prompt_lengths=share(work.evaluation.prompt_lengths))
+    return replace(work, prompt_lengths=share(work.prompt_lengths), evaluation=evaluation)
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Data:
-    """Tokens of the data: of every prompt where they are at hand, else bounds."""
+class Minibatch:
+    """The largest micro-batch that may come of a minibatch, and whether there are others."""
 
-    train: list[int]
-    test: list[int]
-    demonstrations: list[tuple[int, int]]
-    """(prompt, target); empty where the recipe has no SFT."""
+    micro_batch: Batch
+    several: bool
+    padded: bool = False
 
-    @classmethod
-    def read(
-        cls,
-        config: RunConfig,
-        task: Task | None,
-        first: Task | None,
-        tokenizer: Any,
-        *,
-        context: int | None,
-        notes: list[str],
-    ) -> _Data:
-        """Count tokens where task and tokenizer are at hand, else bound them, with a note."""
-        limit = longest_prompt(config, context)
-        if task is None or tokenizer is None or (first is None and config.curriculum is not None):
-            return cls._bounded(config, task, limit=limit, notes=notes)
-        train, others, test = (
-            build_prompts(tuple(examples), tokenizer, config.prompt, max_tokens=limit).prompts
-            for examples in (task.train, first.train if first else (), task.test)
-        )
-        encoder = TextEncoder(tokenizer)
-        steps = ([len(prompt.token_ids) for prompt in prompts] for prompts in (train, others))
-        return cls(
-            train=max(steps, key=lambda lengths: sum(sorted(lengths)[-config.rollout.prompts_per_step :])),
-            test=[len(prompt.token_ids) for prompt in test],
-            demonstrations=[
-                (len(prompt.token_ids), target)
-                for prompt in ((*train, *others) if config.sft.steps else ())
-                if prompt.example.rationale
-                # Its own tokens, and one that ends it.
-                if (target := 1 + len(encoder.encode_text(prompt.example.rationale)))
-                if context is None or len(prompt.token_ids) + target <= context
-            ],
-        )
-
-    @classmethod
-    def _bounded(cls, config: RunConfig, task: Task | None, *, limit: int, notes: list[str]) -> _Data:
-        named = config.prompt.max_tokens
-        bound = min(limit, named or ASSUMED_PROMPT)
-        missing = "the tokenizer is" if task is not None and config.curriculum is None else "the data are"
-        source = (
-            "prompt.max_tokens" if named == bound else "an assumption; set prompt.max_tokens to a bound of your data"
-        )
-        notes.append(f"every prompt is taken to have {bound} tokens ({source}), since {missing} not at hand")
-        rows = len(task.test) if task is not None else config.evaluation.size or ASSUMED_ROWS
-        demonstrations = []
-        if config.sft.steps:
-            target = config.rollout.max_new_tokens
-            notes.append(f"every demonstration is taken to have {target} tokens, as rollout.max_new_tokens")
-            demonstrations = [(bound, target)]
-        return cls(train=[bound] * config.rollout.prompts_per_step, test=[bound] * rows, demonstrations=demonstrations)
-
-    def longest_demonstrations(self, config: RunConfig) -> tuple[tuple[int, int], ...]:
-        """The longest, as many as an SFT step has."""
-        ordered = sorted(self.demonstrations, key=sum, reverse=True)
-        return tuple(ordered[index % len(ordered)] for index in range(config.sft.batch_size)) if ordered else ()
+    @property
+    def tokens(self) -> int:
+        """The tokens of the micro-batch, as the budget counts them."""
+        prompts, batch = self.micro_batch.prompts, self.micro_batch
+        times = len(batch.lengths_N) // len(prompts) if self.padded else 1
+        return times * sum(map(len, prompts)) + len(batch.tokens_T)
 
 
-def _longest(lengths: Sequence[int], count: int) -> tuple[int, ...]:
-    """The longest `count` of them, the first ones again where there are fewer."""
-    if not lengths:
-        raise UserError("the task has no training prompts left: check task and prompt.overlong")
-    ordered = sorted(lengths, reverse=True)
-    return tuple(ordered[index % len(ordered)] for index in range(count))
+def plan_minibatch(config: RunConfig, work: Workload, *, token_budget: int, padded: bool) -> Minibatch:
+    """The largest micro-batch of RL."""
+    prompts, group = work.prompt_lengths, work.group_size
+    count = config.training.minibatches
+    if config.training.minibatch_of == "groups":
+        prompts = prompts[: -(-len(prompts) // count)]
+    else:
+        group = -(-group // count)
+    return largest_micro_batch(prompts, group, work.new_tokens, token_budget=token_budget, padded=padded)
 
 
-def _evaluation_size(config: RunConfig, rows: int) -> int:
-    sizes = [config.evaluation.size or rows, config.evaluation.final_size or 0]
-    return min(rows, max(sizes))
+def plan_sft_minibatch(work: Workload, *, token_budget: int, padded: bool) -> Minibatch:
+    """The largest micro-batch of SFT: each demonstration has its own prompt, and none is longer than the longest.
+
+    UserError where there is nothing to learn from.
+    """
+    if not work.demonstrations:
+        raise UserError("sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0")
+    prompts, targets = zip(*work.demonstrations, strict=True)
+    return largest_micro_batch(prompts, 1, max(targets), token_budget=token_budget, padded=padded)
+
+
+def largest_micro_batch(
+    prompts: Sequence[int], group: int, new_tokens: int, *, token_budget: int, padded: bool
+) -> Minibatch:
+    """The whole minibatch where its tokens are within the budget, else as many as that is.
+
+    Completions may end anywhere, so that nearly every budget can be filled up. `padded`: the tokens of a prompt count
+    for each of its completions.
+    """
+    completions = len(prompts) * group
+    if padded:
+        rows = max(1, min(token_budget // (prompts[0] + new_tokens), completions))
+        batch = full_batch(prompts[:1], rows, new_tokens)
+        return Minibatch(micro_batch=batch, several=rows < completions, padded=True)
+    if sum(prompts) + completions * new_tokens <= token_budget:
+        return Minibatch(micro_batch=full_batch(prompts, group, new_tokens), several=False)
+    if prompts[0] + group * new_tokens > token_budget:
+        rows = max(1, min(group, -(-(token_budget - prompts[0]) // new_tokens)))
+        tokens = (token_budget - prompts[0]) // rows if rows > 1 else new_tokens
+        batch = full_batch(prompts[:1], rows, max(1, min(tokens, new_tokens)))
+        return Minibatch(micro_batch=batch, several=True)
+    return Minibatch(micro_batch=_filled(prompts, group, new_tokens, token_budget), several=True)
+
+
+def _filled(prompts: Sequence[int], group: int, new_tokens: int, token_budget: int) -> Batch:
+    """Whole groups of as many tokens as the budget has: those that are full, or one more with shorter completions."""
+    full = 1
+    while full < len(prompts) and sum(prompts[: full + 1]) + (full + 1) * group * new_tokens <= token_budget:
+        full += 1
+    batch, more = full_batch(prompts[:full], group, new_tokens), prompts[: full + 1]
+    shorter = (token_budget - sum(more)) // (len(more) * group)
+    if len(more) == full or shorter < 1:
+        return batch
+    fuller = full_batch(more, group, shorter)
+    return max(batch, fuller, key=lambda one: sum(map(len, one.prompts)) + len(one.tokens_T))
+
+
+def full_batch(prompt_lengths: Sequence[int], group: int, new_tokens: int) -> Batch:
+    """A batch of groups whose completions all have `new_tokens` tokens; which tokens these are plays no role."""
+    count = len(prompt_lengths) * group
+    lengths_N = torch.full((count,), new_tokens, dtype=torch.int64)
+    return Batch(
+        prompts=tuple((0,) * length for length in prompt_lengths),
+        prompt_N=torch.arange(len(prompt_lengths)).repeat_interleave(group),
+        lengths_N=lengths_N,
+        tokens_T=torch.zeros(count * new_tokens, dtype=torch.int64),
+        sequence_T=torch.arange(count).repeat_interleave(lengths_N),
+        advantages_N=torch.ones(count),
+        weights_N=torch.ones(count),
+        old_logprobs_T=None,
+    )
