@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
@@ -33,11 +33,10 @@ _EVALUATION = "eval/"
 class TableWriter:
     """A writer of table.csv, table.json and curves.csv, which reads every finished run once."""
 
-    def __init__(self, plan: SweepPlan, *, command: Sequence[str], notice: Callable[[str], None]) -> None:
+    def __init__(self, plan: SweepPlan, *, command: Sequence[str]) -> None:
         self.plan = plan
         self.command = list(command)
         self.path = plan.directory / "table.csv"
-        self._notice = notice
         self._series: dict[str, dict[str, Series]] = {}
         self._states: dict[str, CellState] = {}
         self._written = time.monotonic()

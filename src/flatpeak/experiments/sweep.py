@@ -186,7 +186,7 @@ class _Sweep:
         self.cells = plan.by_seed
         self.phases: dict[str, Phase] = {}
         self.reasons: dict[str, str] = {}
-        self.table = TableWriter(plan, command=self.command, notice=notice)
+        self.table = TableWriter(plan, command=self.command)
         self.progress = SweepProgress(plan, notice=notice)
         self.workers: list[WorkerProcess] = []
         self.busy: dict[int, Cell] = {}
