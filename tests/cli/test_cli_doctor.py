@@ -14,9 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import flatpeak
-from flatpeak.apps.doctor import checkup
-from flatpeak.apps.doctor.checkup import printable
-from flatpeak.apps.doctor.findings import Finding, note, ok, problem
+from flatpeak.apps.doctor import checks
+from flatpeak.apps.doctor.probe import Finding, note, ok, problem
 from flatpeak.cli.main import app
 from support.installations import ends, make_package
 
@@ -57,9 +56,10 @@ def test_a_healthy_machine_gets_a_page_of_lines_and_nothing_is_left(tmp_path: Pa
     assert done.stderr == ""
     assert 14 <= len(lines) <= 30
     assert lines[-1].startswith("doctor: no problems, ")
-    checks = {line[9:24].strip() for line in lines[:-1] if line[:8].strip()}
-    assert {"python", "flatpeak", "packages", "imports", "torch", "gpu", "kernels", "threads", "memory"} <= checks
-    assert {"runs", "cache", "hub", "extras", "vllm"} <= checks
+    names = {line[9:24].strip() for line in lines[:-1] if line[:8].strip()}
+    assert {"python", "flatpeak", "packages", "imports", "torch", "gpu", "kernels", "threads", "memory"} <= names
+    assert {"runs", "cache", "hub", "extras", "vllm"} <= names
+    assert not any(" -m pip " in line or "pip install" in line for line in lines)
     assert "cache          ~/hf/hub: " in done.stdout
     assert "token by HF_TOKEN" in done.stdout
     assert TOKEN not in done.stdout
@@ -82,10 +82,8 @@ def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, 
     findings = [Finding(**one) for one in json.loads(done.stdout)]
     assert done.returncode == 1
     problems = {one.check: one for one in findings if one.status == "problem" and "peft" not in one.text}
-    assert problems["imports"].text.startswith("jinja2, ")
-    assert problems["imports"].text.endswith(" cannot be imported: OSError: half of a file")
-    assert problems["imports"].fix is not None
-    assert problems["imports"].fix.endswith(' install --force-reinstall --no-deps "jinja2==3.1"')
+    assert problems["imports"].text == "jinja2 cannot be imported: OSError: half of a file"
+    assert problems["imports"].fix == "reinstall jinja2, or mend what the error names"
     (threads,) = (one for one in findings if one.check == "threads")
     assert (threads.status, (threads.fix or "").startswith("export OMP_NUM_THREADS=")) == ("note", True)
     assert "is no directory" in problems["runs"].text
@@ -107,7 +105,7 @@ def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, 
 def test_only_problems_make_the_exit_code_1(
     findings: list[Finding], code: int, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkup, "examine", lambda: iter(findings))
+    monkeypatch.setattr(checks, "examine", lambda: (one for one in findings))
     result = CliRunner().invoke(app, ["doctor"])
     assert (result.exit_code, result.output.splitlines()[-1]) == (code, last)
     as_json = CliRunner().invoke(app, ["doctor", "--json"])
@@ -118,13 +116,8 @@ def test_a_bad_option_is_exit_code_2() -> None:
     assert CliRunner().invoke(app, ["doctor", "--fix"]).exit_code == 2
 
 
-def test_a_terminal_without_the_characters_of_a_path_gets_their_codes() -> None:
-    assert printable("\u00fc \u2192 \udcff", "ascii") == "\\xfc \\u2192 \\udcff"
-    assert printable("\u00fc", None) == "\u00fc"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [["flatpeak", "doctor"], ["flatpeak.apps.doctor.checkup"]])
+@pytest.mark.parametrize("start", [["flatpeak", "doctor"], ["flatpeak.apps.doctor.checks"]])
 def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
     start: list[str], tmp_path: Path, machine: dict[str, str]
 ) -> None:
@@ -139,10 +132,8 @@ def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
     findings = [Finding(**one) for one in json.loads(done.stdout)]
     assert (done.returncode, done.stderr) == (1, "")
     (broken,) = (one for one in findings if one.check == "imports" and one.status == "problem")
-    assert broken.text.startswith(f"{name}, ") or broken.text.startswith(f"{name} ")
-    assert broken.text.endswith("cannot be imported: RuntimeError: damaged")
-    assert broken.fix is not None
-    assert broken.fix.endswith(f' install --force-reinstall --no-deps "{name}==2.0"')
+    assert broken.text == f"{name} cannot be imported: RuntimeError: damaged"
+    assert broken.fix == f"reinstall {name}, or mend what the error names"
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -191,6 +182,6 @@ def test_its_help_says_what_it_does_and_leaves_alone() -> None:
     result = CliRunner().invoke(app, ["doctor", "--help"])
     assert result.exit_code == 0
     text = " ".join(result.output.split())
-    assert "Check this machine and installation, and name the command that mends each problem." in text
+    assert "Check this machine and installation, and name what mends each problem." in text
     assert "Nothing is changed or downloaded." in text
     assert "--json" in text

@@ -20,6 +20,7 @@ from flatpeak.apps.planning.device import GIB
 from flatpeak.apps.planning.measurement import Measurement
 from flatpeak.cli.main import app
 from flatpeak.errors import UserError
+from flatpeak.utils.machine import Memory
 
 
 @pytest.fixture
@@ -194,7 +195,7 @@ def test_what_does_not_fit_this_machine_is_not_measured(
     plan: Callable[..., Result], advised: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advised()
-    monkeypatch.setattr("flatpeak.apps.planning.device.host_memory", lambda: 1)
+    monkeypatch.setattr("flatpeak.apps.planning.device.host_memory", lambda: Memory(total=1, free=1))
     result = plan("--measure")
     assert result.exit_code == 3
     assert "not measured: its steps would not fit this machine" in result.stdout

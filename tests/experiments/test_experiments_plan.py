@@ -111,7 +111,7 @@ def test_threads_are_one_with_several_processes_unless_the_recipe_chooses(tmp_pa
 def test_there_are_as_many_processes_as_the_cores_hold_and_no_more_than_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr("flatpeak.experiments.plan.usable_cores", lambda: 12)
     assert plan_of(tmp_path, processes=None, seeds="1-20").processes == 12
     assert plan_of(tmp_path, processes=None, seeds="1-20", settings={"run.threads": 4}).processes == 3
     assert plan_of(tmp_path, processes=None, seeds="1-2").processes == 2

@@ -11,11 +11,11 @@ import typer
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list of objects.")] = False,
 ) -> None:
-    """Check this machine and installation, and name the command that mends each problem.
+    """Check this machine and installation, and name what mends each problem.
 
-    Nothing is changed or downloaded. Exit code 1 where there is a problem; notes are none.
+    Nothing is changed or downloaded. The exit code is 1 where there is a problem, else 0.
     """
-    from flatpeak.apps.doctor.checkup import report
+    from flatpeak.apps.doctor.checks import report
 
     raise typer.Exit(report(as_json=as_json))
 
@@ -24,6 +24,6 @@ def run_directly(arguments: Sequence[str]) -> int | None:
     """Run the doctor without typer's reading of arguments, for which pydantic must work; None for another command."""
     if list(arguments) not in (["doctor"], ["doctor", "--json"]):
         return None
-    from flatpeak.apps.doctor.checkup import report
+    from flatpeak.apps.doctor.checks import main
 
-    return report(as_json="--json" in arguments)
+    return main(as_json="--json" in arguments)

@@ -20,6 +20,7 @@ from flatpeak.errors import UserError, did_you_mean, nearest
 from flatpeak.experiments.config import ArmConfig, PrefixStepConfig, SweepConfig
 from flatpeak.experiments.tuning import TunedValues, best_values, read_tuning
 from flatpeak.runs.manifest import flatten
+from flatpeak.utils.machine import usable_cores
 from flatpeak.utils.redaction import redact
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
@@ -179,8 +180,7 @@ def process_count(variants: Sequence[_Variant], config: SweepConfig, processes: 
     work = len(variants) * len(config.seeds)
     if processes is None:
         threads = max(_threads(variant.recipe) or 1 for variant in variants)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        processes = max(1, cores // threads)
+        processes = max(1, usable_cores() // threads)
     return min(processes, work)
 
 

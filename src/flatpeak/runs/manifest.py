@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import socket
@@ -17,6 +16,7 @@ from typing import Any, Final, Literal
 
 import flatpeak
 from flatpeak.errors import UserError
+from flatpeak.utils.machine import host_memory, usable_cores
 from flatpeak.utils.redaction import redact_command
 
 CHANGEABLE = frozenset(
@@ -126,8 +126,8 @@ def hardware() -> dict[str, Any]:
         "host": socket.gethostname(),
         "system": platform.platform(),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB, 1),
+        "cores": usable_cores(),
+        "memory_gib": round(host_memory().total / _GIB, 1),
         "cuda": cuda,
     }
 

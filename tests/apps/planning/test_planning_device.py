@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from flatpeak.apps.planning.device import CUDA_CONTEXT, GIB, host_memory, plan_device
+from flatpeak.apps.planning.device import CUDA_CONTEXT, GIB, plan_device
 from flatpeak.errors import UserError
+from flatpeak.utils.machine import host_memory
 
 
 def test_a_size_stands_for_a_gpu_unless_the_recipe_says_cpu() -> None:
@@ -31,7 +32,7 @@ def test_a_size_that_is_none_is_refused(size: float) -> None:
 
 def test_the_device_at_hand_has_what_the_system_gives() -> None:
     device = plan_device("cpu", device_memory=None)
-    assert (device.name, device.on_cpu, device.memory) == ("CPU", True, host_memory())
+    assert (device.name, device.on_cpu, device.memory) == ("CPU", True, host_memory().total)
 
 
 def test_a_device_that_is_not_here_can_be_planned_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:

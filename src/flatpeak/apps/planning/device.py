@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import resource
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from flatpeak.errors import UserError
 from flatpeak.utils.huggingface import pick_device
+from flatpeak.utils.machine import host_memory, resident_memory
 
 GIB: Final = 2**30
 USABLE: Final = 0.985
@@ -21,7 +18,6 @@ USABLE: Final = 0.985
 of 80, and 139.7 of 141."""
 CUDA_CONTEXT: Final = 6 * GIB // 10
 """Bytes of a CUDA context with the kernels of torch's libraries: an allowance, not measured here."""
-_CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +46,7 @@ def plan_device(wanted: str, *, device_memory: float | None) -> PlannedDevice:
         name=f"a {'computer' if on_cpu else 'GPU'} of {device_memory:g} GB",
         on_cpu=on_cpu,
         memory=int(USABLE * device_memory * GIB),
-        libraries=resident() if on_cpu else CUDA_CONTEXT,
+        libraries=resident_memory() if on_cpu else CUDA_CONTEXT,
     )
 
 
@@ -60,29 +56,6 @@ def _device_at_hand(wanted: str) -> PlannedDevice:
     except UserError as error:
         raise UserError(f"{error}; or plan for a device that is not here, with --device-memory GB") from error
     if device.type == "cpu":
-        return PlannedDevice(name="CPU", on_cpu=True, memory=host_memory(), libraries=resident())
+        return PlannedDevice(name="CPU", on_cpu=True, memory=host_memory().total, libraries=resident_memory())
     properties = torch.cuda.get_device_properties(device)
     return PlannedDevice(name=properties.name, on_cpu=False, memory=properties.total_memory, libraries=CUDA_CONTEXT)
-
-
-def host_memory() -> int:
-    """Bytes of this computer's memory, or of the container's share of it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in _CGROUP_LIMITS:
-        try:
-            text = Path(name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            total = min(total, int(text))
-    return total
-
-
-def resident() -> int:
-    """Bytes of this process in memory; at their peak where the system says no more."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return pages * os.sysconf("SC_PAGE_SIZE")

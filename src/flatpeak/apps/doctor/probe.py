@@ -1,0 +1,159 @@
+"""A check's findings, and the process of its own that each check has, because what it tries may crash or hang."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from typing import Final, Literal
+
+from flatpeak.errors import brief
+
+TORCH_PAGE: Final = "https://pytorch.org/get-started/locally"
+"""The page with the builds of torch."""
+REPORT_IT: Final = "report it, with this output"
+ENDING: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""The signals that end the doctor."""
+SECONDS: Final = 180.0
+"""The longest that a process may take: from a cold disk, or on a busy machine, imports take a minute or two."""
+AFTER_KILL: Final = 1.0
+"""Seconds for a killed process to go: one that waits in a driver never does, and is left behind."""
+_BOOT: Final = "import sys; from flatpeak.apps.doctor.probe import run_check; run_check(*sys.argv[1:])"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check."""
+
+    check: str
+    """The name of what was checked, such as `torch`."""
+    status: Literal["ok", "note", "problem", "attempt"]
+    """problem: something that flatpeak needs does not work. note: something is slower, missing, or turned off.
+
+    attempt: becomes a problem if what follows raises, crashes or hangs; not part of a report."""
+    text: str
+    fix: str | None = None
+    """The package, page or variable that mends it; every problem has one."""
+
+
+Check = Callable[..., Iterable[Finding]]
+
+
+def ok(check: str, text: str) -> Finding:
+    """The finding that all is well."""
+    return Finding(check=check, status="ok", text=text)
+
+
+def note(check: str, text: str, fix: str | None = None) -> Finding:
+    """The finding of something that keeps nothing from working."""
+    return Finding(check=check, status="note", text=text, fix=fix)
+
+
+def problem(check: str, text: str, fix: str) -> Finding:
+    """The finding of something that does not work."""
+    return Finding(check=check, status="problem", text=text, fix=fix)
+
+
+def attempt(check: str, text: str, fix: str) -> Finding:
+    """The finding that becomes a problem if what follows raises, crashes or hangs."""
+    return Finding(check=check, status="attempt", text=text, fix=fix)
+
+
+def _whole(name: str) -> Finding:
+    return attempt(name.removeprefix("check_"), "this check failed itself", REPORT_IT)
+
+
+def failed(attempted: Finding, why: BaseException | str) -> Finding:
+    """The problem that an attempt becomes."""
+    if isinstance(why, BaseException):
+        why = f"{type(why).__name__}: {brief(why)}"
+    return replace(attempted, status="problem", text=f"{attempted.text}: {why}")
+
+
+class Probe:
+    """A check in a process of its own, at most SECONDS long; it ends itself where the doctor was killed."""
+
+    def __init__(self, check: Check, environment: Mapping[str, str]) -> None:
+        """Start the process."""
+        self._check = check
+        self._deadline = time.monotonic() + SECONDS
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, check.__module__, check.__name__],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # what it starts is killed with it
+        )
+
+    def findings(self) -> Iterator[Finding]:
+        """The findings of the check, after its end; one more where its process crashed or hung."""
+        try:
+            output, errors = self._process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as late:
+            output, errors = late.output or b"", late.stderr or b""
+        code = self._process.poll()
+        self.kill()
+        attempted = _whole(self._check.__name__)
+        for line in output.splitlines():
+            finding = Finding(**json.loads(line))
+            if finding.status == "attempt":
+                attempted = finding
+            else:
+                yield finding
+        if code is None:
+            yield failed(attempted, f"it did not answer within {SECONDS:.0f} s")
+        elif code != 0:
+            ending = f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            yield failed(attempted, " ".join([ending, _last_line(errors)]))
+
+    def kill(self) -> None:
+        """Kill the process with all that it started, and wait until they are gone."""
+        self._process.kill()
+        deadline = time.monotonic() + AFTER_KILL
+        with suppress(ProcessLookupError, PermissionError):  # macOS: a group of ended processes
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.poll()
+                time.sleep(0.01)
+
+
+def ask(command: Sequence[str]) -> tuple[str, str | None]:
+    """The output of a program, and how it failed, in words."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    failure = f"exit code {done.returncode}: {_last_line(done.stderr or done.stdout)}" if done.returncode else None
+    return done.stdout.decode("utf-8", "replace"), failure
+
+
+def _last_line(written: bytes) -> str:
+    return written.decode("utf-8", "replace").strip().rpartition("\n")[2]
+
+
+def run_check(module: str, name: str) -> None:
+    """Run a check in this process, and write its findings as lines; libraries print to standard error."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # blocked while the doctor starts processes
+    signal.alarm(int(SECONDS) + 2)
+    gc.disable()  # of the seconds that imports take, a fifth
+    channel = os.dup(1)
+    os.dup2(2, 1)
+    attempted = _whole(name)
+    try:
+        for finding in getattr(import_module(module), name)():
+            if finding.status == "attempt":
+                attempted = finding
+            _send(finding, channel)
+    except Exception as error:
+        _send(failed(attempted, error), channel)
+    os._exit(0)  # threads and exit handlers of libraries have had their chance to hang
+
+
+def _send(finding: Finding, channel: int) -> None:
+    os.write(channel, json.dumps(asdict(finding)).encode() + b"\n")
