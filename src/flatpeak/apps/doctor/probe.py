@@ -82,7 +82,7 @@ class Probe:
     """A check in a process of its own, at most SECONDS long; it ends itself where the doctor was killed."""
 
     def __init__(self, check: Check, environment: Mapping[str, str]) -> None:
-        """Start the process."""
+        """Start the process of the check."""
         self._check = check
         self._deadline = time.monotonic() + SECONDS
         self._process = subprocess.Popen(
