@@ -51,11 +51,11 @@ class RunRequest:
     """The recipe of a run and the way to start it, as a Python caller gives them."""
 
     recipe: RecipeSource
-    settings: Settings | None = None
-    progress: Progress | bool | None = None
-    resume: bool = False
-    overwrite: bool = False
-    command: Sequence[str] | None = None
+    settings: Settings | None
+    progress: Progress | bool | None
+    resume: bool
+    overwrite: bool
+    command: Sequence[str] | None
     report: bool = True
     """Whether the report page is written at the end, which takes a second."""
 

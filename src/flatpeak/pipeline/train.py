@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from flatpeak.config.algorithm_name import algorithm_name
 from flatpeak.config.load import Settings, apply_settings
@@ -26,14 +25,15 @@ from flatpeak.pipeline.lifecycle import (
 from flatpeak.pipeline.progress import first_line, model_line
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.resume_point import ResumePoint, restore_trainer
+from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.shared_components import share_components
-from flatpeak.pipeline.user_objects import CallerObjects, RunArguments, code_digests
+from flatpeak.pipeline.user_objects import CallerObjects, code_digests
 from flatpeak.policy.loading import restore_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.native_decoding import TORCH
 from flatpeak.policy.reference import snapshot
-from flatpeak.protocols import Progress
+from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name
@@ -50,15 +50,22 @@ from flatpeak.utils.gguf import SUFFIX, cache_directory
 StageName = Literal["sft", "train"]
 
 
-class TrainArguments(RunArguments, total=False):
-    """The keyword arguments of `train` and `sft`."""
-
-    settings: Settings | None
-    resume: bool
-    overwrite: bool
-
-
-def train(config: RecipeSource, **given: Unpack[TrainArguments]) -> RunResult:
+def train(
+    config: RecipeSource,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    task: Task | None = None,
+    reward: Any = None,
+    sampler: SamplerLike | SamplerFactory | None = None,
+    loss: Any = None,
+    advantage: Any = None,
+    settings: Settings | None = None,
+    progress: Progress | bool | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    command: Sequence[str] | None = None,
+) -> RunResult:
     """Run a recipe: SFT where it asks for it, then reinforcement learning.
 
     `config` is a RunConfig, the mapping of a recipe (which may have `extends`), or a recipe's path or name; `settings`
@@ -70,20 +77,39 @@ def train(config: RecipeSource, **given: Unpack[TrainArguments]) -> RunResult:
     Raises UserError for bad input, before a run directory is made; a run name that exists needs `resume` or
     `overwrite`.
     """
-    return run_stages(*_requested(config, given), stages=("sft", "train"))
+    objects = CallerObjects(
+        model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
+    )
+    request = RunRequest(
+        recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
+    )
+    return run_stages(request, objects, stages=("sft", "train"))
 
 
-def sft(config: RecipeSource, **given: Unpack[TrainArguments]) -> RunResult:
+def sft(
+    config: RecipeSource,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    task: Task | None = None,
+    reward: Any = None,
+    sampler: SamplerLike | SamplerFactory | None = None,
+    loss: Any = None,
+    advantage: Any = None,
+    settings: Settings | None = None,
+    progress: Progress | bool | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    command: Sequence[str] | None = None,
+) -> RunResult:
     """Run only the SFT stage of a recipe, with the arguments of `train`; UserError where it has no SFT steps."""
-    return run_stages(*_requested(config, given), stages=("sft",))
-
-
-def _requested(recipe: RecipeSource, given: TrainArguments) -> tuple[RunRequest, CallerObjects]:
-    """The request and the caller's objects; TypeError for an argument of another name."""
-    names = {field.name for field in fields(CallerObjects)}
-    arguments: dict[str, Any] = {**given}
-    objects = {name: arguments.pop(name) for name in names & arguments.keys()}
-    return RunRequest(recipe=recipe, **arguments), CallerObjects(**objects)
+    objects = CallerObjects(
+        model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
+    )
+    request = RunRequest(
+        recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
+    )
+    return run_stages(request, objects, stages=("sft",))
 
 
 def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[StageName]) -> RunResult:

@@ -5,10 +5,10 @@ A recipe cannot name a task, a reward or a sampler from Python: config.yaml has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
@@ -16,7 +16,7 @@ from flatpeak.errors import UserError
 from flatpeak.functional.losses import PolicyLoss
 from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
 from flatpeak.pipeline.samplers import SamplerFactory
-from flatpeak.protocols import Progress, SamplerLike, Task
+from flatpeak.protocols import SamplerLike, Task
 from flatpeak.rewards.functions import function_name
 from flatpeak.runs.manifest import flatten
 from flatpeak.training.advantage_function import Advantages, make_advantages
@@ -28,20 +28,6 @@ _FUNCTIONS: Final = {"loss": "objective.loss", "advantage": "advantage.function"
 """The settings in whose place a caller gives functions."""
 _SECTIONS: Final = {"task": "task", "reward": "rewards"}
 """The sections in whose place a caller gives objects."""
-
-
-class RunArguments(TypedDict, total=False):
-    """The keyword arguments that `train`, `sft` and `fork` have in common."""
-
-    model: Any
-    tokenizer: Any
-    task: Task | None
-    reward: Any
-    sampler: SamplerLike | SamplerFactory | None
-    loss: Any
-    advantage: Any
-    progress: Progress | bool | None
-    command: Sequence[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)

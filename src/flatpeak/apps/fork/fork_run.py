@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import yaml
 
@@ -16,8 +16,10 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.lifecycle import RunResult
+from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.train import train
-from flatpeak.pipeline.user_objects import CallerObjects, RunArguments
+from flatpeak.pipeline.user_objects import CallerObjects
+from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
 from flatpeak.runs.directory import RunPaths, check_no_secret_missing
 from flatpeak.runs.manifest import DIGESTS, changes, describe_start, last_digests
@@ -48,7 +50,15 @@ def fork(
     *,
     name: str,
     settings: Settings = (),
-    **given: Unpack[RunArguments],
+    model: Any = None,
+    tokenizer: Any = None,
+    task: Task | None = None,
+    reward: Any = None,
+    sampler: SamplerLike | SamplerFactory | None = None,
+    loss: Any = None,
+    advantage: Any = None,
+    progress: Progress | bool | None = None,
+    command: Sequence[str] | None = None,
 ) -> RunResult:
     """Train a new run, `name`, on from the checkpoint of an RL step of `run`, and return its result.
 
@@ -60,13 +70,25 @@ def fork(
     """
     source = source_run(run)
     origin = read_origin(source, step)
-    own = CallerObjects(loss=given.get("loss"), advantage=given.get("advantage"))
+    own = CallerObjects(loss=loss, advantage=advantage)
     before, config = forked_recipe(source, name, own.named_in(settings) or ())
     _check_fork(source, origin, before, config)
     target = Path(config.run.directory) / name
-    copy_run(source, origin, target, before=before, config=config, command=given.get("command"))
+    copy_run(source, origin, target, before=before, config=config, command=command)
     try:
-        return train(config, resume=True, **given)
+        return train(
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            task=task,
+            reward=reward,
+            sampler=sampler,
+            loss=loss,
+            advantage=advantage,
+            progress=progress,
+            resume=True,
+            command=command,
+        )
     except RunError:  # the fork has taken steps, and stays
         raise
     except UserError:
