@@ -78,13 +78,13 @@ def curves_with_bands(
     label: str,
     every_run: bool = False,
 ) -> str:
-    """Draw each arm's mean over seeds at every step with its 95% t interval; `every_run` adds a thin line per run."""
+    """Draw each arm's mean over seeds at every step with its 95% t interval, or with a thin line per run."""
     with _figure(f"curves {label}", runs, baseline, x="training step", y=label) as (panels, text):
         for axes, arms in panels:
             for arm in arms:
                 style = styles[arm]
                 steps, means = _means_by_step(runs[arm])
-                _draw_mean(axes, steps, means, style, label=_with_n(arm, means))
+                _draw_mean(axes, steps, means, style, label=_with_n(arm, means), interval=not every_run)
                 for run in runs[arm] if every_run else ():
                     axes.plot(list(run), list(run.values()), color=style.color, linewidth=0.5, alpha=0.5)
         _limit(panels, (value for own in runs.values() for run in own for value in run.values()))
@@ -244,14 +244,22 @@ def _with_n(arm: str, means: Sequence[MeanEstimate]) -> str:
     return f"{arm}, n = {'-'.join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]])))}"
 
 
-def _draw_mean(axes: Any, x: Sequence[float], means: Sequence[MeanEstimate], style: ArmStyle, *, label: str) -> None:
+def _draw_mean(
+    axes: Any,
+    x: Sequence[float],
+    means: Sequence[MeanEstimate],
+    style: ArmStyle,
+    *,
+    label: str,
+    interval: bool = True,
+) -> None:
     axes.plot(
         x, [mean.estimate for mean in means], color=style.color, linestyle=style.dash, linewidth=1.6,
         marker=style.marker, markersize=4, markevery=max(1, len(x) // 6), label=label,
     )  # fmt: skip
-    axes.fill_between(
-        x, [mean.low for mean in means], [mean.high for mean in means], color=style.color, alpha=_FAINT, linewidth=0
-    )
+    if interval:
+        low, high = [mean.low for mean in means], [mean.high for mean in means]
+        axes.fill_between(x, low, high, color=style.color, alpha=_FAINT, linewidth=0)
 
 
 def _draw_interval(

@@ -141,6 +141,7 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for programs, which is the whole path; no variable that hides GPUs."""
     monkeypatch.setenv("PATH", str(tmp_path / "programs"))
     monkeypatch.setattr(system, "WSL", str(tmp_path / "wsl"))
+    monkeypatch.setattr(system, "PCI_DEVICES", tmp_path / "bus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(system, "_bfloat16_findings", lambda: iter(()))
     return tmp_path / "programs"
@@ -196,6 +197,23 @@ def test_a_driver_that_fails_is_a_note_wherever_its_program_is(
     (finding,) = gpu(monkeypatch, fake_torch(init=raising(RuntimeError("No CUDA GPUs are available"))))
     assert finding.status == "note"
     assert finding.text == "nvidia-smi fails: exit code 9: NVIDIA-SMI has failed; runs go on the CPU"
+
+
+def test_a_driver_that_does_not_answer_is_a_problem_where_a_gpu_is_on_the_bus(
+    no_gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path / "bus" / "0000:01:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n")
+    missing = fake_torch(init=raising(RuntimeError("No CUDA GPUs are available")))
+    (finding,) = gpu(monkeypatch, missing)
+    assert (finding.status, finding.text) == ("note", "an NVIDIA GPU is there, but no nvidia-smi; runs go on the CPU")
+    make_program(no_gpu, "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    (finding,) = gpu(monkeypatch, missing)
+    assert finding.status == "problem"
+    assert finding.text.startswith(
+        "an NVIDIA GPU is there, but its driver does not answer: exit code 9: NVIDIA-SMI has"
+    )
 
 
 def test_no_gpu_and_no_driver_is_fine(no_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:

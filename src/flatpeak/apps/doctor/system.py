@@ -20,6 +20,8 @@ TOO_FULL: Final = GIB // 4
 WSL: Final = "/usr/lib/wsl/lib"
 """The folder of the driver's programs under Windows, which is not always on the path."""
 GPU_FIX: Final = f"nvidia-smi shows what uses the GPU; {TORCH_PAGE} has builds for older and newer drivers and GPUs"
+NVIDIA: Final = "0x10de"
+PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 DRIVER_FIX: Final = "reboot after an update of the driver; start a container with --gpus all; nvidia-smi must work"
 KERNELS_VARIABLE: Final = "FLATPEAK_KERNELS"
 KERNELS_FIX: Final = "a C++ compiler such as g++ (CXX=NAME for another); XDG_CACHE_HOME=DIRECTORY, one of yours alone"
@@ -112,14 +114,23 @@ def _unused_findings(unused: Finding) -> Iterator[Finding]:
     output, failure = ask(command) if program else ("", None)
     gpus = "; ".join(line for line in output.splitlines() if "," in line)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if failure:
+    if failure and _has_nvidia_device():
+        yield problem("gpu", f"an NVIDIA GPU is there, but its driver does not answer: {failure}", DRIVER_FIX)
+    elif failure:
         yield note("gpu", f"nvidia-smi fails: {failure}; runs go on the CPU", DRIVER_FIX)
+    elif not gpus and _has_nvidia_device():
+        yield note("gpu", "an NVIDIA GPU is there, but no nvidia-smi; runs go on the CPU", DRIVER_FIX)
     elif not gpus:
         yield ok("gpu", "none: runs go on the CPU; a container has GPUs with --gpus all")
     elif hidden is not None:
         yield note("gpu", f"{gpus}; hidden by CUDA_VISIBLE_DEVICES={hidden!r}", "unset CUDA_VISIBLE_DEVICES")
     else:
         yield replace(unused, text=f"{unused.text}; nvidia-smi lists {gpus}")
+
+
+def _has_nvidia_device() -> bool:
+    """Whether a device of NVIDIA's is on the bus, with or without a driver."""
+    return any(path.read_text().strip() == NVIDIA for path in PCI_DEVICES.glob("*/vendor"))
 
 
 def _bfloat16_findings() -> Iterator[Finding]:
