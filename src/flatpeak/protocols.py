@@ -92,12 +92,17 @@ class Sampler:
 
 
 class WrappedSampler(Sampler):
-    """A sampler made of another one, which has its hooks."""
+    """A sampler made of another one, with its hooks; a subclass defines `generate` or `stream`."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.decoder = sampler.decoder
         self.foreign = sampler.foreign
+        self.alike = sampler.alike
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Let the wrapped sampler take note of groups that the samplers of all ranks have drawn."""
+        self.sampler.observe(groups)
 
     def state(self) -> Mapping[str, Any]:
         """The state of the wrapped sampler."""

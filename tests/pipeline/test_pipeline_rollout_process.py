@@ -17,7 +17,7 @@ from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline import rollout_process, samplers
 from flatpeak.pipeline.rollout_process import RolloutProcess
 from flatpeak.policy.reference import snapshot
-from flatpeak.rollout.ahead import answer_request
+from flatpeak.rollout.ahead import Background, answer_request
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Group, Prompt, SamplingParams
@@ -25,11 +25,11 @@ from support.reward_functions import first_token
 from support.runs import Watcher
 
 
-class Inline:
+class Inline(Background):
     """The second process without a process: a copy of the policy."""
 
     def __init__(self, policy: Any, config: Any) -> None:
-        self.policy, self.pid = policy, None
+        self.policy = policy
 
     def begin(self, request: dict[str, Any]) -> None:
         copy = snapshot(self.policy)

@@ -170,7 +170,7 @@ def test_a_stop_lets_a_drawing_end_if_that_takes_little_time(rollouts, monkeypat
         assert time.monotonic() - started < 10
         assert drawing() == []
         if patience < 1:
-            assert source.drawn() is None
+            assert source.state()["drawn"] is None
             with pytest.raises(StoppedError):
                 draw(source)
         else:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from inspect import signature
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -314,9 +315,13 @@ def paired_differences(a: Values, baseline: Values) -> tuple[NDArray[np.float64]
 def scipy_stats() -> Any:
     """`scipy.stats`, loaded when a statistic needs it."""
     try:
-        return import_module("scipy.stats")
+        stats = import_module("scipy.stats")
+        has_rng = "rng" in signature(stats.bootstrap).parameters
     except ImportError as error:
         raise UserError(f'statistics over seeds need SciPy ({error}): pip install "flatpeak[experiments]"') from None
+    if not has_rng:
+        raise UserError('statistics over seeds need SciPy 1.15 or newer: pip install "flatpeak[experiments]"')
+    return stats
 
 
 def _varies(values_N: NDArray[np.float64]) -> bool:
@@ -327,7 +332,8 @@ def _mean_and_sd(values_N: NDArray[np.float64]) -> tuple[float, float]:
     """Mean and standard deviation (n - 1); the sd of equal values is exactly 0."""
     if not _varies(values_N):
         return (float(values_N[0]) if values_N.size else math.nan), (0.0 if values_N.size > 1 else math.nan)
-    return float(values_N.mean()), float(values_N.std(ddof=1))
+    with np.errstate(over="ignore"):  # of a metric that diverged
+        return float(values_N.mean()), float(values_N.std(ddof=1))
 
 
 def _t_test(

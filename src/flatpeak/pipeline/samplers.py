@@ -38,6 +38,7 @@ def make_sampler(
 
     The first of several ranks asks servers, for all of them; any other sampler is one of each rank, and not shared yet.
     """
+    configure_policy(policy, config)
     if asks_servers(config, own):
         policy.kernels.idle = True
         sampler = _asking_sampler(config, policy) if ranks.is_first else Sampler()
@@ -86,18 +87,24 @@ def _check_copy(config: RunConfig, policy: Policy, sampler: Sampler) -> None:
 
 def callers_sampler(callers_own: SamplerLike | SamplerFactory, policy: Policy, config: RunConfig) -> Sampler:
     """The caller's sampler, or the one that its factory makes of the policy; UserError without a `generate` method."""
-    configure_policy(policy, config)
     sampler: Any = callers_own
     # A class has `generate` too, but nothing to call it on.
     if callable(sampler) and (isinstance(sampler, type) or not hasattr(sampler, "generate")):
         _check_factory(sampler, policy)
         sampler = sampler(policy)
-    if not callable(getattr(sampler, "generate", None)):
+    if not _can_generate(sampler):
         source = "" if sampler is callers_own else "the factory returned "
         raise UserError(
             f"sampler: {source}{sampler!r} has no generate(prompts, *, group_size, sampling, seed): {_HINT}"
         )
     return CheckedSampler(sampler, policy.tokenizer)
+
+
+def _can_generate(sampler: Any) -> bool:
+    """Whether an object has the method `generate`; that of `Sampler` needs a `stream` of the class's own."""
+    kind = type(sampler)
+    defines_none = all(getattr(kind, name, None) is getattr(Sampler, name) for name in ("generate", "stream"))
+    return callable(getattr(sampler, "generate", None)) and not defines_none
 
 
 def _check_factory(factory: Callable[..., Any], policy: Policy) -> None:

@@ -169,7 +169,7 @@ class SFTTrainer:
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint; the policy is the one saved there already."""
         self.learner.load(state["learner"], tensors)
-        self.skipped = SkippedUpdateMonitor.of(state["stage"])
+        self.skipped = SkippedUpdateMonitor.of(state["stage"]["skipped_updates"])
 
     def tensors(self) -> dict[str, Tensor]:
         """The learner's tensors, for a checkpoint."""

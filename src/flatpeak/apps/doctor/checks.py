@@ -39,9 +39,14 @@ def examine(checks: Sequence[Check] = CHECKS) -> Generator[Finding, None, None]:
         # Signals wait until all that is started is on the stack, which ends it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         environment, failures = _scratch(stack)
-        probes = [Probe(check, environment) for check in checks]
-        for probe in probes:
-            stack.callback(probe.kill)
+        probes = []
+        for check in checks:
+            try:
+                probes.append(Probe(check, environment))
+            except OSError as error:
+                failures.append(problem("doctor", f"{check.__name__} cannot be started: {error}", "end other programs"))
+            else:
+                stack.callback(probes[-1].kill)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for findings in (failures, *(probe.findings() for probe in probes)):
             yield from map(_presentable, findings)

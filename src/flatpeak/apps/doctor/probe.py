@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Final, Literal
 
 from flatpeak.errors import brief
@@ -92,6 +93,7 @@ class Probe:
             stderr=subprocess.PIPE,
             env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # what it starts is killed with it
+            cwd=_directory(check),
         )
 
     def findings(self) -> Iterator[Finding]:
@@ -104,7 +106,10 @@ class Probe:
         self.kill()
         attempted = _whole(self._check.__name__)
         for line in output.splitlines():
-            finding = Finding(**json.loads(line))
+            try:
+                finding = Finding(**json.loads(line))
+            except (ValueError, TypeError):  # what was printed before the check began, or a line that a kill cut
+                continue
             if finding.status == "attempt":
                 attempted = finding
             else:
@@ -124,6 +129,15 @@ class Probe:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.poll()
                 time.sleep(0.01)
+
+
+def _directory(check: Check) -> str | None:
+    """None, the working directory; if it is gone, where libraries still load, for all but the check that reports it."""
+    try:
+        Path.cwd()
+    except OSError:
+        return None if check.__name__ == "check_machine" else "/"
+    return None
 
 
 def ask(command: Sequence[str]) -> tuple[str, str | None]:

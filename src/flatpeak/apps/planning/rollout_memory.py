@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.kernels.matmul import SMALLEST, onednn_is_faster
 from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, fitting_buckets, graded_buckets, key_multiple, round_up
 from flatpeak.policy.linears import TOGETHER
+from flatpeak.policy.native_decoding import SETTING, TORCH
 from flatpeak.policy.native_weights import SERVED
 from flatpeak.policy.packing import ROW_MULTIPLE
 from flatpeak.rollout.config import VLLMConfig
@@ -164,7 +166,9 @@ def native_copy(config: RunConfig, model: PlannedModel, *, on_cpu: bool) -> int:
 
     Where the kernels cannot be compiled or do not agree with torch, there is none.
     """
-    torch_decodes = config.rollout.kernels == "torch" or config.rollout.engine not in ("auto", "native")
+    kernels = config.rollout.kernels
+    setting = os.environ.get(SETTING, kernels) if kernels == "auto" else kernels
+    torch_decodes = setting == TORCH or config.rollout.engine not in ("auto", "native")
     if not on_cpu or torch_decodes or model.below_float32 or model.shape.model_type not in SERVED:
         return 0
     layers = causal_of(model.modules).named_modules()
