@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from flatpeak import __version__, pipeline
-from flatpeak.cli.common import RunOutput, last_line, read_config
+from flatpeak.cli.common import RunOutput, last_line
 from flatpeak.cli.evaluate import split_arguments
 from flatpeak.cli.main import app
 from flatpeak.errors import RunError
@@ -135,19 +135,6 @@ def test_train_hands_on_what_it_was_given(monkeypatch, recipe):
         False,
     )
     assert options["command"][0] == "flatpeak"
-
-
-def test_a_run_whose_recipe_lacks_a_later_key_is_resumed(monkeypatch, recipe, tmp_path):
-    there = [f"run.directory={tmp_path}", "--resume"]
-    RunDirectory.create(
-        RunSectionConfig(name="mine", directory=str(tmp_path)),
-        read_config(recipe, there[:1]).model_dump(mode="json", exclude={"evaluation": {"choices"}}),
-    ).close()
-    library, done = run(monkeypatch, "train", recipe, *there)
-    assert (done.exit_code, len(library.calls)) == (0, 1), done.output
-    library, done = run(monkeypatch, "train", recipe, "evaluation.choices=rank", *there)
-    assert library.calls == []
-    assert "evaluation.choices: (absent) -> rank" in str(done.exception)
 
 
 def test_sft_runs_only_sft(monkeypatch, recipe):

@@ -259,7 +259,7 @@ def count(package: Path = PACKAGE) -> dict[str, int]:
         "imports that run up": len(structure.upward) if ranked else -1,
         "`getattr(flatpeak, ...)`": occurrences(package, "getattr(flatpeak"),
         "`isinstance(_, RewardSet)`": occurrences(package, ", RewardSet)"),
-        "`isinstance` of a sampler": sampler_questions(package),
+        "`isinstance(_, Sampler)`, or any class of samplers": sampler_questions(package),
     }
 
 
