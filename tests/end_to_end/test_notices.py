@@ -173,7 +173,7 @@ def test_a_fork_takes_the_notices_up_to_its_step_along(recipe: Recipe, train: Tr
     assert [(stage, step) for stage, step, _ in notices(path)] == [("train", 1)]
     late = flatpeak.fork(path, 2, name="late", reward=odd, progress=False)
     early = flatpeak.fork(path, 0, name="early", reward=odd, progress=False)
-    (path / "notices.jsonl").unlink()  # as runs of earlier versions are
+    (path / "notices.jsonl").unlink()  # as a full disk leaves it
     former = flatpeak.fork(path, 2, name="former", reward=odd, progress=False)
     assert notices(late.path)[0][:2] == ("train", 1)
     assert [len(notices(one.path)) for one in (late, early, former)] == [1, 0, 0]

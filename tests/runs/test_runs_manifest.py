@@ -1,4 +1,4 @@
-"""A run of an earlier version goes on under a later one, which knows more keys."""
+"""What a resumed run may change, and what its start records."""
 
 from __future__ import annotations
 

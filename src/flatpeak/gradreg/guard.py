@@ -252,14 +252,14 @@ class Guard:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`, also one without a measured consistency: its run has begun all the same."""
-        self.factor = state.get("guard_step_factor", 1.0) if self.config.finds_step else 1.0
+        """Restore `state`; a step that the config gives is not searched for."""
+        self.factor = state["guard_step_factor"] if self.config.finds_step else 1.0
         self.passed = state["guard_passed"]
-        self.warned = state.get("guard_warned", False)
-        self.coarse = state.get("guard_coarse", False)
-        self.checked = state.get("guard_checked", 0 if self.passed else None)
-        self.inconsistent = state.get("guard_inconsistent", 0)
-        self.lost = state.get("guard_lost", 0)
+        self.warned = state["guard_warned"]
+        self.coarse = state["guard_coarse"]
+        self.checked = state["guard_checked"]
+        self.inconsistent = state["guard_inconsistent"]
+        self.lost = state["guard_lost"]
 
 
 def _try_steps(

@@ -154,7 +154,7 @@ class GradientRegularizer:
         self.schedule.load(state)
         self.guard.load(state)
         self.memory.load(tensors, grad_norm=state["memory_grad_norm"])
-        if state.get("precision_known") and not self.precision_known:
+        if state["precision_known"] and not self.precision_known:
             computed = state["compute_dtype"]
             self.perturbation.compute_dtype = None if computed is None else getattr(torch, computed)
             self.perturbation.coarsest_dtype = getattr(torch, state["through"])

@@ -91,10 +91,11 @@ def prepare_reward(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
 
 def build_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) -> Sampler:
     """The recipe's servers, else the native engine or `generate`; `trains`: whether log-probabilities are needed."""
+    configure_policy(policy, config)
     engine = config.rollout.engine
     if isinstance(engine, VLLMConfig):
+        policy.kernels.idle = True
         return served_sampler(policy, config, trains=trains)
-    configure_policy(policy, config)
     if engine == "native" and not policy.native:
         raise UserError(f"rollout.engine=native: {policy.notice}; use rollout.engine=auto or generate")
     if engine == "generate" or not policy.native:
@@ -105,7 +106,6 @@ def build_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) -> 
 def served_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) -> VLLMSampler:
     """The sampler over the recipe's servers; UserError where one is not there, or cannot sample for this policy."""
     assert isinstance(config.rollout.engine, VLLMConfig)
-    configure_policy(policy, config)
     if config.model.quantization is not None:
         raise UserError(
             f"model.quantization={config.model.quantization} with rollout.engine.type=vllm: servers would sample from "
@@ -113,7 +113,6 @@ def served_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) ->
         )
     if policy.adapted:
         _check_served_adapter(policy.model.active_peft_config)
-    policy.kernels.idle = True
     sampling = config.rollout.sampling() if trains else SamplingParams()
     return VLLMSampler(policy, config.rollout.engine, sampling=sampling)
 

@@ -46,21 +46,23 @@ class ResumePoint:
     @property
     def evaluated(self) -> bool:
         """Whether the evaluation that was due after its step, if one was, has been made."""
-        return self.newest is None or bool(self.newest.state.get("evaluated", True))
+        return self.newest is None or bool(self.newest.state["evaluated"])
 
     def announce_engine(self, policy: Policy, progress: Progress) -> None:
         """Give a notice where the start-up probe chose another engine than before: results may differ in their bits."""
-        before = self.newest.state.get("native") if self.newest else None
-        if before is not None and before != policy.native:
+        if self.newest is None:
+            return
+        before = self.newest.state["native"]
+        if before != policy.native:
             first, now = ("native", "generate") if before else ("generate", "native")
             progress.notice(
                 f"the run goes on with another engine than it had, {now} in place of {first} "
                 f"({policy.notice or 'the native one agrees with the plain forward pass again'}): from here on its "
                 "results differ from an uninterrupted run's"
             )
-        if self.newest is None or not (before and policy.native):
+        if not (before and policy.native):
             return
-        used, uses = self.newest.state.get("kernels", "torch"), policy.computed_with
+        used, uses = self.newest.state["kernels"], policy.computed_with
         if used != uses:
             progress.notice(
                 f"the run goes on with other kernels than it had, {uses} in place of {used}: from here on its results "

@@ -38,8 +38,8 @@ def make_sampler(
 
     The first of several ranks asks servers, for all of them; any other sampler is one of each rank, and not shared yet.
     """
-    configure_policy(policy, config)
     if asks_servers(config, own):
+        configure_policy(policy, config)
         policy.kernels.idle = True
         sampler = _asking_sampler(config, policy) if ranks.is_first else Sampler()
         if ranks.size == 1:
@@ -87,6 +87,7 @@ def _check_copy(config: RunConfig, policy: Policy, sampler: Sampler) -> None:
 
 def callers_sampler(callers_own: SamplerLike | SamplerFactory, policy: Policy, config: RunConfig) -> Sampler:
     """The caller's sampler, or the one that its factory makes of the policy; UserError without a `generate` method."""
+    configure_policy(policy, config)
     sampler: Any = callers_own
     # A class has `generate` too, but nothing to call it on.
     if callable(sampler) and (isinstance(sampler, type) or not hasattr(sampler, "generate")):

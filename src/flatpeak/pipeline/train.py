@@ -154,7 +154,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
         components.attach(run.directory.path, run.stop)
         with run.training():
             if point.newest is not None:
-                state = point.newest.state["stage"].get(SAMPLER_STATE, {})
+                state = point.newest.state["stage"][SAMPLER_STATE]
                 components.sampler.load(checked_sampler_state(state, ranks))
             if "sft" in stages and config.sft.steps and point.train is None and not point.sft_finished:
                 run_sft(config, components, recorder, point.sft)
@@ -268,7 +268,7 @@ def _reference_checkpoint(config: RunConfig, point: ResumePoint) -> Path | None:
 
     UserError where it is missing or damaged.
     """
-    if point.train is None or not keeps_own_reference(config) or point.train.state["stage"].get("resets", 0):
+    if point.train is None or not keeps_own_reference(config) or point.train.state["stage"]["resets"]:
         return None
     start = RunPaths(Path(config.run.directory) / config.run.name).checkpoints / checkpoint_name(0)
     broken = broken_file(start)

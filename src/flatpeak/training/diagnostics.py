@@ -145,7 +145,7 @@ class SkippedUpdateMonitor:
     def of(cls, state: Mapping[str, int]) -> SkippedUpdateMonitor:
         """Restore the counts that `state` gave."""
         counts = dict(state)
-        return cls(reported=counts.pop("told", 0), **counts)
+        return cls(reported=counts.pop("told"), **counts)
 
 
 def _any_score(rows: Sequence[Sequence[Score]]) -> bool:

@@ -272,7 +272,7 @@ class Trainer:
         self.reached = progression.pop("reached") and self.recorder.history.reached(self.config.training.stop_at)
         self.skipped = SkippedUpdateMonitor.of(progression.pop("skipped_updates"))
         self.condition.load(progression.pop(STOP_WHEN, None))
-        progression.pop(SAMPLER_STATE, None)  # loaded by the pipeline, whatever the stage
+        progression.pop(SAMPLER_STATE)  # loaded by the pipeline, whatever the stage
         self.reference = self.resets.load(
             progression.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
         )

@@ -197,7 +197,7 @@ def _copy(source: RunPaths, origin: CheckpointState, target: RunPaths) -> None:
         if broken is not None:
             raise UserError(f"{source.checkpoints / copy.name / broken.name}: {broken.problem}; use another checkpoint")
     shutil.copy(source.metrics, target.metrics)
-    evaluated = bool(origin.state.get("evaluated", True))
+    evaluated = bool(origin.state["evaluated"])
     truncate_metrics(target.metrics, step=origin.step, stage="train", evaluated=evaluated)
     if source.notices.exists():  # a full disk may have none
         shutil.copy(source.notices, target.notices)
