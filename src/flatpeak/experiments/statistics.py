@@ -157,12 +157,13 @@ def paired_bca(
     by_t = paired_t(a, baseline, confidence=confidence)
     low = high = math.nan
     if by_t.sd > 0:
+        bootstrap = scipy_stats().bootstrap
+        if "rng" not in signature(bootstrap).parameters:
+            raise UserError('the bootstrap over seeds needs SciPy 1.15 or newer: pip install "flatpeak[experiments]"')
         draws = {"n_resamples": resamples, "rng": np.random.default_rng(seed)}
         differences_N, _, _ = paired_differences(a, baseline)
-        bootstrap = scipy_stats().bootstrap(
-            (differences_N,), np.mean, confidence_level=confidence, method="BCa", **draws
-        )
-        low, high = map(float, bootstrap.confidence_interval)
+        drawn = bootstrap((differences_N,), np.mean, confidence_level=confidence, method="BCa", **draws)
+        low, high = map(float, drawn.confidence_interval)
     return replace(by_t, method="paired BCa bootstrap", low=low, high=high, p=math.nan)
 
 
@@ -315,13 +316,9 @@ def paired_differences(a: Values, baseline: Values) -> tuple[NDArray[np.float64]
 def scipy_stats() -> Any:
     """`scipy.stats`, loaded when a statistic needs it."""
     try:
-        stats = import_module("scipy.stats")
-        has_rng = "rng" in signature(stats.bootstrap).parameters
+        return import_module("scipy.stats")
     except ImportError as error:
         raise UserError(f'statistics over seeds need SciPy ({error}): pip install "flatpeak[experiments]"') from None
-    if not has_rng:
-        raise UserError('statistics over seeds need SciPy 1.15 or newer: pip install "flatpeak[experiments]"')
-    return stats
 
 
 def _varies(values_N: NDArray[np.float64]) -> bool:

@@ -241,9 +241,7 @@ def _evaluation_results(source: CardSource) -> list[Any]:
             metric_value=value,
         )
         for name, value in evaluation.metrics.items()
-        if re.fullmatch(r"(sampled/)?accuracy|reward|(pass|maj)@.*", name)
-        and value is not None
-        and math.isfinite(value)
+        if _HEADLINES.fullmatch(name) and value is not None and math.isfinite(value)
     ]
 
 
