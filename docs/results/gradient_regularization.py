@@ -43,7 +43,7 @@ from tiny_transformer import (
 from torch import Tensor, nn
 
 from flatpeak.functional import frozen_policy_loss, importance_ratio
-from flatpeak.gradreg.config import GradientRegularizationConfig, PublishedBehavior
+from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
 from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.config import TokenizerConfig
@@ -67,7 +67,7 @@ def regularized(
     again: Callable[[], Tensor] | None = None,
     compute_dtype: torch.dtype | None = None,
     masters: dict[nn.Parameter, Tensor] | None = None,
-    behavior: PublishedBehavior = PublishedBehavior(),
+    behavior: PublishedBehavior = CORRECTED,
     **settings: object,
 ) -> tuple[Tensor, Tensor, Report]:
     """(the gradient with penalty, the one without, the report), both with the same dropout masks in the first pass."""
@@ -100,7 +100,7 @@ def penalty(
     model: nn.Module,
     loss: Callable[[], Tensor],
     *,
-    behavior: PublishedBehavior = PublishedBehavior(),
+    behavior: PublishedBehavior = CORRECTED,
     **settings: object,
 ) -> tuple[Tensor, Report]:
     """The gradient of the penalty at strength 1."""

@@ -1,7 +1,5 @@
 """Which way and how far: steps by their scale, the norm instead of its square."""
 
-import math
-
 import pytest
 import torch
 from torch import nn

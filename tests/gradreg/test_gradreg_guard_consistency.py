@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from flatpeak.errors import UserError
+from flatpeak.gradreg.config import PublishedBehavior
 from flatpeak.gradreg.directions import step_consistency
 from flatpeak.gradreg.guard import Guard
 from flatpeak.gradreg.perturbation import PerturbationFidelity
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.gradreg.config import PublishedBehavior
 from support.gradreg import (
     Quadratic,
     Sharp,

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import take
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig

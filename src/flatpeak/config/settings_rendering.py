@@ -32,7 +32,7 @@ def to_text(sections: Sequence[Section], *, width: int) -> str:
 
 
 def to_summary(sections: Sequence[Section], *, left_out: int, width: int) -> str:
-    """Each setting with its default, and its values or the first sentence of its meaning; below them the commands that say more."""
+    """Each setting with its default, and its values or the first sentence of its meaning; then where there is more."""
     blocks = []
     for section in sections:
         lines = []

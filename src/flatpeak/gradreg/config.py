@@ -32,6 +32,10 @@ class PublishedBehavior:
     """Whether the second pass repeats the first pass's dropout masks."""
 
 
+CORRECTED = PublishedBehavior()
+"""The penalty as it is described."""
+
+
 class GradientRegularizationConfig(StrictConfig):
     """The penalty strength / 2 * ||grad L||^2, added to the loss L of every optimizer update.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.config import GradientRegularizationConfig, PublishedBehavior
+from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
 from flatpeak.gradreg.directions import (
     Direction,
     central_difference,
@@ -67,7 +67,7 @@ class GradientRegularizer:
         seed: int = 0,
         notice: Callable[[str], None] = warnings.warn,
         average: Callable[[Iterable[Tensor]], None] | None = None,
-        behavior: PublishedBehavior = PublishedBehavior(),
+        behavior: PublishedBehavior = CORRECTED,
     ) -> None:
         """Choose the parameters to perturb; UserError where there are none.
 
@@ -77,7 +77,7 @@ class GradientRegularizer:
         caller averages gradients so, and no wrapper does; exact curvature on several ranks needs it. `behavior`: the
         deviations of published code, for comparisons.
         """
-        if config.difference == "exact" and behavior != PublishedBehavior():
+        if config.difference == "exact" and behavior != CORRECTED:
             raise UserError("difference=exact has no second gradient: leave out behavior")
         self.config = config
         self.behavior = behavior

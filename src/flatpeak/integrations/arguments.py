@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.config import GradientRegularizationConfig, PublishedBehavior
+from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
 
 PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
 """Published code perturbs every trainable parameter whose name contains none of these."""
@@ -182,7 +182,7 @@ class GradientRegularizationArguments:
     def grad_reg_published_behavior(self) -> PublishedBehavior:
         """The deviations of published code where published behavior is configured."""
         if not self.grad_reg_published:
-            return PublishedBehavior()
+            return CORRECTED
         return PublishedBehavior(
             g1_clip=PUBLISHED_CLIP if self.grad_reg_g1_clip is None else self.grad_reg_g1_clip,
             g2_clip=PUBLISHED_CLIP if self.grad_reg_g2_clip is None else self.grad_reg_g2_clip,

@@ -17,9 +17,9 @@ from test_math_grade_command import rows, run
 from flatpeak.config.load import load_recipe
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
-from flatpeak.rewards.math_reward import question_only_reward, r1_zero_reward
 from flatpeak.rewards.math.syntax_tree import OverLimitError
 from flatpeak.rewards.math.unevaluated import is_evaluated, only_evaluated
+from flatpeak.rewards.math_reward import question_only_reward, r1_zero_reward
 from flatpeak.rewards.reward_set import build_reward
 from flatpeak.types import Completion, Group, Prompt
 from support.math_cases import CASES, grade
