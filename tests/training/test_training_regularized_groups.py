@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import take
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
@@ -180,11 +178,6 @@ def test_unperturbed_parameters_keep_the_gradient_of_all_groups() -> None:
         {name: component for name, component in kind.items() if name not in inside} for kind in (result, plain)
     )
     assert relative_error(others, expected) < 1e-14
-
-
-def test_a_second_gradient_of_some_groups_cannot_stand_for_that_of_all() -> None:
-    with pytest.raises(ValidationError, match=r"outside=g2 .*group_fraction"):
-        GradientRegularizationConfig(strength=1.0, outside="g2", group_fraction=0.5)
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5])

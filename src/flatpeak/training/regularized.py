@@ -153,7 +153,7 @@ class RegularizedLearner(Learner):
     def second_pass(self, batch: Batch, recorded: list[FirstPass]) -> Iterator[Tensor]:
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
-        with without_gradients(self.outside if config.outside == "g1" else ()):
+        with without_gradients(self.outside):
             for micro_batch, first in zip(self.micro_batches(batch), recorded, strict=True):
                 logprobs_T, entropy_T = self.token_logprobs(micro_batch)
                 micro_batch = with_old_logprobs(micro_batch, first.logprobs_T)

@@ -329,7 +329,7 @@ def regularization_bytes(
     """
     perturbed = choose_parameters(model.modules, config)
     gradients = FLOAT32 * sum(parameter.numel() for parameter in perturbed)
-    copies = (config.direction == "random" or config.scaling == "asam") + (config.every > 1)
+    copies = (config.direction == "random") + (config.every > 1)
     if config.difference != "exact":
         copies += config.difference == "central" or bool(config.check_every)
     in_pass = inventory.gradients + sum(p.nbytes for p in perturbed) + gradients * copies
