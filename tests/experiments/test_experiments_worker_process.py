@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak.experiments import cell_worker
 from flatpeak.experiments.cell_worker import WorkerProcess
+from flatpeak.utils import child_process
 
-START = "import sys, os, socket, time; link = socket.socket(fileno=int(sys.argv[1])); "
+START = "import json, os, socket, sys, time; link = socket.socket(fileno=json.loads(sys.argv[3])[0]); "
 
 
 def reason_of(worker: WorkerProcess) -> str:
@@ -47,29 +47,29 @@ def is_running(pid: int) -> bool:
 def test_the_reason_of_a_death_names_the_exit_code_or_the_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
 ) -> None:
-    monkeypatch.setattr(cell_worker, "_BOOT", START + code)
+    monkeypatch.setattr(child_process, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "logs" / "worker-0.log")
     worker.send({"kind": "call"})
     assert reason_of(worker) == reason.format(log=tmp_path / "logs" / "worker-0.log")
 
 
-def test_a_worker_is_a_session_of_its_own_with_its_gpu_and_answers_in_lines(
+def test_a_worker_has_a_group_of_its_own_with_its_gpu_and_answers_in_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
         "import json; job = json.loads(link.makefile().readline()); "
-        "answer = dict(job, gpu=os.environ['CUDA_VISIBLE_DEVICES'], session=os.getsid(0) == os.getpid()); "
+        "answer = dict(job, gpu=os.environ['CUDA_VISIBLE_DEVICES'], leads=os.getpgrp() == os.getpid()); "
         "line = json.dumps(answer).encode() + b'\\n'; link.sendall(line[:5]); time.sleep(0.1); link.sendall(line[5:]); "
         "time.sleep(60)"
     )
-    monkeypatch.setattr(cell_worker, "_BOOT", START + code)
+    monkeypatch.setattr(child_process, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log", gpu="GPU-b")
     worker.send({"kind": "x" * 100_000})
     outcome = None
     while outcome is None:
         outcome = worker.receive()
         time.sleep(0.01)
-    assert outcome == {"kind": "x" * 100_000, "gpu": "GPU-b", "session": True}
+    assert outcome == {"kind": "x" * 100_000, "gpu": "GPU-b", "leads": True}
     os.kill(worker.pid, signal.SIGKILL)
     assert reason_of(worker) == "the worker process was killed by SIGKILL, as the system does when memory runs out"
 
@@ -79,7 +79,7 @@ def test_the_children_of_a_worker_that_was_killed_end_with_it(tmp_path: Path, mo
         "import subprocess; child = subprocess.Popen(['sleep', '600']); "
         "link.sendall(b'%d\\n' % child.pid); time.sleep(600)"
     )
-    monkeypatch.setattr(cell_worker, "_BOOT", START + code)
+    monkeypatch.setattr(child_process, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log")
     child = None
     while child is None:
@@ -98,12 +98,12 @@ def test_a_worker_that_fails_ends_although_threads_of_the_users_code_go_on(
 ) -> None:
     code = (
         "import sys, threading, time; from contextlib import nullcontext; "
-        "descriptor, *sys.path = sys.argv[1:]; import flatpeak.experiments.cell_worker as worker; "
+        "arguments, *sys.path = sys.argv[3:]; import json, flatpeak.experiments.cell_worker as worker; "
         "threading.Thread(target=time.sleep, args=(90,)).start(); "
         "worker.ProcessState = type('State', (), {'restored': lambda self: nullcontext()}); "
-        "worker.run_job = lambda job: 1 / 0; worker.serve(int(descriptor))"
+        "worker.run_job = lambda job: 1 / 0; worker.serve(*json.loads(arguments))"
     )
-    monkeypatch.setattr(cell_worker, "_BOOT", code)
+    monkeypatch.setattr(child_process, "_BOOT", code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log")
     worker.send({"kind": "call"})
     assert reason_of(worker) == f"the worker process ended with exit code 1 (see {tmp_path / 'worker-0.log'})"

@@ -257,6 +257,7 @@ def count(package: Path = PACKAGE) -> dict[str, int]:
         "module names with two meanings": len(structure.ambiguous),
         "circles of imports": len(structure.circles),
         "imports that run up": len(structure.upward) if ranked else -1,
+        "boots of child processes": occurrences(package, "_BOOT: Final"),
         "`getattr(flatpeak, ...)`": occurrences(package, "getattr(flatpeak"),
         "`isinstance(_, RewardSet)`": occurrences(package, ", RewardSet)"),
         "`isinstance(_, Sampler)`, or any class of samplers": sampler_questions(package),

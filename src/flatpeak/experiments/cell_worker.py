@@ -1,6 +1,6 @@
 """The worker process of a sweep, and its handle: runs and prefix steps in turn, each as in a process of its own.
 
-Jobs and outcomes are lines of JSON over a socket. The worker is a session of its own, so that Ctrl-C in the terminal
+Jobs and outcomes are lines of JSON over a socket. The worker has its own process group, so that Ctrl-C in the terminal
 reaches the sweep alone, and it ends at once when the sweep's process is gone. Nothing slow is imported before it looks
 out for that.
 """
@@ -14,7 +14,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any, TextIO
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError, brief
 from flatpeak.experiments.records import prune_checkpoints
+from flatpeak.utils import child_process
 from flatpeak.utils.redaction import hide_secrets_of, redact
 from flatpeak.utils.user_code import load_function, user_files
 
@@ -35,11 +35,6 @@ Job = Mapping[str, Any]
 """kind, path, log, and the arguments of the kind."""
 Outcome = dict[str, Any]
 """status (done, stopped or failed), reason and seconds."""
-# Not `multiprocessing`, which would import the user's main module again.
-_BOOT = (
-    "import sys; descriptor, *sys.path = sys.argv[1:]; "
-    "from flatpeak.experiments.cell_worker import serve; serve(int(descriptor))"
-)
 
 
 def serve(descriptor: int) -> None:
@@ -289,16 +284,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                # Ctrl-C in the terminal is for the sweep, which asks its workers to stop.
-                start_new_session=True,
-            )
+            self._process = child_process.start(serve, channel=theirs, stdout=output, stderr=output, env=environment)
         self.connection = ours
         self._received = b""
 
@@ -338,17 +324,13 @@ class WorkerProcess:
 
     def _death(self) -> str:
         """The way in which the process ended."""
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        code = child_process.wait_for_end(self._process, seconds=5.0)
+        if code is None:
             return "the worker process closed its connection"
-        self._kill_group()  # what it had started: it had no time to end that where it was killed
         if code >= 0:
             return f"the worker process ended with exit code {code} (see {self.log})"
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        return f"the worker process was killed by {name}{hint}"
+        hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+        return f"the worker process was {child_process.ending(code)}{hint}"
 
     def interrupt(self) -> None:
         """Ask the run to stop with a checkpoint."""
@@ -358,18 +340,11 @@ class WorkerProcess:
     def kill(self) -> None:
         """End the process at once, with the processes of its group."""
         if self._process.poll() is None:
-            self._kill_group()
+            child_process.kill_group(self._process)
             self._process.wait()
-
-    def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the second of groups that have ended
-            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Let an idle process end, or kill it; then wait for it."""
         self.send(None)
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        child_process.wait_for_end(self._process, seconds=10.0)
         self.connection.close()

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,13 +29,10 @@ from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.ahead import Background, answer_request
+from flatpeak.utils import child_process
 
 MEMORY: Final = Path("/dev/shm")
 WEIGHTS: Final = "weights.safetensors"
-_BOOT: Final = (
-    "import sys; descriptor, *sys.path = sys.argv[1:]; "
-    "from flatpeak.pipeline.rollout_process import serve; serve(int(descriptor))"
-)
 _POLL_SECONDS: Final = 0.5
 _LAST_LINES: Final = 2
 
@@ -97,14 +92,7 @@ class RolloutProcess(Background):
         ours, theirs = socket.socketpair()
         self._pipe = Connection(ours.detach())
         with theirs, (directory / "output.txt").open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *sys.path],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the trainer, which ends this process
-            )
+            self._process = child_process.start(serve, channel=theirs, stdout=output, stderr=output)
         self._send({"config": self._config.model_dump(mode="json"), "directory": str(directory), "parent": os.getpid()})
         return directory
 
@@ -118,15 +106,11 @@ class RolloutProcess(Background):
     def _lost(self) -> RunError:
         assert self._process is not None
         assert self._directory is not None
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        child_process.wait_for_end(self._process, seconds=1.0)
+        end = child_process.ending(self._process.wait())
         printed = (self._directory / "output.txt").read_text(encoding="utf-8", errors="replace").split("\n")
         last = "; ".join([line.strip() for line in printed if line.strip()][-_LAST_LINES:])
-        return RunError(f"the process that draws rollouts ahead {end}{f' ({last})' if last else ''}; {_FIX}")
+        return RunError(f"the process that draws rollouts ahead died: {end}{f' ({last})' if last else ''}; {_FIX}")
 
 
 _FIX: Final = "go on with --resume, with rollout.staleness=0 if it fails again"

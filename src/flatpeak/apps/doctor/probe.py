@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from flatpeak.errors import brief
+from flatpeak.utils import child_process
 
 TORCH_PAGE: Final = "https://pytorch.org/get-started/locally"
 """The page with the builds of torch."""
@@ -27,7 +28,6 @@ SECONDS: Final = 180.0
 """The longest that a process may take: from a cold disk, or on a busy machine, imports take a minute or two."""
 AFTER_KILL: Final = 1.0
 """Seconds for a killed process to go: one that waits in a driver never does, and is left behind."""
-_BOOT: Final = "import sys; from flatpeak.apps.doctor.probe import run_check; run_check(*sys.argv[1:])"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +86,13 @@ class Probe:
         """Start the process of the check."""
         self._check = check
         self._deadline = time.monotonic() + SECONDS
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, check.__module__, check.__name__],
-            stdin=subprocess.DEVNULL,
+        self._process = child_process.start(
+            run_check,
+            check.__module__,
+            check.__name__,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # what it starts is killed with it
             cwd=_directory(check),
         )
 
@@ -117,8 +117,7 @@ class Probe:
         if code is None:
             yield failed(attempted, f"it did not answer within {SECONDS:.0f} s")
         elif code != 0:
-            ending = f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            yield failed(attempted, " ".join([ending, _last_line(errors)]))
+            yield failed(attempted, f"{child_process.ending(code)} {_last_line(errors)}".strip())
 
     def kill(self) -> None:
         """Kill the process with all that it started, and wait until they are gone."""

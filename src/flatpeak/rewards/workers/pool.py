@@ -17,7 +17,8 @@ from typing import Any, Final, TypeVar
 from flatpeak.errors import UserError
 from flatpeak.rewards.workers import process as processes
 from flatpeak.rewards.workers.process import WorkerError as WorkerError
-from flatpeak.rewards.workers.worker import ForkServer, add_loaded
+from flatpeak.rewards.workers.worker import ForkServer, add_loaded, serve
+from flatpeak.utils.child_process import Process, ending, kill_group, wait_for_end
 from flatpeak.utils.user_code import user_files
 
 T = TypeVar("T")
@@ -25,11 +26,6 @@ T = TypeVar("T")
 START_SECONDS: Final = 60.0
 NOT_CALLED: Final = WorkerError("budget", "not called: the step's time for calls without a result was spent")
 _OWN_TIMER: Final = "killed by SIGALRM"
-# A process of its own, not one of `multiprocessing`: that would import the user's main module again, torch and all.
-_BOOT: Final = (
-    "import sys; descriptor, memory, *sys.path = sys.argv[1:]; "
-    "from flatpeak.rewards.workers.worker import serve; serve(int(descriptor), int(memory) or None)"
-)
 
 
 class WorkerPool:
@@ -142,7 +138,7 @@ class _Worker:
     def __init__(self, memory_bytes: int | None, server: ForkServer | None) -> None:
         self._memory_bytes = memory_bytes
         self._server = server
-        self._process: processes.Process | None = None
+        self._process: Process | None = None
         self._pipe: Connection | None = None
         self._loaded: dict[bytes, Any] = {}
         self._over = False
@@ -172,7 +168,7 @@ class _Worker:
         with self._lock:
             self._over = self._over or forever
             if self._process is not None:
-                processes.kill(self._process)
+                kill_group(self._process)
 
     def discard(self) -> str | None:
         """Drop the process and return its exit code or signal, if there was one."""
@@ -181,7 +177,10 @@ class _Worker:
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-        return None if process is None else processes.wait_for_end(process)
+        if process is None:
+            return None
+        wait_for_end(process, seconds=processes.SPARE_SECONDS)
+        return ending(process.wait())
 
     def _ready(self, code: bytes) -> Connection:
         """The pipe to a process that has loaded the function; WorkerError where it cannot be started."""
@@ -229,19 +228,16 @@ class _Worker:
         with theirs, self._lock:
             if self._over:
                 raise EOFError("the pool is closed")
-            self._process = self._server.fork(theirs) if self._server is not None else self._interpreter(theirs)
+            if self._server is not None:
+                self._process = self._server.fork(theirs)
+            else:
+                self._process = processes.start(serve, theirs, self._memory_bytes)
         if not pipe.poll(START_SECONDS):
             self.kill()
         pipe.recv_bytes()
         if self._server is not None:
             self._loaded = {self._server.code: True}
         return pipe
-
-    def _interpreter(self, channel: socket.socket) -> processes.Process:
-        memory = str(self._memory_bytes or 0)
-        return processes.start(
-            [sys.executable, "-P", "-u", "-c", _BOOT, str(channel.fileno()), memory, *sys.path], channel
-        )
 
 
 def _result(answer: bytes) -> Any:

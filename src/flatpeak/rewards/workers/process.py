@@ -11,11 +11,12 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
+from flatpeak.utils import child_process
 from flatpeak.utils.redaction import redact
 from flatpeak.utils.user_code import OneLineError
 
@@ -32,20 +33,6 @@ OUTPUT_PREFIX: Final = "reward: "
 _CHUNK: Final = 65536
 
 
-class Process(Protocol):
-    """A process that leads a group of its own: a `subprocess.Popen`, or the fork of a server."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """The exit code, or minus the signal; None while it runs."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code once it has ended; subprocess.TimeoutExpired where that takes longer."""
-        ...
-
-
 class WorkerError(OneLineError):
     """The failure of a call that has no result; the text gives the reason on one line."""
 
@@ -59,8 +46,10 @@ class WorkerError(OneLineError):
         return str(self.args[1])
 
 
-def start(command: Sequence[str], channel: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a process with the channel, nothing to read, and a process group of its own.
+def start(
+    serve: Callable[[int, int | None], None], channel: socket.socket, memory_bytes: int | None
+) -> subprocess.Popen[bytes]:
+    """Start a process that serves the channel within this memory.
 
     What it prints goes to standard error (`capture_output`): standard output may be a result that a program reads.
     """
@@ -69,34 +58,10 @@ def start(command: Sequence[str], channel: socket.socket) -> subprocess.Popen[by
     # happens then; the new one unblocks them once it has its own handlers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            pass_fds=[channel.fileno()],
-            process_group=0,
-        )
+        return child_process.start(serve, memory_bytes, channel=channel, stdout=printed, stderr=printed)
     finally:
         os.close(printed)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def kill(process: Process) -> None:
-    """End a process, and whatever it has started and left in its group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the second of groups that have ended
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for_end(process: Process) -> str:
-    """The exit code or signal of a process that has closed its channel; it is killed if it takes more than a moment."""
-    try:
-        code = process.wait(SPARE_SECONDS)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        code = process.wait()
-    kill(process)  # its children
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def limit_waiting(pipe: Connection, seconds: float) -> None:

@@ -20,15 +20,12 @@ from typing import Any, Final
 from flatpeak.errors import UserError
 from flatpeak.rewards.workers import process as processes
 from flatpeak.rewards.workers.process import FORK, WorkerError
+from flatpeak.utils.child_process import kill_group
 from flatpeak.utils.user_code import load_file, one_line, user_files
 
 MAX_LOADED: Final = 32
 """Functions that a worker keeps loaded."""
 _OUT_OF_MEMORY: Final = pickle.dumps(("memory", "a worker process ran out of the memory it may use"))
-_BOOT: Final = (
-    "import sys; descriptor, memory, *sys.path = sys.argv[1:]; "
-    "from flatpeak.rewards.workers.worker import serve_forks; serve_forks(int(descriptor), int(memory) or None)"
-)
 _POLL_SECONDS: Final = 0.005
 _FILES: dict[str, str] = {}
 """The user's files that may be run here, by module name."""
@@ -197,7 +194,7 @@ class ForkServer:
     def kill(self) -> None:
         """End the server, in the middle of loading too; its workers go on."""
         if self._process is not None:
-            processes.kill(self._process)
+            kill_group(self._process)
 
     def close(self) -> None:
         """End the server; a later worker starts a new one."""
@@ -221,9 +218,8 @@ class ForkServer:
         self._starts += 1
         ours, theirs = socket.socketpair()
         self._control = control = Connection(ours.detach())
-        command = [sys.executable, "-P", "-u", "-c", _BOOT, str(theirs.fileno()), str(self._memory_bytes or 0)]
         with theirs:
-            self._process = processes.start([*command, *sys.path], theirs)
+            self._process = processes.start(serve_forks, theirs, self._memory_bytes)
         processes.limit_waiting(control, self._seconds)
         control.recv_bytes()
         control.send_bytes(pickle.dumps((self.code, (sys.path, user_files()))))
@@ -239,7 +235,7 @@ class ForkServer:
             self._control.close()
             self._control = None
         if process is not None:
-            processes.kill(process)
+            kill_group(process)
             process.wait()
 
 
@@ -258,7 +254,7 @@ class ForkedProcess:
             try:
                 self._code = self._server.status(self.pid, self._starts)
             except (EOFError, OSError):  # its exit code is lost with the server
-                processes.kill(self)
+                kill_group(self)
                 self._code = 0
         return self._code
 
