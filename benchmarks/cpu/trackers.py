@@ -34,7 +34,7 @@ from flatpeak.tracking.config import TrackingConfig
 from flatpeak.tracking.trackers import Trackers, open_trackers
 
 STEPS = 20
-"""Steps of a round, less than the demo takes in the ten seconds for which MLflow's batches are gathered."""
+"""Steps of a round, less than the demo takes in the ten seconds for which batches are gathered."""
 TABLE_EVERY = 10
 """As `tracking.completions_every` is by default."""
 SFT_STEPS = 100
@@ -125,7 +125,7 @@ def give(tracker: Trackers, steps: list[dict[str, float]], rows: list[dict[str, 
 
 def wait(tracker: Trackers) -> None:
     """Wait, without computing, until everything is recorded and the library's own processes have caught up."""
-    while any(one.pending for one in tracker.parts):
+    while tracker.pending:
         time.sleep(0.1)
     time.sleep(0.5)
 
