@@ -26,7 +26,7 @@ from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.pipeline.build import build_components
 from flatpeak.pipeline.progress import SilentProgress
-from flatpeak.pipeline.user_objects import CallerObjects
+from flatpeak.pipeline.request import CallerObjects
 from flatpeak.runs.manifest import describe_start
 from flatpeak.runs.rollout_log import rollout_rows
 from flatpeak.tracking.backend import RunFacts

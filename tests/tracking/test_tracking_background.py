@@ -169,7 +169,9 @@ def test_what_stays_refused_is_dropped_and_the_rest_goes_on(tmp_path: Path) -> N
 
     fake, other = Fake(), Fake()
     fake.log_table = lambda table: refuse()  # type: ignore[method-assign]
-    thread = TrackerThread([tracked(lambda identity: fake, tmp_path), tracked(lambda identity: other, tmp_path)])
+    thread = TrackerThread(
+        [tracked(lambda identity: fake, tmp_path), tracked(lambda identity: other, tmp_path, name="other")]
+    )
     for content in (row(1), table(2), row(3)):
         thread.offer(content)
     wait_for(lambda: other.steps == [1, 2, 3])

@@ -89,7 +89,7 @@ class TrackerThread:
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def close(self, status: str, *, longest: float) -> None:
-        """Let the trackers record what is queued and end; where one hangs, it is left behind after `longest` seconds."""
+        """Let the trackers record what is queued and end; one that hangs is left behind after `longest` seconds."""
         self._status = status
         self._closing.set()
         self._thread.join(longest)

@@ -19,7 +19,7 @@ from typing import Any
 # the terminal.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-# The other trackers wait while this one does: a server that is away costs them seconds, where the library takes minutes.
+# The other trackers wait while this one does: a server that is away costs them seconds, and not minutes.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 
