@@ -10,10 +10,10 @@ from pathlib import Path
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
-from flatpeak.pipeline.components import build_sampler
 from flatpeak.pipeline.evaluators import build_evaluator
 from flatpeak.pipeline.policies import announce_recipe, check_model, named_reference, open_policy
 from flatpeak.pipeline.request import Algorithm, CallerObjects, check_given_again, make_algorithm
+from flatpeak.pipeline.rollout_engines import build_sampler
 from flatpeak.pipeline.run_data import RunData, RunTasks, make_data, make_prompts, open_tasks
 from flatpeak.pipeline.run_rewards import RunRewards, open_rewards, prepare_reward, rewards_of
 from flatpeak.pipeline.samplers import make_sampler

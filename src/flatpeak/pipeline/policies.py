@@ -11,8 +11,8 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.pipeline.components import configure_policy
 from flatpeak.pipeline.request import CallerObjects, RecipeSource
+from flatpeak.pipeline.rollout_engines import configure_policy
 from flatpeak.pipeline.run_start import ResumePoint
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import check_source, load_policy, restore_weights, resumed_source

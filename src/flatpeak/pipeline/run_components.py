@@ -19,11 +19,11 @@ from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
 from flatpeak.pipeline.build import Components, build_components
-from flatpeak.pipeline.components import announce_decoding
 from flatpeak.pipeline.policies import check_regularization
 from flatpeak.pipeline.progress import model_line
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.request import CallerObjects, code_digests
+from flatpeak.pipeline.rollout_engines import announce_decoding
 from flatpeak.pipeline.run_rewards import unanswered
 from flatpeak.pipeline.run_start import Run, RunStart
 from flatpeak.pipeline.samplers import asks_servers, make_sampler
