@@ -151,11 +151,11 @@ def train_with_own_sampler(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
-    """How often a rank's run opens trackers, and writes rollouts or the answers of an evaluation."""
+    """How often a rank's run takes a directory, opens trackers, and writes rollouts, answers, metrics and summaries."""
     import flatpeak.pipeline.run_start
     import flatpeak.training.recorder
 
-    counts = {"trackers": 0, "rollouts": 0, "answers": 0}
+    counts = dict.fromkeys(("directories", "trackers", "rollouts", "answers", "rows", "summaries"), 0)
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **settings: Any) -> Any:
@@ -166,9 +166,12 @@ def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
 
     with ExitStack() as patches:
         for owner, function, name in (
+            (flatpeak.pipeline.run_start.RunDirectory, "create", "directories"),
             (flatpeak.pipeline.run_start, "open_trackers", "trackers"),
             (flatpeak.training.recorder.RolloutLog, "write", "rollouts"),
             (flatpeak.training.recorder, "write_answers", "answers"),
+            (flatpeak.training.recorder.MetricsWriter, "write", "rows"),
+            (flatpeak.training.recorder, "write_summary", "summaries"),
         ):
             patches.enter_context(patch.object(owner, function, counted(name, getattr(owner, function))))
         train(recipe)

@@ -127,9 +127,9 @@ def _end_failed(run: Run, recorder: Recorder, directory: RunDirectory | None, er
         raise RunError(str(error)) from error
     if not isinstance(error, UserError):
         saved = f"step {summary.last_step} is saved"
-        _log_error(
-            run.paths, error, saved=saved if unsaved is None else f"its last step could not be saved ({unsaved})"
-        )
+        if unsaved is not None:
+            saved = f"its last step could not be saved ({unsaved})"
+        _log_error(run.paths, error, saved=saved)
 
 
 def _saves_nothing(error: Exception) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from flatpeak.config.load import Settings, apply_settings
 from flatpeak.config.run_config import RunConfig
-from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.gradreg.regularizer import GradientRegularizer
-from flatpeak.pipeline.request import CallerObjects, RecipeSource
+from flatpeak.pipeline.request import CallerObjects
 from flatpeak.pipeline.rollout_engines import configure_policy
 from flatpeak.pipeline.run_start import ResumePoint
 from flatpeak.policy.config import ModelConfig
@@ -153,35 +150,6 @@ def check_regularization(config: RunConfig, policy: Policy) -> None:
     if section.enabled:  # weights are their masters yet, rounded
         regularizer = GradientRegularizer(policy.model, section, compute_dtype=policy.compute_dtype)
         regularizer.guard.probe(regularizer.perturbation, section)
-
-
-def without_model_source(
-    config: RunConfig, objects: CallerObjects, recipe: RecipeSource, settings: Settings | None
-) -> tuple[RunConfig, list[str]]:
-    """The configuration for a caller's own model, if there is one, and the notices of settings that it replaces."""
-    if objects.model is None:
-        return config, []
-    written_here = apply_settings(recipe if isinstance(recipe, Mapping) else {}, settings or ())
-    name = str(recipe) if isinstance(recipe, str | Path) else "the recipe"
-    return _without_model(config, own=written_here, named=name)
-
-
-def _without_model(config: RunConfig, *, own: Mapping[str, Any], named: str) -> tuple[RunConfig, list[str]]:
-    """The configuration for a caller's own model, which names no other, and the notices of what it leaves out.
-
-    A model that `own`, the part of the recipe that was written for this call, names beside it is a UserError. One that
-    comes from a shared recipe (called `named`), given by its name, resolved before or extended, is left out.
-    """
-    settings = list(explicit_settings(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
-    if not settings:
-        return config, []
-    section = own.get("model", {})
-    contradicted = [name for name in settings if not isinstance(section, Mapping) or name in section]
-    keys = ", ".join(f"model.{name}" for name in contradicted or settings)
-    if contradicted:
-        raise UserError(f"{keys} beside train(model=...), which brings the model: leave {keys} out of the recipe")
-    without = config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})
-    return without, [f"{keys} of {named} not used: train(model=...) brings the model"]
 
 
 def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:

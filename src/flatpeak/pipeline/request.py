@@ -12,10 +12,12 @@ from typing import Any, Final
 
 from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
+from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.functional.losses import PolicyLoss
 from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
 from flatpeak.pipeline.samplers import SamplerFactory
+from flatpeak.policy.config import ModelConfig
 from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rewards.functions import function_name
 from flatpeak.runs.manifest import flatten
@@ -109,6 +111,26 @@ class CallerObjects:
             return {**(settings or {}), **named}
         written = [settings] if isinstance(settings, str) else settings
         return [*written, *(f"{key}={name}" for key, name in named.items())]
+
+
+def without_model_source(config: RunConfig, objects: CallerObjects, request: RunRequest) -> tuple[RunConfig, list[str]]:
+    """The configuration for a caller's own model, if there is one, and the notices of settings that it replaces.
+
+    A model that this call names beside it, in a mapping or in settings, is a UserError. One that comes from a shared
+    recipe, given by its name, resolved before or extended, is left out.
+    """
+    settings = list(explicit_settings(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
+    if objects.model is None or not settings:
+        return config, []
+    recipe = request.recipe
+    section = apply_settings(recipe if isinstance(recipe, Mapping) else {}, request.settings or ()).get("model", {})
+    contradicted = [name for name in settings if not isinstance(section, Mapping) or name in section]
+    keys = ", ".join(f"model.{name}" for name in contradicted or settings)
+    if contradicted:
+        raise UserError(f"{keys} beside train(model=...), which brings the model: leave {keys} out of the recipe")
+    named = str(recipe) if isinstance(recipe, str | Path) else "the recipe"
+    without = config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})
+    return without, [f"{keys} of {named} not used: train(model=...) brings the model"]
 
 
 def check_given_again(checkpoint: Path | None, config: RunConfig, objects: CallerObjects) -> None:

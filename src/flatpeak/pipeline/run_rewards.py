@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.protocols import Progress
-from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.training.curriculum import Phase
@@ -36,19 +35,36 @@ class RunRewards:
 
 
 def open_rewards(config: RunConfig, callers_own: Any, resources: ExitStack, *, progress: Progress) -> RunRewards:
-    """The rewards of the recipe, or the caller's own; their processes end with `resources`."""
-    workers = open_workers(config)
+    """The rewards of the recipe, or the caller's own; their processes end with `resources`.
+
+    UserError where they do not fit the evaluation.
+    """
+    workers = _open_workers(config)
     if workers is not None:
         resources.callback(workers.close)
-    main = main_reward(config, callers_own, workers=workers, progress=progress)
+    shared: dict[str, Any] = {
+        "workers": workers,
+        "rules": config.run.grading_workers is not None,
+        "budget": config.run.grading_budget,
+        "notice": progress.notice,
+    }
+    if callers_own is None:
+        main = build_reward(config.rewards, **shared)
+    else:
+        main = as_reward(callers_own, name=config.evaluation.accuracy_part, **shared)
     resources.callback(main.close)
-    first = first_reward(config, workers=workers, progress=progress)
-    if first is not None:
-        resources.callback(first.close)
-    return RunRewards(main=main, first=first or main)
+    if main.weights:  # else a caller's own: the names of its components come with its scores
+        _check_accuracy(config.evaluation, main)
+        _check_metric(config.evaluation, main)
+    if config.curriculum is None or config.curriculum.rewards is None:
+        return RunRewards(main=main, first=main)
+    first = build_reward(config.curriculum.rewards, **shared)
+    resources.callback(first.close)
+    _check_accuracy(config.evaluation, first)
+    return RunRewards(main=main, first=first)
 
 
-def open_workers(config: RunConfig) -> WorkerPool | None:
+def _open_workers(config: RunConfig) -> WorkerPool | None:
     """The pool of grading processes, each started when there is something to grade; None where the recipe has none."""
     size, memory = config.run.grading_workers, config.run.grading_memory
     if size == 0:
@@ -60,49 +76,12 @@ def open_workers(config: RunConfig) -> WorkerPool | None:
     )
 
 
-def main_reward(config: RunConfig, callers_own: Any, *, workers: WorkerPool | None, progress: Progress) -> RewardSet:
-    """The recipe's rewards, or the caller's own; UserError where they do not fit the evaluation."""
-    if callers_own is None:
-        reward = _build(config, config.rewards, workers=workers, progress=progress)
-    else:
-        rules = config.run.grading_workers is not None
-        reward = as_reward(
-            callers_own,
-            name=config.evaluation.accuracy_part,
-            workers=workers,
-            rules=rules,
-            budget=config.run.grading_budget,
-            notice=progress.notice,
-        )
-    if not reward.weights:  # a caller's own: the names of its components come with its scores
-        return reward
-    check_accuracy(config.evaluation, reward)
-    check_metric(config.evaluation, reward)
-    return reward
-
-
-def first_reward(config: RunConfig, *, workers: WorkerPool | None, progress: Progress) -> RewardSet | None:
-    """The rewards of the curriculum's first task, where it has its own."""
-    if config.curriculum is None or config.curriculum.rewards is None:
-        return None
-    reward = _build(config, config.curriculum.rewards, workers=workers, progress=progress)
-    check_accuracy(config.evaluation, reward)
-    return reward
-
-
-def _build(
-    config: RunConfig, rewards: Mapping[str, RewardConfig], *, workers: WorkerPool | None, progress: Progress
-) -> RewardSet:
-    rules = config.run.grading_workers is not None
-    return build_reward(rewards, workers=workers, rules=rules, budget=config.run.grading_budget, notice=progress.notice)
-
-
 def prepare_reward(reward: RewardSet, prompts: Sequence[Prompt]) -> None:
     """Let rewards that can check themselves do so, on the first examples: UserError where one is unfit."""
     reward.prepare([prompt.example for prompt in prompts[:REWARD_CHECK_EXAMPLES]])
 
 
-def check_accuracy(config: EvaluationConfig, reward: RewardSet) -> None:
+def _check_accuracy(config: EvaluationConfig, reward: RewardSet) -> None:
     """UserError where `evaluation.accuracy` is none of the rewards."""
     name = config.accuracy_part
     if name is not None and name not in reward.weights:
@@ -112,7 +91,7 @@ def check_accuracy(config: EvaluationConfig, reward: RewardSet) -> None:
         )
 
 
-def check_metric(config: EvaluationConfig, reward: RewardSet) -> None:
+def _check_metric(config: EvaluationConfig, reward: RewardSet) -> None:
     """UserError where no evaluation has `evaluation.metric`."""
     known = [*GREEDY_METRICS, *reward.weights] if config.greedy else []
     if config.samples:

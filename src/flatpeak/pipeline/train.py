@@ -10,9 +10,16 @@ from flatpeak.distributed.ranks import open_ranks
 from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
 from flatpeak.pipeline.lifecycle import finish, open_run, training
-from flatpeak.pipeline.policies import reference_checkpoint, without_model_source
+from flatpeak.pipeline.policies import reference_checkpoint
 from flatpeak.pipeline.progress import first_line
-from flatpeak.pipeline.request import CallerObjects, RecipeSource, RunRequest, RunResult, resolve_config
+from flatpeak.pipeline.request import (
+    CallerObjects,
+    RecipeSource,
+    RunRequest,
+    RunResult,
+    resolve_config,
+    without_model_source,
+)
 from flatpeak.pipeline.run_components import open_components
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.stages import run_rl, run_sft
@@ -89,7 +96,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
     config = resolve_config(request.recipe, objects.named_in(request.settings))
     if "train" not in stages and not config.sft.steps:
         raise UserError("sft.steps=0: there is nothing to train; set sft.steps to how many steps SFT should take")
-    config, notices = without_model_source(config, objects, request.recipe, request.settings)
+    config, notices = without_model_source(config, objects, request)
     with (
         open_ranks(config.distributed) as ranks,
         open_run(request, config, metric=config.evaluation.metric, notices=notices, ranks=ranks) as run,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,11 +280,7 @@ class Recorder:
         history = replace(done.history.copy(), last_step=step, seconds=self.history.seconds)
         tensors = stage.tensors()
         with stage.learner.whole() as save_model:
-
-            def write() -> None:
-                self._write(done, history, save_model=save_model, tensors=tensors)
-
-            self.ranks.first(write)
+            self.ranks.first(partial(self._write, done, history, save_model=save_model, tensors=tensors))
         self.history = history  # only now: a summary names steps that are on disk
         self._completed = None
 
