@@ -169,10 +169,12 @@ def run_job(job: Job) -> Outcome:
 
 def _train(job: Job) -> bool:
     """Train, from where an earlier start was left; returns whether a signal stopped it."""
-    from flatpeak.pipeline.lifecycle import RunRequest  # here: all of them load torch
+    from flatpeak.pipeline.request import (
+        CallerObjects,
+        RunRequest,  # here: most of them load torch
+    )
     from flatpeak.pipeline.train import run_stages
     from flatpeak.pipeline.train_reward_model import run_reward_model
-    from flatpeak.pipeline.user_objects import CallerObjects
 
     request = RunRequest(
         recipe=parse_config(job["recipe"]),

@@ -11,7 +11,7 @@ from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.evaluation.sharpness import SharpnessProbe
 from flatpeak.gradreg.parameters import perturbed_parameters
 from flatpeak.gradreg.perturbation import Perturbation
-from flatpeak.pipeline.user_objects import Algorithm
+from flatpeak.pipeline.request import Algorithm
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import RewardSet
@@ -31,11 +31,14 @@ def build_evaluator(
     task: str,
     prompts: Sequence[Prompt],
 ) -> PolicyEvaluator:
-    """The evaluator of a policy on these prompts; UserError where sharpness has nothing to perturb.
+    """The evaluator of a policy on these prompts; UserError for letters that cannot be ranked, or nothing to perturb.
 
     `make_algorithm` is called where sharpness is measured: other evaluations need none of the user's functions for it.
     """
-    rank = config.evaluation.choices == "rank"
+    ranker = None
+    if config.evaluation.choices == "rank":
+        ranker = LetterRanker(policy=policy, tokenizer=policy.tokenizer)
+        ranker.check(prompts)
     return PolicyEvaluator(
         config=config.evaluation,
         task=task,
@@ -48,7 +51,7 @@ def build_evaluator(
         prompt=config.prompt,
         longest_prompt=longest_prompt(config, policy.context_length),
         may_lack_accuracy=config.may_lack_accuracy,
-        ranker=LetterRanker(policy=policy, tokenizer=policy.tokenizer) if rank else None,
+        ranker=ranker,
         sharpness=_sharpness_probe(config, policy, reward, make_algorithm),
     )
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import RunError, brief
-from flatpeak.pipeline.components import build_sampler
+from flatpeak.pipeline.rollout_engines import build_sampler
 from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler

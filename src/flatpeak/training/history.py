@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatpeak.evaluation.result import without_verdicts
+from flatpeak.runs.summary import StageEvaluation
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,6 +25,15 @@ class History:
     last_step: int = 0
     seconds: float = 0.0
     """Wall time of SFT and RL, their evaluations and checkpoints included."""
+
+    @property
+    def stage_evaluations(self) -> tuple[StageEvaluation, ...]:
+        """The evaluations as a summary has them."""
+        internal = ("choice", "reward")
+        return tuple(
+            StageEvaluation(**{key: value for key, value in row.items() if key not in internal})
+            for row in self.evaluations
+        )
 
     def copy(self) -> History:
         """Copy the present state; evaluations are replaced in the list, never changed."""

@@ -41,7 +41,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.parameters import choose_parameters
-from flatpeak.pipeline.train import keeps_own_reference
+from flatpeak.pipeline.policies import keeps_own_reference
 from flatpeak.policy.config import ModelConfig
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import token_budget
