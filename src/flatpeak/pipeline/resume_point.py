@@ -10,9 +10,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunPaths
-from flatpeak.training.reward_model_trainer import RewardModelTrainer
-from flatpeak.training.sft import SFTTrainer
-from flatpeak.training.trainer import Trainer
+from flatpeak.training.stage import StageTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ def read_resume_point(config: RunConfig, progress: Progress) -> ResumePoint:
     return ResumePoint(sft=read_checkpoint(sft) if sft else None)
 
 
-def restore_trainer(trainer: SFTTrainer | Trainer | RewardModelTrainer, checkpoint: CheckpointState | None) -> int:
+def restore_trainer(trainer: StageTrainer, checkpoint: CheckpointState | None) -> int:
     """Load a stage's state from its checkpoint, if it has one; the number of its next step."""
     if checkpoint is None:
         return 1

@@ -23,7 +23,7 @@ from flatpeak.pipeline.user_objects import CallerObjects, code_digests
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.vllm.weight_versions import checksums_of
-from flatpeak.training.local_shards import check_blocks
+from flatpeak.training.optimizer import check_blocks
 
 
 def share_components(components: Components, config: RunConfig, objects: CallerObjects, ranks: Ranks) -> Components:

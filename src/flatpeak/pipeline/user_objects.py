@@ -19,9 +19,9 @@ from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.protocols import SamplerLike, Task
 from flatpeak.rewards.functions import function_name
 from flatpeak.runs.manifest import flatten
-from flatpeak.training.advantage_function import Advantages, make_advantages
-from flatpeak.training.loss_function import make_objective
 from flatpeak.training.objective import Objective
+from flatpeak.training.reward_tensors import Advantages
+from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.utils.user_code import FROM_PYTHON, REFERENCES, file_digest, source_digest
 
 _FUNCTIONS: Final = {"loss": "objective.loss", "advantage": "advantage.function"}

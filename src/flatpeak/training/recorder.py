@@ -34,14 +34,13 @@ from flatpeak.runs.rollout_log import RolloutLog, rollout_rows, write_answers
 from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.completed_step import CompletedStep, Stage
 from flatpeak.training.diagnostics import (
     LogprobGapMonitor,
     MissingRewardMonitor,
     SkippedUpdateMonitor,
     ZeroAdvantageMonitor,
 )
-from flatpeak.training.history import History
+from flatpeak.training.history import CompletedStep, History, Stage
 from flatpeak.training.optimizer import check_finite
 
 SAMPLER_STATE = "sampler"

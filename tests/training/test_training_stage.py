@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from flatpeak.training.config import StopWhenConfig
-from flatpeak.training.stop_condition import STATE, StopCondition
+from flatpeak.training.stage import STOP_WHEN, StopCondition
 
 NAN = math.nan
 
@@ -85,7 +85,7 @@ def test_a_restored_condition_is_met_after_the_same_step(saved_after: int) -> No
     first = condition(above=0.5, window=3)
     assert observe(first, values[:saved_after])[0] is None
     second = condition(above=0.5, window=3)
-    second.load(json.loads(json.dumps(first.state()))[STATE])
+    second.load(json.loads(json.dumps(first.state()))[STOP_WHEN])
     last, notices = observe(second, values[saved_after:], first=saved_after + 1)
     assert last == 6
     assert len(notices) == 1
@@ -95,7 +95,7 @@ def test_a_condition_that_was_met_stays_met() -> None:
     first = condition(above=0.5)
     observe(first, [0.75])
     second = condition(above=0.5)
-    second.load(first.state()[STATE])
+    second.load(first.state()[STOP_WHEN])
     assert second.reason == first.reason is not None
 
 
@@ -109,7 +109,7 @@ def test_another_threshold_or_window_goes_on_with_the_values_and_decides_anew() 
         condition(above=0.5, window=4),
     )
     for changed in (higher, shorter, longer):
-        changed.load(first.state()[STATE])
+        changed.load(first.state()[STOP_WHEN])
         assert not changed.met
     assert (higher.values, shorter.values, longer.values) == ([0.5, 0.6, 0.7], [0.6, 0.7], [0.5, 0.6, 0.7])
     assert observe(higher, [0.6], first=4)[0] == 4  # 1.9 / 3
@@ -121,7 +121,7 @@ def test_of_another_metric_nothing_is_known_before_a_fork() -> None:
     first = condition(metric="reward/mean", above=-1.0, window=2)
     observe(first, [0.0, 0.0])
     second = condition(above=0.5, window=2)
-    second.load(first.state()[STATE])
+    second.load(first.state()[STOP_WHEN])
     assert (second.values, second.met) == ([], False)
     second.load(None)  # a checkpoint of a run without the setting
     assert second.values == []
