@@ -233,7 +233,7 @@ def trained(seed: int, *, fraction: float = 0.5) -> dict[str, torch.Tensor]:
         strength=0.5,
         group_fraction=fraction,
     )
-    trainer.config = replace(trainer.config, seed=seed)
+    trainer.seed = seed
     trainer.recorder = QuietRecorder()  # type: ignore[assignment]
     trainer.train(first_step=2)
     return weights(policy)

@@ -22,9 +22,9 @@ from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rewards.functions import function_name
 from flatpeak.runs.manifest import flatten
 from flatpeak.runs.summary import RunSummary
-from flatpeak.training.advantage_function import Advantages, make_advantages
-from flatpeak.training.loss_function import make_objective
 from flatpeak.training.objective import Objective
+from flatpeak.training.reward_tensors import Advantages
+from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.utils.user_code import FROM_PYTHON, REFERENCES, file_digest, source_digest
 
 RecipeSource = RunConfig | Mapping[str, Any] | str | Path

@@ -35,7 +35,7 @@ from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm.weight_versions import checksums_of
 from flatpeak.runs.notices import RecordedProgress
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
-from flatpeak.training.local_shards import check_blocks
+from flatpeak.training.optimizer import check_blocks
 from flatpeak.utils.environment import without_collection
 from flatpeak.utils.gguf import SUFFIX, cache_directory
 

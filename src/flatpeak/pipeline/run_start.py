@@ -31,9 +31,7 @@ from flatpeak.tracking.trackers import Trackers, open_trackers
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.history import History
 from flatpeak.training.recorder import NullRecorder, Recorder
-from flatpeak.training.reward_model_trainer import RewardModelTrainer
-from flatpeak.training.sft import SFTTrainer
-from flatpeak.training.trainer import Trainer
+from flatpeak.training.stage import StageTrainer
 from flatpeak.utils.redaction import redact
 
 
@@ -234,7 +232,7 @@ def _missing_steps(run: Run, directory: RunDirectory) -> list[str]:
     ]
 
 
-def restore_trainer(trainer: SFTTrainer | Trainer | RewardModelTrainer, checkpoint: CheckpointState | None) -> int:
+def restore_trainer(trainer: StageTrainer, checkpoint: CheckpointState | None) -> int:
     """Load a stage's state from its checkpoint, if it has one; the number of its next step."""
     if checkpoint is None:
         return 1

@@ -36,14 +36,13 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, Status, write_summary
 from flatpeak.tracking.trackers import Trackers
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.completed_step import CompletedStep, Stage
 from flatpeak.training.diagnostics import (
     LogprobGapMonitor,
     MissingRewardMonitor,
     SkippedUpdateMonitor,
     ZeroAdvantageMonitor,
 )
-from flatpeak.training.history import History
+from flatpeak.training.history import CompletedStep, History, Stage
 from flatpeak.training.optimizer import check_finite
 
 SAMPLER_STATE = "sampler"
