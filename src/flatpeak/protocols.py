@@ -224,8 +224,7 @@ class DecodeState(Protocol):
 
 
 class Decoder(Protocol):
-    """The part of a policy that a rollout engine needs: it reads each prompt once, then decodes one token per slot at a
-    time.
+    """The part of a policy that a rollout engine needs: it reads each prompt once, then decodes one token per slot.
 
     It may have a context manager `decoding()`, entered for a request, during which its weights do not change.
     """
