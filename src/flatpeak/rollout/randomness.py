@@ -29,7 +29,7 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 def derive_seed(*parts: int | str) -> int:
     """A seed in [0, 2^63) from any integers and strings: equal on every machine, different for different parts.
 
-    The hash (BLAKE2b) includes each part's type and length, so ("ab", "c") and ("a", "bc"), and (1,) and ("1",), differ.
+    The hash (BLAKE2b) covers each part's type and length, so ("ab", "c") and ("a", "bc"), and (1,) and ("1",), differ.
     """
     digest = blake2b(digest_size=8)
     for value in parts:
