@@ -148,7 +148,7 @@ def read_number_words(text: str) -> Reading | None:
 
 
 def read_parts(text: str) -> Reading | None:
-    """A quantity in several units as words, in one spelling, `2 hrs and 30 mins` as `2h30min`; `7 out of 10` as 7/10."""
+    """A quantity in several units, in one spelling, `2 hrs and 30 mins` as `2h30min`; `7 out of 10` as 7/10."""
     words = _TEXT.sub(r" \1 ", text).strip()
     if match := _OUT_OF.fullmatch(words):
         return scalar(text, parse_expression(rf"\frac{{{match[1]}}}{{{match[2]}}}"))
