@@ -182,6 +182,6 @@ def test_its_help_says_what_it_does_and_leaves_alone() -> None:
     result = CliRunner().invoke(app, ["doctor", "--help"])
     assert result.exit_code == 0
     text = " ".join(result.output.split())
-    assert "Check this machine and installation, and name what mends each problem." in text
+    assert "Check this machine and installation, and name a fix for each problem." in text
     assert "Nothing is changed or downloaded." in text
     assert "--json" in text

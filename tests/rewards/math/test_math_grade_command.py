@@ -96,7 +96,7 @@ def test_bad_options_are_named(tmp_path: Path) -> None:
         run(file, "--task", "poetry")
     with pytest.raises(UserError, match=r"--timeout 0\.0: give seconds"):
         run(file, "--timeout", "0")
-    with pytest.raises(UserError, match=r"missing\.jsonl is no file"):
+    with pytest.raises(UserError, match=r"missing\.jsonl is not a file"):
         run(str(tmp_path / "missing.jsonl"))
 
 
