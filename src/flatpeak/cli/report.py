@@ -51,8 +51,8 @@ def report(
         return
     if baseline is not None or metric or at_least or alpha != 0.05 or as_json:
         raise UserError(
-            f"--baseline, --metric, --at-least, --alpha and --json are for a sweep, and {runs[0]} is not a sweep: give its "
-            "directory or its table.csv alone"
+            f"--baseline, --metric, --at-least, --alpha and --json are for a sweep, and {runs[0]} is not a sweep: give "
+            "its directory or its table.csv alone"
         )
     from flatpeak.report.page import compared_runs, run_table, write_report
 
