@@ -86,7 +86,7 @@ def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, 
     assert problems["imports"].fix == "reinstall jinja2, or mend what the error names"
     (threads,) = (one for one in findings if one.check == "threads")
     assert (threads.status, (threads.fix or "").startswith("export OMP_NUM_THREADS=")) == ("note", True)
-    assert "is no directory" in problems["runs"].text
+    assert "is not a directory" in problems["runs"].text
     assert "/no/python" in problems["vllm"].text
     crashed = [one for one in findings if "peft" in one.text and "was ended by SIGABRT" in one.text]
     assert len(crashed) == 1

@@ -75,7 +75,7 @@ class ServeConfig:
     sleep: bool = False
     """Whether it can free its memory between rollouts, for one GPU shared with the trainer."""
     transfer: Literal["sockets", "nccl"] = "sockets"
-    """How it receives weights from the trainer's memory (rollout.engine.sync=endpoint)."""
+    """The transport of weights from the trainer's memory (rollout.engine.sync=endpoint)."""
     arguments: Sequence[str] = ()
     """Further arguments of vLLM's server."""
 
@@ -115,7 +115,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The id of the server's process."""
         return self._process.pid
 
     def wait_until_healthy(self, *, timeout: float) -> None:

@@ -17,7 +17,7 @@ Python = Annotated[
 ]
 Transfer = Annotated[
     Literal["sockets", "nccl"],
-    typer.Option(help="How weights leave the trainer's memory, for rollout.engine.sync=endpoint."),
+    typer.Option(help="The transport of weights from the trainer's memory, for rollout.engine.sync=endpoint."),
 ]
 
 

@@ -131,7 +131,7 @@ def _seen_first(failures: Iterable[tuple[int, ProcessFailure]]) -> list[tuple[in
 
 
 def _blame(code: int) -> int:
-    """How likely a failure caused the others: first a process ended from outside, then a process with its own error.
+    """The order of failures as likely causes: first a process ended from outside, then one with its own error.
 
     Of two processes ended by SIGTERM the first counts, because the other may have got it from torchrun. A lost
     connection comes last: it is most likely a consequence of a process that a signal has ended.

@@ -93,8 +93,8 @@ class EvaluationConfig(StrictConfig):
     """Give each question one greedy completion. false, with `samples`: only sampled completions, as in some published
     protocols; then `metric` must be sampled/accuracy, sampled/reward, pass@k or similar."""
     choices: ChoiceAnswers = "generate"
-    """How to answer questions with lettered options if `greedy` is on. generate: write a completion. rank: take the
-    letter with the largest log-probability after the prompt, as in published results on MMLU."""
+    """The kind of answer to questions with lettered options if `greedy` is on. generate: a completion. rank: the letter
+    with the largest log-probability after the prompt, as in published results on MMLU."""
     samples: Annotated[int, Field(ge=0)] = 0
     """Sampled completions per question, in addition to the greedy one; 0: none."""
     temperature: Annotated[float, Field(gt=0)] = 1.0

@@ -195,7 +195,7 @@ class PolicyEvaluator(Evaluator):
         if name not in scores.parts:
             raise UserError(
                 f"evaluation.accuracy={name} is not a part of the reward: choose one of {', '.join(scores.parts)}, or "
-                "null where none says right or wrong"
+                "null if none says right or wrong"
             )
         correct = [[_is_right(score) for score in row] for row in scores.parts[name]]
         texts = [[self.reward.answer(name, c, group.prompt) for c in group.completions] for group in groups]

@@ -135,7 +135,7 @@ class Evaluation:
     sharpness: Sharpness | None = None
     """The reward under perturbed weights, on the first questions of the task."""
     choices: ChoiceAnswers | None = None
-    """How questions with lettered options are answered; None if there are no such questions."""
+    """The kind of answers to questions with lettered options; None if there are no such questions."""
     graded_by: str | None = None
     """The reward part for accuracy by default, if it gives scores other than 0 and 1; else None."""
 

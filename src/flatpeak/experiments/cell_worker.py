@@ -43,7 +43,7 @@ _BOOT = (
 
 
 def serve(descriptor: int) -> None:
-    """Run the jobs that arrive over this socket until told to quit."""
+    """Run the jobs that arrive over this socket until one of them says to quit."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -337,7 +337,7 @@ class WorkerProcess:
         return outcome
 
     def _death(self) -> str:
-        """How the process ended."""
+        """The way in which the process ended."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

@@ -53,7 +53,7 @@ def completion_weights(
         denominator_N = num * counted_N.amax() if len(counted_N) else num
     else:
         denominator_N = num
-    # The denominator can be 0 only where the numerator is.
+    # The denominator can be 0 only if the numerator is.
     return (counted_N > 0).float() / denominator_N.clamp(min=1)
 
 

@@ -70,7 +70,7 @@ PROVEN = frozenset(
 )
 """Model types that tests/policy proves equal to the plain forward pass, packed and decoded."""
 SHARED_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary scalings where the longest sequence of a batch changes all others."""
+"""Rotary scalings in which the longest sequence of a batch changes all others."""
 PROBE_TOLERANCES = {torch.bfloat16: 5e-2}
 """The tolerance for logits, relative to the largest, if weights have less than single precision. A resumed run probes
 the trained weights and must decide as before, so it is wide (the largest gap of 14 model types was 2.4%)."""

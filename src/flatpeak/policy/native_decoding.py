@@ -62,9 +62,9 @@ class KernelChoice:
         self.setting: Kernels = setting  # type: ignore[assignment]
         self._asked_by = SETTING if setting == "native" else "rollout.kernels"
         self.reason: str | None = None
-        """Why the last request was not decoded by kernels although `setting` allowed them."""
+        """The reason why kernels did not decode the last request although `setting` allowed them."""
         self.training_reason: str | None = None
-        """Why training passes do not use kernels although `setting` allows them."""
+        """The reason why training passes do not use kernels although `setting` allows them."""
         self.used: str | None = None
         """The decoder of the last request: torch, or the name of a library of kernels."""
         self.idle = False

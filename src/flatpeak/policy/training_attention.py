@@ -108,7 +108,7 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRule:
-    """How one layer weights keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
+    """The weights that one layer gives to keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
 
     scale: float
     window: int | None = None

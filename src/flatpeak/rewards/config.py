@@ -127,7 +127,7 @@ class NumberConfig(StrictConfig):
     weight: float = 1.0
     """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: NumberExtraction = "whole"
-    """Where to find the number. whole: the whole text after the thinking. answer_tag: the last answer block. boxed: the
+    """The place of the number. whole: the whole text after the thinking. answer_tag: the last answer block. boxed: the
     last box. last_number: the last number after the thinking. gsm8k_strict: the last `#### 18`, unless it is part of a
     longer number or list. gsm8k_flexible: the last number anywhere, as in lm-evaluation-harness."""
     evaluated: bool = False

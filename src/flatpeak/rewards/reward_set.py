@@ -238,8 +238,8 @@ class RewardSet:
         for group, row in zip(groups, totals, strict=True):
             if any(total is not None and not math.isfinite(total) for total in row):
                 raise UserError(
-                    f"the weighted rewards of prompt {group.prompt.id!r} add up to no finite number: bound what the "
-                    "rewards return, or lower their weights"
+                    f"the weighted rewards of prompt {group.prompt.id!r} do not add up to a finite number: bound what "
+                    "the rewards return, or lower their weights"
                 )
         return totals
 

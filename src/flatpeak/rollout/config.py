@@ -64,7 +64,7 @@ def _engine_kind(value: object) -> str:
 
 
 class RolloutConfig(StrictConfig):
-    """How many completions a step draws, from which distribution, and with which engine."""
+    """The number of completions that a step draws, their distribution and their engine."""
 
     prompts_per_step: Annotated[int, Field(ge=1)] = 32
     """Prompts per step; the completions of a prompt form a group."""
@@ -95,7 +95,7 @@ class RolloutConfig(StrictConfig):
     """0: each step draws with the policy that it updates. 1: servers or a second process draw the next step's
     completions during the update, with the policy from before it."""
     kernels: Literal["auto", "torch", "native"] = "auto"
-    """What decodes and computes training passes on a CPU. auto: C++ kernels if they support the model, can be compiled
+    """The code for decoding and training passes on a CPU. auto: C++ kernels if they support the model, can be compiled
     or were shipped, and agree with torch on the run's weights; else torch, with a notice. native: kernels, or an error.
     torch: never kernels."""
     max_rows: Annotated[int, Field(ge=1)] = 512

@@ -232,7 +232,7 @@ def texts_of(row: Row, column: str, *, option: str) -> list[str]:
     """A cell's list of texts, not stripped. UserError if it is not a list, or if a text is missing."""
     cell = cell_of(row, column, option=option)
     if not isinstance(cell, list | tuple) or any(text is None for text in cell):
-        problem = "has an option without a text" if isinstance(cell, list | tuple) else "is no list of options"
+        problem = "has an option without a text" if isinstance(cell, list | tuple) else "is not a list of options"
         raise UserError(f"{row.where}: column {column!r} ({option}) {problem}; write it as a JSON list of texts")
     return [str(text) for text in cell]
 

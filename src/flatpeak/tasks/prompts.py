@@ -45,7 +45,7 @@ class PromptConfig(StrictConfig):
     max_tokens: int | None = None
     """Most tokens in a prompt, at most the model's context minus rollout.max_new_tokens; null: that maximum."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    """What to do with prompts that are still too long after their worked examples are left out. error: raise an error.
+    """The treatment of prompts that are still too long after their worked examples are left out. error: raise an error.
     drop: leave them out and count them. truncate_left: cut off the beginning of the question, and keep the template
     around it whole."""
 

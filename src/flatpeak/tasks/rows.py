@@ -241,7 +241,7 @@ def _text(value: Any, *, where: str) -> str:
         case None:
             return ""
         case float() if math.isinf(value):
-            raise UserError(f"{where} holds {value}, which is no JSON number; write the answer as a text")
+            raise UserError(f"{where} holds {value}, which is not a JSON number; write the answer as a text")
         case float():
             return "" if math.isnan(value) else format(Decimal(repr(value)), "f")
         case str() | bool() | int():

@@ -1,4 +1,4 @@
-"""How torch and transformers load: environment variables to set beforehand, and imports without garbage collection."""
+"""Loading torch and transformers: environment variables to set first, and imports without garbage collection."""
 
 from __future__ import annotations
 

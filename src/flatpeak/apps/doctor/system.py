@@ -54,7 +54,7 @@ def _thread_findings(cores: int, usable: int) -> Iterator[Finding]:
     limit = f"{cores} cores" + (f", limited to {usable}" if usable < cores else "")
     asked = os.environ.get("OMP_NUM_THREADS")
     fix = f"export OMP_NUM_THREADS={usable}"
-    yield attempt("threads", f"OMP_NUM_THREADS={asked} is no number of threads", fix)
+    yield attempt("threads", f"OMP_NUM_THREADS={asked} is not a number of threads", fix)
     if (int(asked.split(",")[0]) if asked else cores) > usable:
         source = f"OMP_NUM_THREADS={asked}" if asked else "torch's choice of a thread for each core"
         yield note("threads", f"{limit}; {source} makes threads wait for each other", fix)
@@ -67,7 +67,7 @@ def _directory_finding(check: str, path: Path, fix: str) -> Finding:
     """Whether a directory can be written to, or created, and how much room there is. Writes nothing."""
     nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
     if not nearest.is_dir():
-        return problem(check, f"{path} cannot be made: {nearest} is no directory", fix)
+        return problem(check, f"{path} cannot be made: {nearest} is not a directory", fix)
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
         return problem(check, f"{path} cannot be written", fix)
     free = shutil.disk_usage(nearest).free

@@ -227,8 +227,8 @@ class FakeContext(PackedContext):
 class _GpuRule:
     """An attention rule with the kernel that scaled_dot_product_attention uses on a GPU.
 
-    Flash attention supports no mask, and memory-efficient attention no key head for several query heads: with both, torch
-    falls back to explicit products, which keep every score. Each shape is run once, and then replaced by tensors
+    Flash attention supports no mask, and memory-efficient attention no key head for several query heads: with both,
+    torch falls back to explicit products, which keep every score. Each shape is run once, and then replaced by tensors
     with as many bytes: explicit products are hundreds of operations in each block of each layer.
     """
 

@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def completions(self) -> int:
-        """Completions per step."""
+        """The completions of a step."""
         return len(self.prompt_lengths) * self.group_size
 
     @property

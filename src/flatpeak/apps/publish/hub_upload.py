@@ -15,7 +15,7 @@ MODEL_FILES: Final = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "config.json", "generation_config.json"),
     *("adapter_*", "reward_model.json"),
 )
-"""Files that tell libraries what a repository contains: those of an earlier push must not stay next to new ones."""
+"""Files by which libraries see what a repository contains: none of an earlier push may stay next to new ones."""
 _ADVICE: Final = {
     401: "the Hub refuses the token: make one with write access at {endpoint}/settings/tokens and set HF_TOKEN",
     403: "the token may not write to {owner}: use one with write access to it, or another --repo",

@@ -28,7 +28,7 @@ from flatpeak.utils.redaction import without_local_paths
 RECIPE: Final = "recipe.yaml"
 """The file of the resolved recipe next to the card."""
 UNKNOWN_LICENSE: Final = "unknown"
-"""The value of the Hub's field `license` if nobody has set it."""
+"""The value of the Hub's field `license` if it is not set."""
 QUESTION: Final = "What is 12 + 30?"
 """The question of the snippet if the task's questions are not available."""
 _FIRST: Final = ("accuracy", "sampled/accuracy", "extraction_failed", "sampled/extraction_failed", "reward")

@@ -152,7 +152,7 @@ def _locate(name: str, checkpoint: str) -> _Checkpoint:
     real = path.resolve()
     step = _STEP.fullmatch(real.name)
     if step is None:
-        raise UserError(f"{real} is no checkpoint of a run: name one by --checkpoint best, last, sft or a step")
+        raise UserError(f"{real} is not a checkpoint of a run: name one by --checkpoint best, last, sft or a step")
     if source.record is None:
         raise UserError(f"{real} has lost its {PROMPT_RECORD}: push another checkpoint by --checkpoint")
     run = RunPaths(source.run)

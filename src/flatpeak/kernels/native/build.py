@@ -142,7 +142,7 @@ def _load(level: str) -> ctypes.CDLL:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Load a compiled library; OSError where it is damaged.
+    """Load a compiled library; OSError if it is damaged.
 
     The loader would crash the process on a truncated file, as a full disk or a power failure leaves it.
     """
