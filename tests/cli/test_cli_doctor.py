@@ -183,5 +183,5 @@ def test_its_help_says_what_it_does_and_leaves_alone() -> None:
     assert result.exit_code == 0
     text = " ".join(result.output.split())
     assert "Check this machine and installation, and name a fix for each problem." in text
-    assert "Nothing is changed or downloaded." in text
+    assert "Changes and downloads nothing." in text
     assert "--json" in text

@@ -90,7 +90,7 @@ def test_a_bad_row_is_named(tmp_path: Path, content: str, message: str) -> None:
 
 def test_bad_options_are_named(tmp_path: Path) -> None:
     file = rows(tmp_path, ("5", "five"))
-    with pytest.raises(UserError, match="line 1: the gold 'five' is no number"):
+    with pytest.raises(UserError, match="line 1: the gold 'five' is not a number"):
         run(file, "--task", "gsm8k")
     with pytest.raises(UserError, match="--task poetry: choose one of math, gsm8k"):
         run(file, "--task", "poetry")

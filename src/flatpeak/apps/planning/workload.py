@@ -21,7 +21,7 @@ from flatpeak.pipeline.evaluators import longest_prompt
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import adapter_source, build_tokenizer
 from flatpeak.protocols import Task
-from flatpeak.tasks.config import build_task
+from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.tasks.preferences import PreferencesConfig
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
 from flatpeak.types import Batch
@@ -134,7 +134,7 @@ def _tasks(config: RunConfig, notes: list[str]) -> tuple[Task | None, Task | Non
             "task.type=preferences: a plan is of SFT and RL, and preference pairs train a reward model; plan the "
             "recipe of the policy, whose rewards name the reward model"
         )
-    sections = [config.task]
+    sections: list[TaskConfig] = [config.task]
     if config.curriculum is not None:
         sections.append(config.curriculum.task)
     tasks: list[Task | None] = []
