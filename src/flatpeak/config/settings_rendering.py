@@ -16,13 +16,13 @@ _INDENT = "    "
 _INTRODUCTION = f"""\
 # Settings
 
-Every setting of a recipe: its key, type, default and meaning. On the command line `flatpeak settings` prints them,
-`flatpeak settings rollout` those of a section, `flatpeak settings task.type=rows` those of one of its types, and
-`flatpeak settings optimizer.learning_rate` one of them; `--json` is for scripts. How a recipe is written, extended and
-changed is in [recipes.md](recipes.md).
+Every setting of a recipe, with its key, type, default and meaning. On the command line, `flatpeak settings` prints all of
+them, `flatpeak settings rollout` one section, `flatpeak settings task.type=rows` one type of a section, and
+`flatpeak settings optimizer.learning_rate` one setting; `--json` is for scripts. [recipes.md](recipes.md) explains how to
+write, extend and change a recipe.
 
-`<name>` stands for a name of your choice, `0` for the index of a list's element. Settings of a section that is null by
-default have an effect once any of them is given. This page is written by `{COMMAND}`.
+`<name>` stands for a name of your choice, `0` for the index of a list's element. If a section is null by default, its
+settings have an effect once you set any of them. `{COMMAND}` writes this page.
 """
 
 

@@ -19,7 +19,7 @@ NO_KEY: Final = "none"
 _PATTERNS: Final = re.compile(
     r"""(?<=://)[^/\s:@"']*:[^/\s@"']+(?=@)            # user:password@ in a URL; first, for a user shaped like a token
     |   (?<=://)(?=[A-Za-z_-]*[0-9])[\w-]{16,}(?=@)     # token@
-    |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # within a word none begins, but for a percent-escape before it
+    |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # never starts inside a word, except after a percent-escape
         (?:(?:sk-|gsk_|AIza|xai-|nvapi-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Groq, Google, xAI, NVIDIA
         |hf_[A-Za-z0-9*]{16,})                         # Hugging Face; no name in code, such as hf_hub_download
     |   (?<![A-Za-z])[sr]k_(?:live|test)_[A-Za-z0-9]{12,}  # Stripe
