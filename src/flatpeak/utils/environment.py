@@ -34,7 +34,7 @@ def set_defaults() -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """A context for imports and loading without garbage collection, which would find nothing in a sixth of their time.
+    """A context for imports and loading without garbage collection, which took a sixth of their time to find nothing.
 
     Afterwards all objects move to the oldest generation, so that the next collections need not look through them.
     """
