@@ -20,6 +20,7 @@ class Fake:
     """A backend that keeps what it gets; `before` is called at every batch of rows or table, and may raise or block."""
 
     message: str | None = None
+    rows_first = False
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self.identity = "fake"
@@ -120,6 +121,24 @@ def test_nothing_is_dropped_while_a_library_is_slow_to_load(tmp_path: Path) -> N
     assert fake.steps == list(range(2000))
     assert fake.batches == [2000]
     assert thread.messages() == []
+
+
+def test_rows_may_overtake_tables_where_that_makes_batches_larger(tmp_path: Path) -> None:
+    fakes, loaded = {name: Fake() for name in ("kept", "sorted")}, threading.Event()
+    fakes["sorted"].rows_first = True
+
+    def opener(name: str) -> Callable[[str | None], Any]:
+        return lambda identity: loaded.wait(20) and fakes[name]
+
+    thread = TrackerThread([tracked(opener(name), tmp_path, name=name) for name in fakes])
+    for step in range(4):
+        thread.offer(table(10 + step))
+        thread.offer(row(step))
+    loaded.set()
+    finish(thread)
+    assert fakes["kept"].steps == [10, 0, 11, 1, 12, 2, 13, 3]
+    assert fakes["sorted"].steps == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert [fake.batches for fake in fakes.values()] == [[1, 1, 1, 1], [4]]
 
 
 def test_what_a_slow_tracker_has_no_room_for_is_dropped_with_one_notice(

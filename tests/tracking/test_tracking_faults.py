@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Raising:
     """A tracker of which everything but opening fails."""
 
-    identity, message = "x", None
+    identity, message, rows_first = "x", None, False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def fail(*arguments: object) -> None:
@@ -160,7 +160,7 @@ from support.runs import tiny_recipe
 from pathlib import Path
 
 class Hanging:
-    identity, message = "x", None
+    identity, message, rows_first = "x", None, False
     def log_rows(self, rows):
         print("hanging", flush=True)
         threading.Event().wait(60)

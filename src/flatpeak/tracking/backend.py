@@ -81,6 +81,8 @@ class Backend(Protocol):
     """The id by which a later start continues the run."""
     message: str | None
     """Something that the user should know, once."""
+    rows_first: bool
+    """Whether rows of metrics may come before tables of earlier steps, in fewer calls; not where steps must rise."""
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         """Record rows of metrics."""

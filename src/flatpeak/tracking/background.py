@@ -153,6 +153,8 @@ class TrackerThread:
 
 def _calls(backend: Backend, contents: Sequence[Content]) -> Iterator[Callable[[], None]]:
     """The calls that record these in their order, successive rows of metrics in one."""
+    if backend.rows_first:
+        contents = sorted(contents, key=lambda content: not isinstance(content, MetricRow))
     for kind, group in groupby(contents, type):
         if kind is MetricRow:
             yield partial(backend.log_rows, [content for content in group if isinstance(content, MetricRow)])

@@ -41,6 +41,7 @@ class MlflowBackend:
     """A run of MLflow, which a resumed start goes on with."""
 
     message: str | None = None
+    rows_first = True
 
     def __init__(self, config: MlflowConfig, facts: RunFacts, identity: str | None) -> None:
         uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"

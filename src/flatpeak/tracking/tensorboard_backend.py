@@ -24,6 +24,7 @@ class TensorBoardBackend:
     """The event files of a run; every start adds one of its own."""
 
     message: str | None = None
+    rows_first = False
 
     def __init__(self, config: TensorBoardConfig, facts: RunFacts, identity: str | None) -> None:
         own = Path(config.directory) / facts.name if config.directory else facts.folder / "tensorboard"

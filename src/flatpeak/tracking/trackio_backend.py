@@ -25,6 +25,7 @@ class TrackioBackend:
     """
 
     message: str | None = None
+    rows_first = True
 
     def __init__(self, config: TrackioConfig, facts: RunFacts, identity: str | None) -> None:
         self.identity = identity or uuid.uuid4().hex

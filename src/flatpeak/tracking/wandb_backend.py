@@ -27,6 +27,8 @@ _LONGEST_NAME = 128
 class WandbBackend:
     """A run of Weights & Biases, of which a resumed start is another part."""
 
+    rows_first = False
+
     def __init__(self, config: WandbConfig, facts: RunFacts, identity: str | None) -> None:
         self.identity = identity or uuid.uuid4().hex[:12]
         directory = Path(config.directory) if config.directory else facts.folder
