@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline import rollout_process, samplers
+from flatpeak.pipeline import samplers
 from flatpeak.pipeline.rollout_process import RolloutProcess
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.ahead import Background, answer_request
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Group, Prompt, SamplingParams
+from flatpeak.utils import child_process
 from support.reward_functions import first_token
 from support.runs import Watcher
 
@@ -161,12 +162,13 @@ ENDS = {
     ),
     "ends": ("import sys; sys.exit('cannot load')", r"ended with exit code 1 \(cannot load\); go on with --resume"),
     "fails": (
-        "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
+        "import json, sys; from multiprocessing.connection import Connection; "
+        "pipe = Connection(json.loads(sys.argv[1])[2]); "
         'pipe.recv_bytes(); pipe.recv_bytes(); pipe.send_bytes(b\'{"error": "no such file"}\')',
         r"draws rollouts ahead failed: no such file; go on with --resume",
     ),
     "hangs up": (
-        "import socket, sys, time; socket.socket(fileno=int(sys.argv[1])).close(); time.sleep(60)",
+        "import json, socket, sys, time; socket.socket(fileno=json.loads(sys.argv[1])[2]).close(); time.sleep(60)",
         r"was killed by SIGKILL; go on with --resume",
     ),
 }
@@ -177,7 +179,7 @@ def test_a_process_that_is_lost_ends_the_run_with_one_error(
     end: str, stale: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boot, message = ENDS[end]
-    monkeypatch.setattr(rollout_process, "_BOOT", boot)
+    monkeypatch.setattr(child_process, "_BOOT", boot)
     made: list[RolloutProcess] = []
     plain = RolloutProcess.__init__
     monkeypatch.setattr(RolloutProcess, "__init__", lambda self, *given: (made.append(self), plain(self, *given))[1])
@@ -185,7 +187,7 @@ def test_a_process_that_is_lost_ends_the_run_with_one_error(
     with pytest.raises(RunError, match=message):
         train(config, reward=first_token)
     assert made[0]._directory is None  # its files are deleted
-    assert made[0]._process is None
+    assert made[0]._child is None
     monkeypatch.setattr(samplers, "RolloutProcess", Inline)
     assert train(config, reward=first_token, overwrite=True).exit_code == 0
 
