@@ -1,20 +1,14 @@
 """The worker process of a sweep, and its handle: runs and prefix steps in turn, each as in a process of its own.
 
-Jobs and outcomes are lines of JSON over a socket. The worker is a session of its own, so that Ctrl-C in the terminal
-reaches the sweep alone, and it ends at once when the sweep's process is gone. Nothing slow is imported before it looks
-out for that.
+The worker ends when the sweep's process is gone. Nothing slow is imported before it looks out for that.
 """
 
 from __future__ import annotations
 
 import gc
 import io
-import json
 import os
-import queue
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +22,7 @@ from typing import Any, TextIO
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError, brief
 from flatpeak.experiments.records import prune_checkpoints
+from flatpeak.utils.child_process import ChildProcess, Parent, in_words
 from flatpeak.utils.redaction import hide_secrets_of, redact
 from flatpeak.utils.user_code import load_function, user_files
 
@@ -35,29 +30,23 @@ Job = Mapping[str, Any]
 """kind, path, log, and the arguments of the kind."""
 Outcome = dict[str, Any]
 """status (done, stopped or failed), reason and seconds."""
-# Not `multiprocessing`, which would import the user's main module again.
-_BOOT = (
-    "import sys; descriptor, *sys.path = sys.argv[1:]; "
-    "from flatpeak.experiments.cell_worker import serve; serve(int(descriptor))"
-)
 
 
-def serve(descriptor: int) -> None:
-    """Work off the jobs that come over this socket until it says to quit."""
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-    threading.Thread(target=_read_jobs, args=(connection.makefile("r", encoding="utf-8"), jobs), daemon=True).start()
+def serve(parent: Parent) -> None:
+    """Work off the jobs that the sweep sends until it says to quit."""
+    parent.end_with()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 1
     try:
         fresh = ProcessState()
-        while (job := jobs.get()) is not None:
+        while (job := parent.receive()) is not None:
             with fresh.restored():
                 outcome = run_job(job)
-            connection.sendall((json.dumps(outcome) + "\n").encode())
+            parent.send(outcome)
         code = 0
+    except EOFError:
+        pass  # the sweep is gone
     except BaseException:
         traceback.print_exc()
     finally:
@@ -65,19 +54,6 @@ def serve(descriptor: int) -> None:
         with suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
-
-
-def _read_jobs(lines: Any, jobs: queue.SimpleQueue[Job | None]) -> None:
-    """Pass jobs on; the end of the stream means that the sweep's process is gone, and so this one goes."""
-    job: Job | None = {}
-    try:
-        for line in lines:
-            jobs.put(job := json.loads(line))
-            if job is None:
-                return
-    finally:
-        if job is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ProcessState:
@@ -286,90 +262,48 @@ class WorkerProcess:
         self.gpu = gpu
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                # Ctrl-C in the terminal is for the sweep, which asks its workers to stop.
-                start_new_session=True,
-            )
-        self.connection = ours
-        self._received = b""
-
-    @property
-    def pid(self) -> int:
-        """The process id of the worker."""
-        return self._process.pid
+        with log.open("ab") as output:
+            self._child = ChildProcess(serve, stdout=output, environment=environment)
+        self.pid = self._child.pid
+        self.connection = self._child.pipe
 
     def is_alive(self) -> bool:
         """Whether the process can take a job."""
-        return self._process.poll() is None
+        return self._child.process.poll() is None
 
-    def send(self, job: Mapping[str, Any] | None) -> None:
+    def send(self, job: Job | None) -> None:
         """Hand over a job, or None to let the process end; one that is dead already is noticed by `receive`."""
         with suppress(OSError):
-            self.connection.sendall((json.dumps(job) + "\n").encode())
+            self._child.send(job)
 
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self) -> Outcome | None:
         """The outcome of the job, None while there is none. EOFError with the reason where the process has died."""
         try:
-            data = self.connection.recv(65536, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            if self._process.poll() is None:
-                return None
-            data = b""
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError(self._death())
-        self._received += data
-        line, newline, rest = self._received.partition(b"\n")
-        if not newline:
-            return None
-        self._received = rest
-        outcome: dict[str, Any] = json.loads(line)
+            waiting = self.is_alive() and not self.connection.poll()
+            outcome: Outcome | None = None if waiting else self._child.receive()
+        except (EOFError, OSError):
+            raise EOFError(self._death()) from None
         return outcome
 
     def _death(self) -> str:
         """The way in which the process ended."""
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return "the worker process closed its connection"
-        self._kill_group()  # what it had started: it had no time to end that where it was killed
+        code = self._child.end(5.0)
         if code >= 0:
-            return f"the worker process ended with exit code {code} (see {self.log})"
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        return f"the worker process was killed by {name}{hint}"
+            return f"the worker process ended with {in_words(code)} (see {self.log})"
+        hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+        return f"the worker process was {in_words(code)}{hint}"
 
     def interrupt(self) -> None:
         """Ask the run to stop with a checkpoint."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        self._child.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process at once, with the processes of its group."""
-        if self._process.poll() is None:
-            self._kill_group()
-            self._process.wait()
-
-    def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the second of groups that have ended
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._child.close()
 
     def close(self) -> None:
         """Let an idle process end, or kill it; then wait for it."""
         self.send(None)
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self.connection.close()
+        self._child.end(10.0)
+        self._child.close()
