@@ -88,7 +88,7 @@ def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, 
     assert (threads.status, (threads.fix or "").startswith("export OMP_NUM_THREADS=")) == ("note", True)
     assert "is no directory" in problems["runs"].text
     assert "/no/python" in problems["vllm"].text
-    crashed = [one for one in findings if "peft" in one.text and "was ended by SIGABRT" in one.text]
+    crashed = [one for one in findings if "peft" in one.text and "was killed by SIGABRT" in one.text]
     assert len(crashed) == 1
     assert {one.check for one in findings if one.status == "ok"} >= {"python", "torch", "memory"}
     assert all(one.fix for one in findings if one.status == "problem")

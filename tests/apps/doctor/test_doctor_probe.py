@@ -47,7 +47,7 @@ TRIES = "yield attempt('gpu', 'torch cannot use it', 'mend it')"
     ("code", "text"),
     [
         ("raise KeyError('x')", "torch cannot use it: KeyError: 'x'"),
-        ("os.write(2, b'Illegal\\n'); os.abort()", "torch cannot use it: its process was ended by SIGABRT Illegal"),
+        ("os.write(2, b'Illegal\\n'); os.abort()", "torch cannot use it: its process was killed by SIGABRT Illegal"),
         ("sys.stderr.write('a\\nno GPU\\n'); sys.exit(3)", "torch cannot use it: exit code 3 no GPU"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_check_whose_doctor_is_killed_ends_by_itself(make_check: MakeCheck, tm
         "from flatpeak.apps.doctor import probe; probe.SECONDS = 0\n"
         "from flatpeak.apps.doctor.probe import run_check\n"
         "if os.fork(): os._exit(0)\n"  # the doctor that is gone
-        "run_check(*sys.argv[1:])"
+        "run_check(None, *sys.argv[1:])"
     )
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code, check.__module__, check.__name__], env=paths, check=True)

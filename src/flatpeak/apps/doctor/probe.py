@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from flatpeak.errors import brief
+from flatpeak.utils.child_process import ChildProcess, Parent, in_words
 
 TORCH_PAGE: Final = "https://pytorch.org/get-started/locally"
 """The page with the builds of torch."""
@@ -27,7 +27,6 @@ SECONDS: Final = 180.0
 """The longest that a process may take: from a cold disk, or on a busy machine, imports take a minute or two."""
 AFTER_KILL: Final = 1.0
 """Seconds for a killed process to go: one that waits in a driver never does, and is left behind."""
-_BOOT: Final = "import sys; from flatpeak.apps.doctor.probe import run_check; run_check(*sys.argv[1:])"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +85,23 @@ class Probe:
         """Start the process of the check."""
         self._check = check
         self._deadline = time.monotonic() + SECONDS
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, check.__module__, check.__name__],
-            stdin=subprocess.DEVNULL,
+        self._child = ChildProcess(
+            run_check,
+            check.__module__,
+            check.__name__,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # what it starts is killed with it
-            cwd=_directory(check),
+            environment=environment,
+            directory=_directory(check),
         )
 
     def findings(self) -> Iterator[Finding]:
         """The findings of the check, after its end; one more where its process crashed or hung."""
         try:
-            output, errors = self._process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
+            output, errors = self._child.process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired as late:
             output, errors = late.output or b"", late.stderr or b""
-        code = self._process.poll()
+        code = self._child.process.poll()
         self.kill()
         attempted = _whole(self._check.__name__)
         for line in output.splitlines():
@@ -117,17 +116,16 @@ class Probe:
         if code is None:
             yield failed(attempted, f"it did not answer within {SECONDS:.0f} s")
         elif code != 0:
-            ending = f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            ending = f"its process was {in_words(code)}" if code < 0 else in_words(code)
             yield failed(attempted, " ".join([ending, _last_line(errors)]))
 
     def kill(self) -> None:
         """Kill the process with all that it started, and wait until they are gone."""
-        self._process.kill()
         deadline = time.monotonic() + AFTER_KILL
         with suppress(ProcessLookupError, PermissionError):  # macOS: a group of ended processes
             while time.monotonic() < deadline:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.poll()
+                os.killpg(self._child.pid, signal.SIGKILL)
+                self._child.process.poll()
                 time.sleep(0.01)
 
 
@@ -151,7 +149,7 @@ def _last_line(written: bytes) -> str:
     return written.decode("utf-8", "replace").strip().rpartition("\n")[2]
 
 
-def run_check(module: str, name: str) -> None:
+def run_check(_: Parent | None, module: str, name: str) -> None:
     """Run a check in this process, and write its findings as lines; libraries print to standard error."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # blocked while the doctor starts processes
     signal.alarm(int(SECONDS) + 2)
