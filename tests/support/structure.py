@@ -203,6 +203,13 @@ def sampler_questions(package: Path = PACKAGE) -> int:
     return sum(1 for call in calls if _names(call.args[1:]) & samplers)
 
 
+def child_boots(package: Path = PACKAGE) -> int:
+    """Count the commands that start this Python with code of their own: `utils/child_process.py` has the only one."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in source_files(package)]
+    lists = [ast.unparse(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.List)]
+    return sum(1 for text in lists if "sys.executable" in text and "'-c'" in text)
+
+
 def _names(nodes: Sequence[ast.expr]) -> set[str]:
     """All names in these expressions; of a dotted name the last one too."""
     inner = [node for each in nodes for node in ast.walk(each)]
@@ -260,6 +267,7 @@ def count(package: Path = PACKAGE) -> dict[str, int]:
         "`getattr(flatpeak, ...)`": occurrences(package, "getattr(flatpeak"),
         "`isinstance(_, RewardSet)`": occurrences(package, ", RewardSet)"),
         "`isinstance(_, Sampler)`, or any class of samplers": sampler_questions(package),
+        "boots of child processes": child_boots(package),
     }
 
 
