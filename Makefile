@@ -16,7 +16,7 @@ TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 DOTTED_SETTINGS = $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
 
-.PHONY: demo demo-real test test-all test-real test-vllm check wheel bench study study-report \
+.PHONY: demo demo-real mutants test test-all test-real test-vllm check wheel bench study study-report \
 	real-model-study clean
 
 demo: .venv/installed
@@ -61,6 +61,10 @@ check: .venv/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python tests/support/structure.py --check
+
+# Sixty faults in the core, each against the tests of its folder: which of them do tests catch? Twenty minutes on one core.
+mutants: .venv/installed-dev
+	$(BIN)/python tests/support/mutants.py run
 
 # With kernels compiled for AVX2 and AVX-512, so that a machine without a compiler has them. Compiled on an old system
 # they run on newer ones; where they cannot be loaded, they are compiled anew or left.

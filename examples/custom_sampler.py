@@ -10,8 +10,8 @@ function that is called with the policy and returns the sampler.
 
 `NativeEngine(policy)` decodes with the trainer's own weights. Other code that calls the model does so inside
 `with policy.plain_attention() as model:`, which gives it transformers' own attention back; `PlainSampler(policy,
-max_rows=64)` of `flatpeak.pipeline.components` does just that with `generate`, for models that the native engine does
-not serve.
+max_rows=64)` of `flatpeak.pipeline.rollout_engines` does just that with `generate`, for models that the native engine
+does not serve.
 
 The log-probabilities that a sampler returns are those of the policy at `sampling.temperature`, over the whole
 vocabulary: the importance ratio is taken to them, and `rollout/logprob_gap_mean` shows how far off they are.

@@ -31,6 +31,8 @@ LOOSE = {"__init__.py", "__main__.py", "errors.py", "protocols.py", "types.py"}
 """All that lies beside the packages."""
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
+MOST_ASSEMBLY_IMPORTS = 15
+"""Modules of flatpeak that `build`, `train` and `lifecycle` import, each."""
 SHORTEST_FILE = 60
 """A shorter module that one other imports belongs into that one, unless it is in SHORT_FILES."""
 SHORT_FILES = {
@@ -104,6 +106,12 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_no_module_name_means_two_things():
     assert read_structure(PACKAGE).ambiguous == {}
+
+
+def test_the_modules_that_put_a_run_together_import_few_others():
+    counts = read_structure(PACKAGE).assembly_imports
+    assert len(counts) == 3
+    assert {module: count for module, count in counts.items() if count > MOST_ASSEMBLY_IMPORTS} == {}
 
 
 def test_only_the_vocabulary_lies_beside_the_packages():

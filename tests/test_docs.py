@@ -23,11 +23,10 @@ from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.training.advantage_function import make_advantages
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
-from flatpeak.training.loss_function import make_objective
-from flatpeak.training.peak_memory import ProcessPeak
+from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.types import Completion, Example, Group, Prompt, Score
+from flatpeak.utils.peak_memory import ProcessPeak
 from support.recipes import unsaid
 from support.reward_functions import varied
 from support.structure import LAYERS

@@ -25,7 +25,7 @@ from benchmarks.harness.runner import Row, Run, main, say
 from flatpeak.config.load import parse_config
 from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.progress import SilentProgress
-from flatpeak.pipeline.user_objects import CallerObjects
+from flatpeak.pipeline.request import CallerObjects
 from flatpeak.rollout.ahead import RolloutsAhead
 
 SIZES: dict[str, dict[str, int]] = {

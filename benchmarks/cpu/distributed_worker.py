@@ -22,8 +22,8 @@ from flatpeak.config.load import parse_config
 from flatpeak.distributed.ranks import Ranks, open_ranks
 from flatpeak.pipeline.build import build_components
 from flatpeak.pipeline.progress import SilentProgress
-from flatpeak.pipeline.shared_components import share_components
-from flatpeak.pipeline.user_objects import CallerObjects
+from flatpeak.pipeline.request import CallerObjects
+from flatpeak.pipeline.run_components import share_components
 from flatpeak.training.trainer import Trainer
 
 COUNTED = 1

@@ -17,7 +17,7 @@ from benchmarks.harness.models import load_model, load_tokenizer
 from benchmarks.harness.worker_process import Meter, ParentPipe
 from benchmarks.harness.workloads import Workload, prompt_ids
 from flatpeak.apps.serve import ServeConfig, ServerProcess
-from flatpeak.pipeline.components import PlainSampler
+from flatpeak.pipeline.rollout_engines import PlainSampler
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import VLLMConfig

@@ -27,7 +27,7 @@ from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.progress import SilentProgress
-from flatpeak.pipeline.user_objects import CallerObjects
+from flatpeak.pipeline.request import CallerObjects
 from flatpeak.runs.manifest import describe_start
 from flatpeak.training.learner import Learner, seeded
 from flatpeak.training.regularized import build_learner
@@ -96,7 +96,7 @@ def imitate(components: Components, config: RunConfig, *, steps: int) -> None:
     learner = Learner(components.policy, LIKELIHOOD, config.sft.optimizer, temperature=1.0, micro_batch_tokens=16384)
     size = config.sft.batch_size
     for step in range(steps):
-        drawn = [item for _, item in components.demonstrations.take(step * size, size)]
+        drawn = [item for _, item in components.data.demonstrations.take(step * size, size)]
         learner.update(
             demonstration_batch(drawn, config.sft, device=components.policy.device),
             rate=config.sft.optimizer.learning_rate,
@@ -131,7 +131,8 @@ def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
     rollouts = trainer.collect(1)
     rewards = trainer.reward_tensors(rollouts.groups, rollouts.scores)
     completions = trainer.pack(rollouts.groups, rewards)
-    return list(trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions)))
+    advantages_PG = trainer.advantages(rewards, completions)
+    return [batch for (batch,) in trainer.minibatches(1, completions, rewards, advantages_PG)]
 
 
 def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, repeats: int) -> list[Row]:

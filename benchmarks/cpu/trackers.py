@@ -26,7 +26,7 @@ from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.pipeline.build import build_components
 from flatpeak.pipeline.progress import SilentProgress
-from flatpeak.pipeline.user_objects import CallerObjects
+from flatpeak.pipeline.request import CallerObjects
 from flatpeak.runs.manifest import describe_start
 from flatpeak.runs.rollout_log import rollout_rows
 from flatpeak.tracking.backend import RunFacts
@@ -34,7 +34,7 @@ from flatpeak.tracking.config import TrackingConfig
 from flatpeak.tracking.trackers import Trackers, open_trackers
 
 STEPS = 20
-"""Steps of a round, less than the demo takes in the ten seconds for which MLflow's batches are gathered."""
+"""Steps of a round, less than the demo takes in the ten seconds for which batches are gathered."""
 TABLE_EVERY = 10
 """As `tracking.completions_every` is by default."""
 SFT_STEPS = 100
@@ -125,7 +125,7 @@ def give(tracker: Trackers, steps: list[dict[str, float]], rows: list[dict[str, 
 
 def wait(tracker: Trackers) -> None:
     """Wait, without computing, until everything is recorded and the library's own processes have caught up."""
-    while any(one.pending for one in tracker.parts):
+    while tracker.pending:
         time.sleep(0.1)
     time.sleep(0.5)
 

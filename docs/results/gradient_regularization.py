@@ -43,7 +43,7 @@ from tiny_transformer import (
 from torch import Tensor, nn
 
 from flatpeak.functional import frozen_policy_loss, importance_ratio
-from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
 from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.config import TokenizerConfig
@@ -67,13 +67,19 @@ def regularized(
     again: Callable[[], Tensor] | None = None,
     compute_dtype: torch.dtype | None = None,
     masters: dict[nn.Parameter, Tensor] | None = None,
+    behavior: PublishedBehavior = CORRECTED,
     **settings: object,
 ) -> tuple[Tensor, Tensor, Report]:
     """(the gradient with penalty, the one without, the report), both with the same dropout masks in the first pass."""
     unguarded = {"min_perturbation_kept": 0.0, "check_every": 0, "perturbed": "all"}
     config = GradientRegularizationConfig(**{**unguarded, **settings})
     regularizer = GradientRegularizer(
-        model, config, compute_dtype=compute_dtype, masters=masters, notice=lambda message: None
+        model,
+        config,
+        compute_dtype=compute_dtype,
+        masters=masters,
+        notice=lambda message: None,
+        behavior=behavior,
     )
     regularizer.guard.checked = -config.check_every  # as in a run that goes on: measured, and not refused
     found = []
@@ -90,11 +96,17 @@ def regularized(
     return found[1], found[0], report
 
 
-def penalty(model: nn.Module, loss: Callable[[], Tensor], **settings: object) -> tuple[Tensor, Report]:
+def penalty(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    *,
+    behavior: PublishedBehavior = CORRECTED,
+    **settings: object,
+) -> tuple[Tensor, Report]:
     """The gradient of the penalty at strength 1."""
-    total, plain, report = regularized(model, loss, strength=LARGE, **settings)
-    limit = settings.get("g1_clip")
-    kept = min(1.0, float(limit) / (float(plain.norm()) + 1e-6)) if isinstance(limit, float) else 1.0
+    total, plain, report = regularized(model, loss, strength=LARGE, behavior=behavior, **settings)
+    limit = behavior.g1_clip
+    kept = 1.0 if limit is None else min(1.0, limit / (float(plain.norm()) + 1e-6))
     return (total - kept * plain) / LARGE, report
 
 
@@ -163,7 +175,8 @@ def clip() -> Rows:
             truth = curvature(model, loss)
             cells = [norm, cosine(regularized(model, loss, strength=1.0)[1], truth)]
             for limit in (10.0, None):
-                found, _ = penalty(model, loss, step=1e-7, step_scale="absolute", g1_clip=limit, g2_clip=limit)
+                behavior = PublishedBehavior(g1_clip=limit, g2_clip=limit)
+                found, _ = penalty(model, loss, step=1e-7, step_scale="absolute", behavior=behavior)
                 cells += [cosine(found, truth), float(found.norm() / truth.norm())]
             rows.append((name, *map(number, cells)))
     return rows
@@ -179,9 +192,9 @@ def outside() -> Rows:
     rows: Rows = [("strength", "step", "penalty / H g in blocks", "outside, published", "outside, flatpeak")]
     for strength, step in ((1e-3, 1e-3), (1e-2, 1e-3), (1e-2, 1e-2)):
         changes = []
-        for kind in ("g2", "g1"):
+        for behavior in (PublishedBehavior(outside="g2"), PublishedBehavior()):
             settings = {"strength": strength, "step": step, "step_scale": "absolute", "perturbed": "blocks"}
-            total, plain, _ = regularized(model, loss, outside=kind, **settings)
+            total, plain, _ = regularized(model, loss, behavior=behavior, **settings)
             changes.append(total - plain)
         published, ours = changes
         factors = share(ours[inside], truth[inside]), *(share(c[~inside], truth[~inside]) for c in (published, ours))
@@ -201,7 +214,8 @@ def dropout() -> Rows:
     truth = curvature(model, with_the_same_masks)
     rows: Rows = [("relative step", "replayed: relative error", "not replayed: size / size of H g", "cosine")]
     for step in (1e-3, 1e-4, 3e-5, 1e-6):
-        replayed, drawn = (penalty(model, loss, step=step, replay_randomness=same)[0] for same in (True, False))
+        replayed, _ = penalty(model, loss, step=step)
+        drawn, _ = penalty(model, loss, step=step, behavior=PublishedBehavior(replay_randomness=False))
         error = float((replayed - truth).norm() / truth.norm())
         rows.append(tuple(map(number, (step, error, float(drawn.norm() / truth.norm()), cosine(drawn, truth)))))
     return rows

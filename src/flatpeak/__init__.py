@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flatpeak.errors import UserError
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
-    from flatpeak.pipeline.lifecycle import RunResult
+    from flatpeak.pipeline.request import RunResult
     from flatpeak.pipeline.train import sft, train
     from flatpeak.pipeline.train_reward_model import train_reward_model
 
@@ -37,7 +37,7 @@ _HOMES = {
     "GradientRegularizationConfig": "flatpeak.gradreg.config",
     "GradientRegularizer": "flatpeak.gradreg.regularizer",
     "RunConfig": "flatpeak.config.run_config",
-    "RunResult": "flatpeak.pipeline.lifecycle",
+    "RunResult": "flatpeak.pipeline.request",
     "UserError": "flatpeak.errors",
     "fork": "flatpeak.apps.fork.fork_run",
     "sft": "flatpeak.pipeline.train",

@@ -28,9 +28,14 @@ class UnreachableDataError(UserError):
 class RunError(UserError):
     """The failure of a run that had begun well; its last checkpoint is whole."""
 
+    saves_nothing = False
+    """Whether no checkpoint can follow it."""
+
 
 class DivergedError(RunError):
     """The failure of a run whose weights have diverged: they are no checkpoint to go on from."""
+
+    saves_nothing = True
 
 
 class StoppedError(Exception):
@@ -43,7 +48,6 @@ class ReportedElsewhereError(RunError):
     def __init__(self, text: str, *, saves_nothing: bool = False) -> None:
         super().__init__(text)
         self.saves_nothing = saves_nothing
-        """Whether that rank takes part in no further checkpoint."""
 
 
 class LostRankError(RunError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -258,26 +258,6 @@ class Decoder(Protocol):
 
     def decode(self, state: Any, tokens_R: Tensor) -> Tensor:
         """Append a token, int64 [R], to what is in each of the first R slots; the logits after it, float32 [R, V]."""
-        ...
-
-
-class Tracker(Protocol):
-    """A destination of what a run records besides its own files (Weights & Biases, TensorBoard, ...)."""
-
-    def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
-        """Record a row of `metrics.jsonl`."""
-        ...
-
-    def wants_completions(self, step: int) -> bool:
-        """Whether this step of RL gets a table of completions."""
-        ...
-
-    def log_completions(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
-        """Record completions of a step of RL, rows as in the rollouts' files."""
-        ...
-
-    def log_evaluation(self, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Record an evaluation: task, metrics and intervals, and rows as in the evaluations' files."""
         ...
 
 

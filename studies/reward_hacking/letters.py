@@ -34,7 +34,7 @@ def write_pairs(
 ) -> None:
     """Write `pairs.jsonl`: two answers of the SFT `model` to each training prompt of `recipe`, the better one first."""
     from flatpeak.config.load import load_recipe, parse_config
-    from flatpeak.pipeline.components import build_sampler
+    from flatpeak.pipeline.rollout_engines import build_sampler
     from flatpeak.policy.config import ModelConfig
     from flatpeak.policy.loading import load_policy
     from flatpeak.rollout.randomness import derive_seed

@@ -12,7 +12,7 @@ import torch
 from benchmarks.harness.worker_process import Meter
 from benchmarks.harness.workers import ROOT, Worker, measure_in_turn
 
-from flatpeak.training.peak_memory import PeakMemory
+from flatpeak.utils.peak_memory import PeakMemory
 
 WORKER = """
 import json, sys

@@ -86,9 +86,9 @@ def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, 
     assert problems["imports"].fix == "reinstall jinja2, or mend what the error names"
     (threads,) = (one for one in findings if one.check == "threads")
     assert (threads.status, (threads.fix or "").startswith("export OMP_NUM_THREADS=")) == ("note", True)
-    assert "is no directory" in problems["runs"].text
+    assert "is not a directory" in problems["runs"].text
     assert "/no/python" in problems["vllm"].text
-    crashed = [one for one in findings if "peft" in one.text and "was killed by SIGABRT" in one.text]
+    crashed = [one for one in findings if "peft" in one.text and "killed by SIGABRT" in one.text]
     assert len(crashed) == 1
     assert {one.check for one in findings if one.status == "ok"} >= {"python", "torch", "memory"}
     assert all(one.fix for one in findings if one.status == "problem")
@@ -182,6 +182,6 @@ def test_its_help_says_what_it_does_and_leaves_alone() -> None:
     result = CliRunner().invoke(app, ["doctor", "--help"])
     assert result.exit_code == 0
     text = " ".join(result.output.split())
-    assert "Check this machine and installation, and name what mends each problem." in text
-    assert "Nothing is changed or downloaded." in text
+    assert "Check this machine and installation, and name a fix for each problem." in text
+    assert "Changes and downloads nothing." in text
     assert "--json" in text

@@ -19,14 +19,11 @@ PERTURBED = {"mlp": "all", "waves": "all", "llama": "blocks", "lora": "adapters"
 WAYS = ("ddp", "ddp_view", "fsdp")
 OPTIONS = {
     "central difference": {"difference": "central"},
-    "ASAM": {"scaling": "asam"},
     "the norm as penalty, within a radius": {"penalty": "norm", "step_scale": "radius", "step": 0.05},
     "an absolute step": {"step_scale": "absolute", "step": 1e-3},
     "every second update": {"every": 2},
     "a wanted ratio": {"strength": "ratio:0.3"},
-    "a strength by depth": {"depth_scale": (0.5, 2.0)},
     "a random direction": {"direction": "random"},
-    "published clipping": {"g1_clip": 0.5, "g2_clip": 0.4, "outside": "g2"},
 }
 
 

@@ -204,11 +204,12 @@ def test_a_sampler_is_never_asked_for_a_share_without_prompts(directory, ranks):
     assert [one.get("code") for one in ranks(train_with_own_sampler, wanted)] == [0, 0]
 
 
-def test_the_first_rank_alone_tracks_and_logs(directory, ranks):
+def test_the_first_rank_alone_has_a_directory_tracks_and_logs(directory, ranks):
     first, second = ranks(effects, recipe(directory, "effects", processes=2))
-    assert first == {"trackers": 1, "rollouts": 4, "answers": first["answers"]}
-    assert first["answers"] > 3
-    assert second == {"trackers": 0, "rollouts": 0, "answers": 0}
+    many = {name: first[name] for name in ("answers", "rows")}
+    assert first == {"directories": 1, "trackers": 1, "rollouts": 4, "summaries": 2, **many}
+    assert min(many.values()) > 3
+    assert set(second.values()) == {0}
 
 
 def test_a_name_that_is_taken_is_refused_on_every_rank(directory, shared, ranks):

@@ -16,8 +16,7 @@ import yaml
 
 import flatpeak
 from flatpeak.errors import UserError
-from flatpeak.pipeline import train as pipeline_train
-from flatpeak.pipeline import train_reward_model
+from flatpeak.pipeline import run_components, train_reward_model
 from flatpeak.types import Example, Group
 from support.reward_functions import asks_for_a_column, length, not_a_number, raises, wrong_length
 
@@ -322,7 +321,7 @@ def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
     says: str,
 ) -> None:
     train(recipe(training={"steps": 1}), reward=length)
-    monkeypatch.setattr(pipeline_train, "build_components", lambda *args, **settings: pytest.fail("loaded"))
+    monkeypatch.setattr(run_components, "build_components", lambda *args, **settings: pytest.fail("loaded"))
     monkeypatch.setattr(train_reward_model, "load_preferences", lambda task: pytest.fail("loaded"))
     changed = recipe(**{"training": {"steps": 1}, **sections})
     with pytest.raises(UserError, match=says):

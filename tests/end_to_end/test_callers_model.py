@@ -11,7 +11,7 @@ import torch
 import flatpeak.pipeline.train
 from flatpeak.errors import UserError
 from flatpeak.pipeline import build as pipeline_build
-from flatpeak.pipeline import train as pipeline_train
+from flatpeak.pipeline import run_components
 from flatpeak.policy import model as policy_model
 from flatpeak.policy.model import Policy
 from flatpeak.rewards.reward_set import RewardSet
@@ -65,7 +65,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], tuple[Any, str] | None, BaseException |
     "missing reference": ({"reference": {"model": "./nowhere"}, "kl": {"coefficient": 0.1}}, None, UserError()),
     "probe": ({}, (policy_model, "probe"), ForeignError()),
     "interrupted probe": ({}, (policy_model, "probe"), KeyboardInterrupt()),
-    "trial of the engine": ({}, (pipeline_train, "announce_decoding"), ForeignError()),
+    "trial of the engine": ({}, (run_components, "announce_decoding"), ForeignError()),
     "evaluation": ({}, (pipeline_build, "build_evaluator"), ForeignError()),
     "first update": ({}, (Learner, "update"), ForeignError()),
     "interrupted update": ({}, (Learner, "update"), KeyboardInterrupt()),

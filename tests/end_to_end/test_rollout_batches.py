@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flatpeak.kernels.matmul import SETTING, onednn_is_faster
-from flatpeak.pipeline import components
-from flatpeak.pipeline.components import announce_decoding, batch_invariant
+from flatpeak.pipeline import rollout_engines
+from flatpeak.pipeline.rollout_engines import announce_decoding, batch_invariant
 from flatpeak.policy import kernel_verdicts
 from flatpeak.policy.linears import FastLinear
 from flatpeak.policy.model import Policy
@@ -140,7 +140,7 @@ def test_a_second_start_makes_no_trial(make: Callable[..., Policy], monkeypatch:
         sizes.append(len(tried))
         return batch_invariant(engine, tried, **settings)
 
-    monkeypatch.setattr(components, "batch_invariant", count)
+    monkeypatch.setattr(rollout_engines, "batch_invariant", count)
     for _ in range(2):
         announce_decoding(make("mkl"), prompts, Watcher(), max_new_tokens=4)
     announce_decoding(make("mkl"), prompts[:2], Watcher(), max_new_tokens=4)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import flatpeak.pipeline.stages
 import flatpeak.pipeline.train
 from flatpeak.cli import main
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
@@ -289,7 +290,7 @@ def test_a_run_that_failed_before_its_first_step_was_done_does_not_block_the_cor
     with monkeypatch.context() as patched:
         if when == "before":
             patched.setattr(
-                flatpeak.pipeline.train, "build_learner", lambda *args, **kwargs: raising(ValueError("bad betas"))()
+                flatpeak.pipeline.stages, "build_learner", lambda *args, **kwargs: raising(ValueError("bad betas"))()
             )
         reward = Odd(at_step=1 if when == "first step" else 0, act=raising(ValueError("nonsense")))
         with pytest.raises(ValueError, match=r"bad betas|nonsense"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flatpeak.errors import UserError
+from flatpeak.gradreg.config import PublishedBehavior
 from support.gradreg import (
     Quadratic,
     cosine,
@@ -68,7 +69,7 @@ def test_the_clips_of_published_code_treat_a_part_s_two_gradients_alike():
     model = Quadratic()
     losses, gradient_of = parts_of(model)
     limit = 0.1 * float(gradient_of(0, 2).norm())
-    ours = regularizer(model, step=0.1, g1_clip=limit, g2_clip=limit)
+    ours = regularizer(model, step=0.1, behavior=PublishedBehavior(g1_clip=limit, g2_clip=limit))
     ours.accumulate(losses(0, 2), rest=losses(1), scale=1.5)
     whole = gradient_of(0, 1, 2)
     assert cosine(left_in_grad(model.parameters()), whole) == pytest.approx(1.0)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flatpeak.errors import UserError
+from flatpeak.gradreg.config import PublishedBehavior
 from support.gradreg import (
     exact_penalty,
     gradient,
@@ -172,7 +173,7 @@ def test_sparse_gradients_in_the_perturbed_set_are_refused_with_the_embedding_s_
 @pytest.mark.parametrize("outside", ["g1", "g2"])
 def test_sparse_gradients_outside_of_it_stay_as_they_are(outside):
     model = Tabled()
-    ours = regularizer(model, perturbed=("network.blocks.*",), outside=outside, step=1e-6)
+    ours = regularizer(model, perturbed=("network.blocks.*",), behavior=PublishedBehavior(outside=outside), step=1e-6)
     report = ours.accumulate(one(model.loss))
     assert report.pass_count == 1
     assert model.table.weight.grad.is_sparse

@@ -41,15 +41,8 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
         ({"group_fraction": 1.5}, "group_fraction", "less than or equal to 1"),
         ({"delay_updates": -1}, "delay_updates", "greater than or equal to 0"),
         ({"min_perturbation_kept": 1.1}, "min_perturbation_kept", "less than or equal to 1"),
-        ({"g1_clip": 0}, "g1_clip", "greater than 0"),
-        ({"depth_scale": (math.nan, 1.0)}, "depth_scale", "finite"),
-        ({"depth_scale": (1.0, math.inf)}, "depth_scale", "finite"),
-        ({"depth_scale": (1.0, -1.0)}, "depth_scale", "0"),
-        ({"difference": "exact", "g2_clip": 1.0}, "difference=exact", "leave out g2_clip and outside"),
-        ({"difference": "exact", "outside": "g2"}, "difference=exact", "leave out g2_clip and outside"),
         ({"direction": "radnom"}, "direction", "'gradient' or 'random'"),
         ({"direction": "random", "every": 2}, "direction=random", "set every=1"),
-        ({"direction": "random", "scaling": "asam"}, "direction=random", "leave out scaling=asam"),
         ({"strenght": 1.0}, "strenght", "not permitted"),
     ],
     ids=str,
@@ -93,7 +86,7 @@ def test_a_list_of_patterns_is_taken_as_a_recipe_gives_it():
 
 
 def test_settings_survive_a_round_trip_through_a_file():
-    config = GradientRegularizationConfig(strength="ratio:0.3", perturbed=["*.mlp.*"], depth_scale=(1, 2), step=1e-3)
+    config = GradientRegularizationConfig(strength="ratio:0.3", perturbed=["*.mlp.*"], step=1e-3)
     assert GradientRegularizationConfig(**config.model_dump(mode="json")) == config
 
 

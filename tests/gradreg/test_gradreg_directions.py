@@ -1,6 +1,4 @@
-"""Which way and how far: steps by their scale, the norm instead of its square, ASAM, strength by depth."""
-
-import math
+"""Which way and how far: steps by their scale, the norm instead of its square."""
 
 import pytest
 import torch
@@ -8,11 +6,10 @@ from torch import nn
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.directions import ASAM_ETA, default_step
+from flatpeak.gradreg.directions import default_step
 from flatpeak.gradreg.perturbation import Perturbation
 from support.gradreg import (
     Quadratic,
-    exact_penalty,
     gradient,
     joined,
     left_in_grad,
@@ -127,93 +124,6 @@ def test_the_norm_s_gradient_is_the_curvature_along_the_unit_gradient(difference
     norm = torch.cat([grad.reshape(-1) for grad in grads]).norm()
     wanted = joined(torch.autograd.grad(norm, ours.parameters))
     assert relative_error(measured_penalty(ours, loss), wanted) < 1e-3
-
-
-def asam_penalty(parameters, loss, *, squared):
-    """The gradient of ||T grad L||^2 / 2, or of ||T grad L||, with T = |w| + eta held fixed."""
-    grads = gradient(parameters, loss, create_graph=True)
-    scaled = torch.cat(
-        [((p.detach().abs() + 0.01) * grad).reshape(-1) for p, grad in zip(parameters, grads, strict=True)]
-    )
-    return joined(torch.autograd.grad(scaled.square().sum() / 2 if squared else scaled.norm(), parameters))
-
-
-@pytest.mark.parametrize("penalty", ["squared_norm", "norm"])
-@pytest.mark.parametrize("difference", ["forward", "central", "exact"])
-def test_asam_penalizes_the_gradient_measured_per_weight(penalty, difference):
-    assert ASAM_ETA == 0.01
-    model = network()
-    loss = regression(model)
-    ours = regularizer(model, scaling="asam", penalty=penalty, difference=difference, step=1e-3)
-    wanted = asam_penalty(ours.parameters, loss, squared=penalty == "squared_norm")
-    assert relative_error(measured_penalty(ours, loss), wanted) < 1e-3
-    assert relative_error(wanted, exact_penalty(ours.parameters, loss)) > 0.1
-
-
-def test_asam_moves_by_its_radius_in_the_scaled_measure():
-    # Kwon et al. 2021: T^2 g / ||T g|| times the radius, so that ||T^-1 (the move)|| is the radius.
-    model = Quadratic()
-    scale = model.x.detach().abs() + 0.01
-    moved = displacement(model, scaling="asam", step=0.2, step_scale="radius")
-    g1 = model.gradient(model.x)
-    torch.testing.assert_close(moved, 0.2 * scale**2 * g1 / (scale * g1).norm())
-    assert float((moved / scale).norm()) == pytest.approx(0.2)
-
-
-def test_asam_s_relative_step_is_a_share_of_the_parameters_norm_too():
-    model = Quadratic()
-    moved = displacement(model, scaling="asam", step=0.2, step_scale="relative")
-    assert float(moved.norm()) == pytest.approx(0.2 * float(model.x.detach().norm()))
-
-
-def test_asam_reports_the_norm_of_the_gradient_itself():
-    model = Quadratic()
-    report = regularizer(model, scaling="asam", step=0.01, strength=0.5).accumulate(one(model.loss))
-    g1, scale = model.gradient(model.x), model.x.detach().abs() + 0.01
-    penalty = model.A @ (scale**2 * g1)
-    assert report.g1_norm == pytest.approx(float(g1.norm()))
-    assert report.penalty_ratio == pytest.approx(0.5 * float(penalty.norm() / g1.norm()))
-
-
-def blockwise(model, loss, **changes):
-    """The penalty of each block, and of the head."""
-    ours = regularizer(model, perturbed="all", **changes)
-    plain = dict(zip(ours.parameters, gradient(ours.parameters, loss), strict=True))
-    model.zero_grad()
-    ours.accumulate(one(loss))
-    return [
-        joined(p.grad - plain[p] for p in component.parameters())
-        for component in (*model.blocks, model.entry, model.head)
-    ]
-
-
-def test_strength_by_depth_multiplies_every_block_s_penalty_by_its_factor():
-    model = network(depth=3)
-    loss = regression(model)
-    plain = blockwise(model, loss, difference="exact")
-    scaled = blockwise(model, loss, difference="exact", depth_scale=(0.5, 2.5))
-    factors = [0.5, 1.5, 2.5, 1.0, 1.0]
-    for factor, result, whole in zip(factors, scaled, plain, strict=True):
-        torch.testing.assert_close(result, factor * whole)
-
-
-def test_of_a_single_block_the_first_factor_counts():
-    model = network(depth=1)
-    loss = regression(model)
-    plain = blockwise(model, loss, difference="exact")
-    scaled = blockwise(model, loss, difference="exact", depth_scale=(3.0, 7.0))
-    torch.testing.assert_close(scaled[0], 3 * plain[0])
-    assert not math.isclose(float(plain[0].norm()), 0)
-
-
-def test_the_reported_ratio_includes_depth():
-    model = network(depth=3)
-    loss = regression(model)
-    result = joined(blockwise(model, loss, depth_scale=(0.0, 4.0), strength=0.5))
-    model.zero_grad()
-    ours = regularizer(model, perturbed="all", depth_scale=(0.0, 4.0), strength=0.5)
-    report = ours.accumulate(one(loss))
-    assert report.penalty_ratio == pytest.approx(float(result.norm()) / report.g1_norm, rel=1e-6)
 
 
 def test_published_settings_give_the_published_combinations():

@@ -242,11 +242,10 @@ def probe(model, **changes):
 
 
 @pytest.mark.parametrize("step_scale", ["relative", "radius"])
-@pytest.mark.parametrize("scaling", ["none", "asam"])
-def test_a_step_that_rounding_swallows_is_refused_before_there_is_a_gradient(step_scale, scaling):
+def test_a_step_that_rounding_swallows_is_refused_before_there_is_a_gradient(step_scale):
     for dtype, computed in ((BF16, None), (torch.float32, BF16)):
         with pytest.raises(UserError, match="rounding keeps too little of the perturbation"):
-            probe(network(dtype=dtype), compute_dtype=computed, step=1e-5, step_scale=step_scale, scaling=scaling)
+            probe(network(dtype=dtype), compute_dtype=computed, step=1e-5, step_scale=step_scale)
         assert probe(network(dtype=dtype), compute_dtype=computed, step=0.1, step_scale=step_scale).guard.passed
 
 
@@ -267,13 +266,3 @@ def test_where_only_the_gradient_can_tell_or_nothing_moves_there_is_no_probe(cha
 
 def test_the_probe_minds_a_minimum_of_0():
     assert probe(network(dtype=BF16), step=1e-9, min_perturbation_kept=0).guard.passed
-
-
-def test_the_probe_moves_as_the_updates_will():
-    # By the square of its size a weight moves further under ASAM: the large ones by more, the small ones not at all.
-    kept = {}
-    for scaling in ("none", "asam"):
-        with pytest.raises(UserError) as result:
-            probe(network(dtype=BF16, depth=6, width=16), step=7e-4, scaling=scaling, min_perturbation_kept=0.7)
-        kept[scaling] = float(str(result.value).split("cosine ")[1][:4])
-    assert kept["asam"] < 0.4 < kept["none"]

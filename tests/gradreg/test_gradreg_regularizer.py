@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from flatpeak.gradreg.config import PublishedBehavior
 from support.gradreg import (
     Quadratic,
     cosine,
@@ -74,7 +75,7 @@ def test_inside_the_perturbed_set_the_penalty_is_that_of_the_set_s_own_gradient_
 def test_published_code_s_gradient_outside_is_there_on_request():
     model = network()
     loss = regression(model)
-    ours = regularizer(model, step=0.1, outside="g2")
+    ours = regularizer(model, step=0.1, behavior=PublishedBehavior(outside="g2"))
     wanted = second_gradient(model, ours.parameters, loss, step=0.1)
     inside = set(ours.parameters)
     ours.accumulate(one(loss))
@@ -85,7 +86,7 @@ def test_published_code_s_gradient_outside_is_there_on_request():
 def test_with_a_central_difference_the_gradient_outside_is_still_the_one_a_step_ahead():
     model = network()
     loss = regression(model)
-    ours = regularizer(model, step=0.1, outside="g2", difference="central")
+    ours = regularizer(model, step=0.1, behavior=PublishedBehavior(outside="g2"), difference="central")
     wanted = second_gradient(model, ours.parameters, loss, step=0.1)[0]
     ours.accumulate(one(loss))
     assert relative_error(model.entry.weight.grad, wanted) < 1e-12
@@ -116,7 +117,7 @@ def test_clipping_both_gradients_before_the_difference_bends_the_penalty_as_publ
     # d/dtheta of 10 g / ||g|| is 10 / ||g|| (1 - u u^T) H with u = g / ||g||, taken along 10 u: what H g has along g is
     # lost, here 21 of each of (6, 12, 18, 48), and the rest shrinks by (10 / 12)^2.
     model = Quadratic(diagonal=[1, 2, 3, 8], gradient=[6, 6, 6, 6])
-    regularizer(model, step=1e-6, g1_clip=10.0, g2_clip=10.0).accumulate(one(model.loss))
+    regularizer(model, step=1e-6, behavior=PublishedBehavior(g1_clip=10.0, g2_clip=10.0)).accumulate(one(model.loss))
     penalty = left_in_grad(model.parameters()) - 5.0
     wanted = torch.tensor([6.0, 12.0, 18.0, 48.0], dtype=torch.float64)
     assert relative_error(penalty, (10 / 12) ** 2 * (wanted - 21)) < 1e-4
@@ -130,7 +131,7 @@ def test_clipping_both_gradients_before_the_difference_bends_the_penalty_as_publ
 def test_clipping_g1_alone_makes_the_penalty_a_multiple_of_the_gradient():
     # (g2 - 10 u) / h is (12 - 10) u / h, and nearly nothing else.
     model, loss, g1, wanted = large_gradient()
-    regularizer(model, perturbed="all", step=1e-6, g1_clip=10.0).accumulate(one(loss))
+    regularizer(model, perturbed="all", step=1e-6, behavior=PublishedBehavior(g1_clip=10.0)).accumulate(one(loss))
     penalty = left_in_grad(model.parameters()) - 10 * g1 / g1.norm()
     assert float(penalty.norm()) == pytest.approx(2 / 1e-6, rel=1e-2)
     assert cosine(penalty, g1) > 0.9999
@@ -140,7 +141,7 @@ def test_clipping_g1_alone_makes_the_penalty_a_multiple_of_the_gradient():
 
 def test_clips_that_nothing_exceeds_change_nothing():
     model, twin = network(), network()
-    regularizer(model, g1_clip=1e6, g2_clip=1e6).accumulate(one(regression(model)))
+    regularizer(model, behavior=PublishedBehavior(g1_clip=1e6, g2_clip=1e6)).accumulate(one(regression(model)))
     regularizer(twin).accumulate(one(regression(twin)))
     assert torch.equal(left_in_grad(model.parameters()), left_in_grad(twin.parameters()))
 
@@ -183,7 +184,7 @@ def test_a_second_pass_that_is_not_finite_leaves_g1_everywhere(bad, part, outsid
     loss = regression(model)
     before, g1 = values(model), joined(gradient(model.parameters(), loss))
     notices = []
-    ours = regularizer(model, outside=outside, notice=notices.append)
+    ours = regularizer(model, behavior=PublishedBehavior(outside=outside), notice=notices.append)
     report = ours.accumulate(turning_bad(getattr(model, part), loss, bad))
     assert notices == [
         "gradient regularization: 1 penalty so far left out (now in update 1), because the second pass was NaN or "

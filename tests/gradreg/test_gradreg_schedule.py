@@ -122,7 +122,6 @@ EVERYTHING = {
     "strength": "ratio:0.3",
     "delay_updates": 1,
     "warmup_updates": 4,
-    "step_warmup_updates": 3,
     "step": 1e-3,
 }
 

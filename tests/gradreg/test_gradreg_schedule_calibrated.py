@@ -107,7 +107,6 @@ def test_a_restored_calibration_goes_on_bit_for_bit(saved_after, changes, monkey
         {"strength": "ratio:0.3"},
         {"penalty": "norm"},
         {"direction": "random", "check_every": 0},
-        {"g2_clip": 0.1, "check_every": 0},
     ],
     ids=str,
 )

@@ -36,24 +36,6 @@ def test_the_strength_rises_linearly_after_the_delay():
         assert relative_error(penalty, strength * whole) < 1e-9
 
 
-def test_the_step_rises_linearly_after_the_delay():
-    model, seen = Quadratic(), []
-    ours = regularizer(model, step=0.5, delay_updates=1, step_warmup_updates=4)
-
-    def losses():
-        seen.append(model.x.detach())
-        return [model.loss()]
-
-    g1 = model.gradient(model.x)
-    moves = []
-    for _ in range(7):
-        model.zero_grad()
-        seen.clear()
-        ours.accumulate(losses)
-        moves.append(0.0 if len(seen) == 1 else float((seen[1] - seen[0]) @ g1 / (g1 @ g1)))
-    assert moves == pytest.approx([0.0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
-
-
 def test_the_first_update_reaches_a_wanted_ratio_exactly():
     _, reports, penalties = run([1.0], strength="ratio:0.3")
     assert reports[0].penalty_ratio == pytest.approx(0.3, rel=1e-12)

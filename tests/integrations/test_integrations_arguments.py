@@ -52,9 +52,7 @@ def test_arguments_are_the_configuration_by_other_names() -> None:
         grad_reg_penalty="norm",
         grad_reg_direction="gradient",
         grad_reg_difference="central",
-        grad_reg_scaling="asam",
         grad_reg_every=2,
-        grad_reg_depth_scale=[1.0, 0.5],
         grad_reg_min_perturbation_kept=0.5,
         grad_reg_g1_clip=3.0,
     )
@@ -68,9 +66,7 @@ def test_arguments_are_the_configuration_by_other_names() -> None:
         "perturbed": ("*.mlp.*",),
         "penalty": "norm",
         "difference": "central",
-        "scaling": "asam",
         "every": 2,
-        "depth_scale": (1.0, 0.5),
         "min_perturbation_kept": 0.5,
     }
 
@@ -90,7 +86,7 @@ def test_without_eps_the_step_is_relative() -> None:
 
 LINE = shlex.split(
     "--grad_reg_strength ratio:0.3 --grad_reg_eps 1e-3 --grad_reg_perturbed *.mlp.*,*.self_attn.* "
-    "--grad_reg_depth_scale 1.0 0.5 --grad_reg_every 2 --grad_reg_ratio_mode reuse --use_cpu --report_to none"
+    "--grad_reg_every 2 --grad_reg_ratio_mode reuse --use_cpu --report_to none"
 )
 
 
@@ -104,7 +100,6 @@ def test_the_command_line_of_both_parsers_is_read(parser: Any, tmp_path: Path) -
     made = parsed[0].grad_reg_config()
     assert (made.strength, made.step, made.every, made.ratio_mode) == ("ratio:0.3", 1e-3, 2, "reuse")
     assert made.perturbed == ("*.mlp.*", "*.self_attn.*")
-    assert made.depth_scale == (1.0, 0.5)
 
 
 def test_numbers_and_schedules_come_from_the_command_line_too(tmp_path: Path) -> None:
@@ -139,9 +134,7 @@ BAD = [
     ({"grad_reg_penalty": "l1"}, "grad_reg_penalty=l1"),
     ({"grad_reg_difference": "backward"}, "grad_reg_difference=backward: one of forward, central"),
     ({"grad_reg_difference": "exact"}, "grad_reg_difference=exact: a trainer runs backward by itself"),
-    ({"grad_reg_scaling": "sam"}, "grad_reg_scaling=sam"),
     ({"grad_reg_every": 0}, "grad_reg_every=0"),
-    ({"grad_reg_depth_scale": [1.0]}, r"grad_reg_depth_scale=\(1.0,\)"),
     ({"grad_reg_min_perturbation_kept": 2.0}, "grad_reg_min_perturbation_kept=2.0"),
     ({"grad_reg_behavior": "paper"}, "grad_reg_behavior=paper: one of corrected, published"),
     ({"grad_reg_precision": "bf16"}, "grad_reg_precision=bf16: one of float32, autocast"),

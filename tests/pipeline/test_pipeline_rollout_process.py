@@ -160,7 +160,7 @@ ENDS = {
         "import os; print('no memory', flush=True); os.abort()",
         r"killed by SIGABRT \(.*no memory\); go on with --resume",
     ),
-    "ends": ("import sys; sys.exit('cannot load')", r"ended with exit code 1 \(cannot load\); go on with --resume"),
+    "ends": ("import sys; sys.exit('cannot load')", r"died: exit code 1 \(cannot load\); go on with --resume"),
     "fails": (
         "import json, sys; from multiprocessing.connection import Connection; "
         "pipe = Connection(json.loads(sys.argv[1])[2]); "
@@ -169,7 +169,7 @@ ENDS = {
     ),
     "hangs up": (
         "import json, socket, sys, time; socket.socket(fileno=json.loads(sys.argv[1])[2]).close(); time.sleep(60)",
-        r"was killed by SIGKILL; go on with --resume",
+        r"died: killed by SIGKILL; go on with --resume",
     ),
 }
 

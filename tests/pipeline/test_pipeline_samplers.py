@@ -11,8 +11,8 @@ from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.config.load import apply_settings, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.components import build_sampler
-from flatpeak.pipeline.lifecycle import resolve_config
+from flatpeak.pipeline.request import resolve_config
+from flatpeak.pipeline.rollout_engines import build_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.rollout.config import VLLMConfig

@@ -12,7 +12,7 @@ import yaml
 import flatpeak.pipeline.train
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
-from flatpeak.pipeline.lifecycle import resolve_config
+from flatpeak.pipeline.request import resolve_config
 from flatpeak.runs.metrics import read_metrics
 from support.reward_functions import odd
 

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(flatpeak.rewards.__file__).parent
 WITHOUT_RECIPE = {
     "length": "a component beside others, whose target depends on the model",
-    "question_only": "r1_zero with a box for an answer block; a published protocol takes it from the docs",
 }
 
 

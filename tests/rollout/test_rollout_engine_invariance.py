@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatpeak.pipeline.components import batch_invariant
+from flatpeak.pipeline.rollout_engines import batch_invariant
 from flatpeak.rollout.engine import NativeEngine
 from support.fake_decoders import HistoryDecoder, HistoryState, make_prompt
 

@@ -12,7 +12,7 @@ import pytest
 
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library_name
-from flatpeak.pipeline.components import PlainSampler
+from flatpeak.pipeline.rollout_engines import PlainSampler
 from flatpeak.report.page import shorten_hashes, write_report
 from flatpeak.runs.manifest import check_resumable, describe_start
 

@@ -7,17 +7,6 @@ import torch
 from flatpeak.runs.metrics import MetricsWriter, missing_steps, read_metrics, truncate_metrics
 
 
-class Recorder:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.error = error
-
-    def log(self, metrics, *, step, stage):
-        self.rows.append((stage, step, dict(metrics)))
-        if self.error:
-            raise self.error
-
-
 def test_a_row_is_one_line_and_is_there_before_the_writer_is_closed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
@@ -61,35 +50,14 @@ def test_steps_without_a_row_are_missing_whatever_other_stages_have(tmp_path):
     assert missing_steps(path, step=1, stage="train") == []
 
 
-def test_every_tracker_gets_the_metrics_as_they_are(tmp_path):
-    trackers = [Recorder(), Recorder()]
-    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=trackers) as writer:
-        writer.write(3, "train", {"x": 1.5})
-    assert [tracker.rows for tracker in trackers] == [[("train", 3, {"x": 1.5})]] * 2
-
-
-def test_a_failing_tracker_is_told_once_and_stops_nobody(tmp_path):
-    messages: list[str] = []
-    good, bad = Recorder(), Recorder(ConnectionError("offline"))
-    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=[bad, good], notice=messages.append) as writer:
-        writer.write(1, "train", {"x": 1.0})
-        writer.write(2, "train", {"x": 2.0})
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert [step for _, step, _ in good.rows] == [1, 2]
-    (message,) = messages
-    assert message.startswith("Recorder failed (offline)")
-
-
 def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     messages: list[str] = []
-    tracker = Recorder()
-    with MetricsWriter(tmp_path / "metrics.jsonl", trackers=[tracker], notice=messages.append) as writer:
+    with MetricsWriter(tmp_path / "metrics.jsonl", notice=messages.append) as writer:
         for step in range(3):
             writer.write(step, "train", {"x": 0.0})
     assert len(messages) == 1
     assert "No space left on device" in messages[0]
-    assert len(tracker.rows) == 3
 
 
 def test_rows_after_a_torn_one_are_whole(tmp_path):

@@ -97,9 +97,9 @@ def train_without_space(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def train_unlike(recipe: Mapping[str, Any], what: Literal["weights", "training prompts"]) -> dict[str, Any]:
     """A run whose second rank has other weights, or the same prompts in another order."""
-    import flatpeak.pipeline.train
+    import flatpeak.pipeline.run_components
 
-    build = flatpeak.pipeline.train.build_components
+    build = flatpeak.pipeline.run_components.build_components
 
     def unlike(*args: Any, **settings: Any) -> Components:
         components = build(*args, **settings)
@@ -111,7 +111,7 @@ def train_unlike(recipe: Mapping[str, Any], what: Literal["weights", "training p
             components.phases = (replace(phase, prompts=prompts),)
         return components
 
-    with patch.object(flatpeak.pipeline.train, "build_components", unlike):
+    with patch.object(flatpeak.pipeline.run_components, "build_components", unlike):
         return train(recipe)
 
 
@@ -151,11 +151,11 @@ def train_with_own_sampler(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
-    """How often a rank's run opens trackers, and writes rollouts or the answers of an evaluation."""
-    import flatpeak.pipeline.lifecycle
+    """How often a rank's run takes a directory, opens trackers, and writes rollouts, answers, metrics and summaries."""
+    import flatpeak.pipeline.run_start
     import flatpeak.training.recorder
 
-    counts = {"trackers": 0, "rollouts": 0, "answers": 0}
+    counts = dict.fromkeys(("directories", "trackers", "rollouts", "answers", "rows", "summaries"), 0)
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **settings: Any) -> Any:
@@ -166,9 +166,12 @@ def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
 
     with ExitStack() as patches:
         for owner, function, name in (
-            (flatpeak.pipeline.lifecycle, "open_trackers", "trackers"),
+            (flatpeak.pipeline.run_start.RunDirectory, "create", "directories"),
+            (flatpeak.pipeline.run_start, "open_trackers", "trackers"),
             (flatpeak.training.recorder.RolloutLog, "write", "rollouts"),
             (flatpeak.training.recorder, "write_answers", "answers"),
+            (flatpeak.training.recorder.MetricsWriter, "write", "rows"),
+            (flatpeak.training.recorder, "write_summary", "summaries"),
         ):
             patches.enter_context(patch.object(owner, function, counted(name, getattr(owner, function))))
         train(recipe)
@@ -179,13 +182,13 @@ def effects(recipe: Mapping[str, Any]) -> dict[str, int]:
 def quick() -> Iterator[None]:
     """A context without the report's charts and the engine's self-test."""
     import flatpeak.pipeline.lifecycle
-    import flatpeak.pipeline.train
+    import flatpeak.pipeline.run_components
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with (
         patch.object(flatpeak.pipeline.lifecycle, "write_report", lambda path: path / "report.html"),
-        patch.object(flatpeak.pipeline.train, "announce_decoding", lambda *args, **settings: None),
+        patch.object(flatpeak.pipeline.run_components, "announce_decoding", lambda *args, **settings: None),
     ):
         yield
     torch.set_num_threads(threads)

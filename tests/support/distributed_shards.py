@@ -16,10 +16,10 @@ from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.errors import UserError
 from flatpeak.gradreg.shards import full_tensor, reshard
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.local_shards import check_blocks
 from flatpeak.training.master_weights import MasterWeights
 from flatpeak.training.optimizer import (
     build_optimizer,
+    check_blocks,
     is_offloaded,
     load_optimizer_tensors,
     optimizer_tensors,

@@ -21,12 +21,12 @@ from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.reference import snapshot
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
-from flatpeak.training.advantage_function import Advantages
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import seeded
 from flatpeak.training.objective import Objective
 from flatpeak.training.regularized import build_learner
+from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.trainer import Trainer, TrainerConfig
 from flatpeak.types import Group, Prompt, Scores
 from support.models import letter_tokenizer, tiny_model
@@ -214,7 +214,7 @@ def chosen_groups(case: Case) -> list[list[tuple[int, ...]]]:
     completions = trainer.pack(rollouts.groups, rewards)
     torch.manual_seed(ranks.rank)
     minibatches = trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions))
-    return [list(batch.prompts) for minibatch in minibatches for batch in trainer.learner.divide(minibatch)]
+    return [list(batch.prompts) for minibatch in minibatches for batch in trainer.learner.divide(*minibatch)]
 
 
 def gaps(cases: Mapping[str, Case], *, metrics_too: bool = True) -> dict[str, tuple[float, float]]:

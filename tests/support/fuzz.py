@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from flatpeak.config.load import merge, parse_config
 from flatpeak.errors import UserError
 from flatpeak.pipeline import train as api
-from flatpeak.pipeline.components import build_sampler
+from flatpeak.pipeline.rollout_engines import build_sampler
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy

@@ -218,7 +218,6 @@ def _regularization(rng: random.Random, *, dtype: str) -> dict[str, Any]:
         "penalty": rng.choice(["squared_norm", "norm"]),
         "every": rng.choice([1, 1, 2]),
         "group_fraction": rng.choice([1.0, 1.0, 0.5]),
-        **_maybe(rng, 0.2, {"scaling": "asam"}),
         **_maybe(rng, 0.2, {"kl_in_penalty": False}),
         **_maybe(rng, 0.2, {"warmup_updates": 2}),
     }

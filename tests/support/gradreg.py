@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
 from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from support.models import tiny_model, use_torch_norms
@@ -157,10 +157,13 @@ def regularizer(
     masters: Any = None,
     compute_dtype: Any = None,
     notice: Callable[[str], None] = unexpected,
+    behavior: PublishedBehavior = CORRECTED,
     **changes: Any,
 ) -> Any:
     """A regularizer whose notices are failures, unless a test takes them."""
-    return GradientRegularizer(model, settings(**changes), masters=masters, compute_dtype=compute_dtype, notice=notice)
+    return GradientRegularizer(
+        model, settings(**changes), masters=masters, compute_dtype=compute_dtype, notice=notice, behavior=behavior
+    )
 
 
 def one(loss: Loss) -> Callable[[], list[Tensor]]:

@@ -40,7 +40,7 @@ def replace_in_importers(patch: pytest.MonkeyPatch, function: Callable[..., Any]
 def speed_up_runs(patch: pytest.MonkeyPatch) -> None:
     """Leave out most of a tiny run's time: the report's charts, the engine's self-test, and waiting for disks."""
     import flatpeak.pipeline.train  # noqa: F401  (loads what is replaced below)
-    from flatpeak.pipeline.components import announce_decoding
+    from flatpeak.pipeline.rollout_engines import announce_decoding
     from flatpeak.report.page import write_report
 
     patch.setattr(os, "fsync", lambda descriptor: None)

@@ -42,6 +42,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
 )
 RANK = {package_name: rank for rank, parts in enumerate(LAYERS) for package_name in parts}
+ASSEMBLY = tuple(f"flatpeak.pipeline.{name}" for name in ("build", "train", "lifecycle"))
+"""The modules that put a run together, whose imports show whether its seams hold."""
 SAME_ROLE = frozenset({"__init__", "build", "config"})
 """Names that mean the same in every package: its public names, how it is built, and its configuration."""
 
@@ -69,6 +71,11 @@ class Structure:
         """Modules that exactly one other module imports."""
         importers = self.importers
         return sorted(m for m in self.lines if m not in self.packages and len(importers[m]) == 1)
+
+    @property
+    def assembly_imports(self) -> dict[str, int]:
+        """The number of modules of the package that each module of ASSEMBLY imports."""
+        return {module: len(self.imports[module]) for module in ASSEMBLY if module in self.imports}
 
     @property
     def small(self) -> list[str]:
@@ -264,10 +271,11 @@ def count(package: Path = PACKAGE) -> dict[str, int]:
         "module names with two meanings": len(structure.ambiguous),
         "circles of imports": len(structure.circles),
         "imports that run up": len(structure.upward) if ranked else -1,
+        "boots of child processes": child_boots(package),
+        "own imports of build, train and lifecycle, at most": max(structure.assembly_imports.values(), default=0),
         "`getattr(flatpeak, ...)`": occurrences(package, "getattr(flatpeak"),
         "`isinstance(_, RewardSet)`": occurrences(package, ", RewardSet)"),
         "`isinstance(_, Sampler)`, or any class of samplers": sampler_questions(package),
-        "boots of child processes": child_boots(package),
     }
 
 

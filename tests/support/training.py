@@ -13,11 +13,11 @@ from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
-from flatpeak.training.advantage_function import Advantages
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.trainer import Trainer, TrainerConfig
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 from support.models import EOS, letter_tokenizer, tiny_model

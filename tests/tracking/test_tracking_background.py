@@ -1,4 +1,4 @@
-"""A tracker's queue: what it holds, what it drops, and how its errors stay with it."""
+"""The thread of trackers: the order of what they get, the id that a later start has, and how errors stay with it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import pytest
 
 from flatpeak.tracking import background
 from flatpeak.tracking.backend import MetricRow, NoticeRow, Table
-from flatpeak.tracking.background import BackgroundTracker, Entry
+from flatpeak.tracking.background import TrackedRun, TrackerThread
 
 
 class Fake:
-    """A backend that keeps what it gets; `before` is called at every row or table, and may raise or block."""
+    """A backend that keeps what it gets; `before` is called at every batch of rows or table, and may raise or block."""
 
     message: str | None = None
-    interval = 0.01
-    rows_first = False
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self.identity = "fake"
@@ -48,94 +46,86 @@ class Fake:
         self.status = status
 
 
-def row(step: int, metrics: int = 2) -> Entry:
-    return Entry(content=MetricRow(step=step, metrics={f"m{n}": 0.5 for n in range(metrics)}), position=(step, 1))
+def row(step: int, metrics: int = 2) -> MetricRow:
+    return MetricRow(step=step, metrics={f"m{n}": 0.5 for n in range(metrics)})
 
 
-def start(fake: Any, path: Path, **options: Any) -> BackgroundTracker:
-    return BackgroundTracker("fake", lambda identity: fake, state=path / "fake.json", **options)
+def table(step: int) -> Table:
+    return Table(name="t", step=step, columns=(), rows=())
 
 
-def finish(tracker: BackgroundTracker, status: str = "done") -> None:
-    tracker.begin_closing(status)
-    tracker.wait_closed()
+def tracked(opened: Callable[[str | None], Any], path: Path, *, name: str = "fake", **options: Any) -> TrackedRun:
+    return TrackedRun(name=name, open_backend=opened, state=path / f"{name}.json", **options)
+
+
+def start(fake: Fake, path: Path, **options: Any) -> TrackerThread:
+    return TrackerThread([tracked(lambda identity: fake, path, **options)])
+
+
+def finish(thread: TrackerThread, status: str = "done", *, longest: float = 60.0) -> None:
+    thread.close(status, longest=longest)
+
+
+def wait_for(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert reached()
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "PAUSES", (0.0, 0.01, 0.01))
+    monkeypatch.setattr(background, "INTERVAL", 0.01)
 
 
-def test_entries_arrive_in_their_order_and_the_state_says_how_far(tmp_path: Path) -> None:
-    fake = Fake()
-    tracker = start(fake, tmp_path)
-    for step in range(50):
-        tracker.offer(row(step))
-    finish(tracker, "stopped")
-    assert fake.steps == list(range(50))
-    assert fake.status == "stopped"
-    assert json.loads((tmp_path / "fake.json").read_text()) == {
-        "id": "fake",
-        "sent": [49, 1],
-        "unsent": [],
-        "dropped": 0,
-        "destination": "",
-    }
-
-
-def test_a_later_start_skips_what_is_sent_and_begins_with_earlier_rows(tmp_path: Path) -> None:
-    (tmp_path / "fake.json").write_text(json.dumps({"id": "x", "sent": [3, 1], "dropped": 2, "destination": ""}))
-    fake, ids = Fake(), []
-    tracker = BackgroundTracker(
-        "fake",
-        lambda identity: ids.append(identity) or fake,  # type: ignore[func-returns-value]
-        state=tmp_path / "fake.json",
-        earlier=[row(step) for step in range(1, 6)],
+def test_contents_arrive_in_their_order_at_every_tracker_and_the_ids_are_kept(tmp_path: Path) -> None:
+    fakes = {"one": Fake(), "two": Fake()}
+    thread = TrackerThread(
+        [tracked(lambda identity, fake=fake: fake, tmp_path, name=name) for name, fake in fakes.items()]  # type: ignore[misc]
     )
-    for step in (3, 6):
-        tracker.offer(row(step))
-    finish(tracker)
-    assert ids == ["x"]
-    assert fake.steps == [4, 5, 6]
-    assert tracker.dropped == 2
+    for step in range(50):
+        thread.offer(row(step))
+        thread.offer(table(100 + step))
+    finish(thread, "stopped")
+    for name, fake in fakes.items():
+        assert fake.steps == [number for step in range(50) for number in (step, 100 + step)]
+        assert fake.status == "stopped"
+        assert json.loads((tmp_path / f"{name}.json").read_text()) == {"id": "fake", "destination": ""}
+
+
+def test_a_later_start_goes_on_by_the_id_and_a_new_run_begins_with_earlier_rows(tmp_path: Path) -> None:
+    identities: list[str | None] = []
+    for destination, wanted in (("here", [1, 2, 3]), ("here", [3]), ("there", [1, 2, 3])):
+        fake = Fake()
+
+        def opened(identity: str | None, fake: Fake = fake) -> Any:
+            identities.append(identity)
+            return fake
+
+        thread = TrackerThread([tracked(opened, tmp_path, destination=destination, earlier=[row(1), row(2)])])
+        thread.offer(row(3))
+        finish(thread)
+        assert fake.steps == wanted
+    assert identities == [None, "fake", None]
 
 
 def test_nothing_is_dropped_while_a_library_is_slow_to_load(tmp_path: Path) -> None:
     fake, loaded = Fake(), threading.Event()
-    tracker = BackgroundTracker("fake", lambda identity: loaded.wait(20) and fake, state=tmp_path / "fake.json")  # type: ignore[arg-type,return-value]
+    thread = TrackerThread([tracked(lambda identity: loaded.wait(20) and fake, tmp_path)])
     for step in range(2000):  # steps of milliseconds, sixty metrics each
-        tracker.offer(row(step, metrics=60))
+        thread.offer(row(step, metrics=60))
     loaded.set()
-    finish(tracker)
-    assert len(fake.steps) == 2000
-    assert max(fake.batches) == 16  # 960 metrics, of at most 1000
-    assert tracker.dropped == 0
+    finish(thread)
+    assert fake.steps == list(range(2000))
+    assert fake.batches == [2000]
+    assert thread.messages() == []
 
 
-def test_rows_may_overtake_tables_where_that_makes_batches_larger(tmp_path: Path) -> None:
-    loaded = threading.Event()
-    ends = []
-    for rows_first in (False, True):
-        fake = Fake()
-        fake.rows_first = rows_first
-        tracker = BackgroundTracker(
-            "fake",
-            lambda identity, fake=fake: loaded.wait(20) and fake,  # type: ignore[misc]
-            state=tmp_path / f"{rows_first}.json",
-        )
-        for step in range(4):
-            tracker.offer(Entry(content=Table(name="t", step=10 + step, columns=(), rows=()), position=(step, 0)))
-            tracker.offer(row(step))
-        ends.append((fake, tracker))
-    loaded.set()
-    for _, tracker in ends:
-        finish(tracker)
-    assert [fake.steps for fake, _ in ends] == [[10, 0, 11, 1, 12, 2, 13, 3], [0, 1, 2, 3, 10, 11, 12, 13]]
-    assert [fake.batches for fake, _ in ends] == [[1, 1, 1, 1], [4]]
-
-
-def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "ROOM", 3 * row(0).size)
+def test_what_a_slow_tracker_has_no_room_for_is_dropped_with_one_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "ROOM", 3)
     entered, go_on = threading.Event(), threading.Event()
 
     def before() -> None:
@@ -143,46 +133,16 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
         go_on.wait(20)
 
     fake = Fake(before)
-    tracker = start(fake, tmp_path)
-    tracker.offer(row(0))
+    thread = start(fake, tmp_path)
+    thread.offer(row(0))
     assert entered.wait(20)
     for step in range(1, 9):
-        tracker.offer(row(step))
+        thread.offer(row(step))
     go_on.set()
-    finish(tracker)
+    finish(thread)
     assert fake.steps == [0, 1, 2, 3]
-    (message,) = tracker.messages()
-    assert "too slowly" in message
-    assert tracker.dropped == 0
-    assert json.loads((tmp_path / "fake.json").read_text())["unsent"] == [[step, 1] for step in range(4, 9)]
-    later = Fake()
-    finish(start(later, tmp_path, earlier=[row(step) for step in range(9)]))
-    assert later.steps == [4, 5, 6, 7, 8]
-
-
-def test_rows_of_an_outage_in_the_middle_are_sent_by_a_later_start_once(tmp_path: Path) -> None:
-    class Away(Fake):
-        def log_rows(self, rows: Sequence[MetricRow]) -> None:
-            if rows[0].step == 3:
-                raise ConnectionError("away")
-            super().log_rows(rows)
-
-    fake = Away()
-    tracker = start(fake, tmp_path)
-    for step in range(1, 7):
-        tracker.offer(row(step))
-        deadline = time.monotonic() + 20
-        while len(fake.steps) + len(tracker._unsent) < step and time.monotonic() < deadline:
-            time.sleep(0.001)
-    finish(tracker)
-    assert fake.steps == [1, 2, 4, 5, 6]
-    (message,) = tracker.messages()
-    assert "--resume sends the metrics that are missing then" in message
-    for wanted in ([3, 7], []):
-        later = Fake()
-        finish(start(later, tmp_path, earlier=[row(step) for step in range(1, 8)]))
-        assert later.steps == wanted
-    assert tracker.dropped == 0
+    (message,) = thread.messages()
+    assert "tracking.fake takes what is recorded too slowly" in message
 
 
 def test_an_error_is_told_once_and_rows_that_a_retry_sends_are_not_dropped(tmp_path: Path) -> None:
@@ -193,15 +153,13 @@ def test_an_error_is_told_once_and_rows_that_a_retry_sends_are_not_dropped(tmp_p
             raise errors.pop()
 
     fake = Fake(before)
-    tracker = start(fake, tmp_path)
-    tracker.offer(row(1))
-    while errors:
-        time.sleep(0.001)
-    tracker.offer(row(2))
-    finish(tracker)
+    thread = start(fake, tmp_path)
+    thread.offer(row(1))
+    wait_for(lambda: not errors)
+    thread.offer(row(2))
+    finish(thread)
     assert fake.steps == [1, 2]
-    assert tracker.dropped == 0
-    (message,) = tracker.messages()
+    (message,) = thread.messages()
     assert "tracking.fake failed (ConnectionError: away)" in message
 
 
@@ -209,50 +167,66 @@ def test_what_stays_refused_is_dropped_and_the_rest_goes_on(tmp_path: Path) -> N
     def refuse() -> None:
         raise ValueError("no")
 
-    fake = Fake()
+    fake, other = Fake(), Fake()
     fake.log_table = lambda table: refuse()  # type: ignore[method-assign]
-    tracker = start(fake, tmp_path)
-    tracker.offer(row(1))
-    tracker.offer(Entry(content=Table(name="t", step=2, columns=(), rows=()), position=(2, 0)))
-    tracker.offer(row(2))
-    deadline = time.monotonic() + 20
-    while fake.steps != [1, 2] and time.monotonic() < deadline:
-        time.sleep(0.001)
-    finish(tracker)
-    assert fake.steps == [1, 2]
-    assert tracker.dropped == 1
-    assert json.loads((tmp_path / "fake.json").read_text())["dropped"] == 1
+    thread = TrackerThread(
+        [tracked(lambda identity: fake, tmp_path), tracked(lambda identity: other, tmp_path, name="other")]
+    )
+    for content in (row(1), table(2), row(3)):
+        thread.offer(content)
+    wait_for(lambda: other.steps == [1, 2, 3])
+    finish(thread)
+    assert fake.steps == [1, 3]
 
 
-def test_a_missing_library_is_told_with_what_to_install(tmp_path: Path) -> None:
+def test_a_missing_library_is_told_with_what_to_install_and_the_others_go_on(tmp_path: Path) -> None:
     def missing(identity: str | None) -> Any:
         raise ModuleNotFoundError("No module named 'fake'")
 
-    tracker = BackgroundTracker("fake", missing, state=tmp_path / "fake.json")
-    tracker.offer(row(1))
-    finish(tracker)
-    tracker.offer(row(2))
-    (message,) = tracker.messages()
+    other = Fake()
+    thread = TrackerThread([tracked(missing, tmp_path), tracked(lambda identity: other, tmp_path, name="other")])
+    thread.offer(row(1))
+    finish(thread)
+    thread.offer(row(2))
+    (message,) = thread.messages()
     assert "pip install 'flatpeak[fake]'" in message
     assert not (tmp_path / "fake.json").exists()
+    assert other.steps == [1]
 
 
-def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "PATIENCE", 0.1)
+def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path) -> None:
     entered = threading.Event()
 
     def before() -> None:
         entered.set()
         time.sleep(60)
 
-    tracker = start(Fake(before), tmp_path)
-    tracker.offer(row(1))
+    thread = start(Fake(before), tmp_path)
+    thread.offer(row(1))
     assert entered.wait(20)
     started = time.monotonic()
-    finish(tracker)
+    finish(thread, longest=0.1)
     assert time.monotonic() - started < 5
-    (message,) = tracker.messages()
-    assert "did not end in time" in message
+    (message,) = thread.messages()
+    assert "tracking.fake did not end in time" in message
+
+
+def test_what_hung_records_nothing_once_it_is_left_behind(tmp_path: Path) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def before() -> None:
+        entered.set()
+        go_on.wait(20)
+
+    fake = Fake(before)
+    thread = start(fake, tmp_path)
+    for content in (row(1), table(2)):
+        thread.offer(content)
+    assert entered.wait(20)
+    finish(thread, longest=0.05)
+    go_on.set()
+    thread._thread.join(20)
+    assert (fake.steps, fake.status) == ([1], None)
 
 
 def test_keys_in_errors_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,25 +235,8 @@ def test_keys_in_errors_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def before() -> None:
         raise ValueError("bad key 0123456789secret")
 
-    tracker = start(Fake(before), tmp_path)
-    tracker.offer(row(1))
-    finish(tracker)
-    (message,) = tracker.messages()
+    thread = start(Fake(before), tmp_path)
+    thread.offer(row(1))
+    finish(thread)
+    (message,) = thread.messages()
     assert "bad key [redacted]" in message
-
-
-def test_in_another_place_a_run_begins_anew_with_all_its_rows(tmp_path: Path) -> None:
-    identities: list[str | None] = []
-    for destination, wanted in (("here", [1, 2]), ("here", []), ("there", [1, 2])):
-        fake = Fake()
-
-        def opened(identity: str | None, fake: Fake = fake) -> Any:
-            identities.append(identity)
-            return fake
-
-        tracker = BackgroundTracker(
-            "fake", opened, state=tmp_path / "fake.json", destination=destination, earlier=[row(1), row(2)]
-        )
-        finish(tracker)
-        assert fake.steps == wanted
-    assert identities == [None, "fake", None]

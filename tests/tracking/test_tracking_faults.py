@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Raising:
     """A tracker of which everything but opening fails."""
 
-    identity, message, interval, rows_first = "x", None, 0.01, False
+    identity, message = "x", None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def fail(*arguments: object) -> None:
@@ -66,7 +66,8 @@ def test_a_tracker_that_fails_or_hangs_changes_nothing(
     recipe: Any, train: Any, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, backend: Any
 ) -> None:
     use(monkeypatch, backend())
-    monkeypatch.setattr("flatpeak.tracking.background.PATIENCE", 0.5)
+    monkeypatch.setattr(background, "INTERVAL", 0.01)
+    monkeypatch.setattr(trackers, "LONGEST_END", 0.5)
     watcher = Watcher()
     started = time.monotonic()
     result = train(recipe(training={"steps": 3}), progress=watcher)
@@ -81,10 +82,8 @@ def test_a_lost_directory_is_told_once_and_changes_nothing(
     recipe: Any, train: Any, plain: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard")
-    from flatpeak.tracking import tensorboard_backend
-
-    monkeypatch.setattr("flatpeak.tracking.background.PAUSES", (0.0,))
-    monkeypatch.setattr(tensorboard_backend.TensorBoardBackend, "interval", 0.01)
+    monkeypatch.setattr(background, "PAUSES", (0.0,))
+    monkeypatch.setattr(background, "INTERVAL", 0.01)
     events = tmp_path / "events"
 
     def lose() -> None:
@@ -161,12 +160,13 @@ from support.runs import tiny_recipe
 from pathlib import Path
 
 class Hanging:
-    identity, message, interval, rows_first = "x", None, 0.01, False
+    identity, message = "x", None
     def log_rows(self, rows):
         print("hanging", flush=True)
         threading.Event().wait(60)
     log_table = log_notice = log_report = finish = log_rows
 
+background.INTERVAL = 0.01
 trackers._openers = lambda config, facts: {"fake": lambda identity: Hanging()}
 recipe = tiny_recipe(Path(sys.argv[1]), training={"steps": 100000}, tracking={"tensorboard": {}})
 sys.exit(flatpeak.train(recipe, progress=False).exit_code)
@@ -194,43 +194,33 @@ def test_an_interrupted_run_with_a_tracker_that_hangs_ends_within_seconds(tmp_pa
     assert (tmp_path / "tiny" / "checkpoints" / "last").exists()
 
 
-def test_a_tracker_that_a_killed_run_had_or_gets_on_resume_has_every_step_once(
+def test_a_tracker_that_a_resumed_run_gets_has_every_step_once_and_another_goes_on(
     recipe: Any, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard")
+    from flatpeak.tracking.config import TensorBoardConfig
+    from flatpeak.tracking.tensorboard_backend import TensorBoardBackend
     from support.tracked_runs import expected, read_tensorboard
 
-    class Killed(BaseException):
-        pass
-
-    def die() -> None:
-        raise Killed
-
-    # The checkpoint is that of step 2: steps 3 and 4 are taken again, and step 4 is not recorded by a killed process.
-    monkeypatch.setattr("flatpeak.training.recorder.Recorder.save_completed", lambda self, **options: None)
-    sections = {"run": {"checkpoint_every": 2}, "training": {"steps": 5}}
+    sections = {"run": {"checkpoint_every": 2}}
     first, both = {"tensorboard": {}}, {"tensorboard": {}, "trackio": {}}
-    with pytest.raises(Killed):
-        train(recipe(**sections, tracking=first), progress=Watcher({("train", 3): die}))
+    train(recipe(**sections, training={"steps": 3}, tracking=first))
     opened = {}
     original = trackers._openers
 
     def openers(config: Any, facts: Any) -> Any:
-        from flatpeak.tracking.config import TensorBoardConfig
-        from flatpeak.tracking.tensorboard_backend import TensorBoardBackend
-
         def added(identity: str | None) -> Any:
             opened["added"] = identity
-            return TensorBoardBackend(TensorBoardConfig(), facts, identity, folder=tmp_path / "added")
+            return TensorBoardBackend(TensorBoardConfig(directory=str(tmp_path / "added")), facts, identity)
 
         return {"tensorboard": original(config, facts)["tensorboard"], "trackio": added}
 
     monkeypatch.setattr(trackers, "_openers", openers)
-    result = train(recipe(**sections, tracking=both), resume=True)
+    result = train(recipe(**sections, training={"steps": 5}, tracking=both), resume=True)
     assert opened == {"added": None}
     wanted = expected(result.path)
     assert sorted(wanted["reward/mean"]) == [1, 2, 3, 4, 5]
-    for folder in (result.path / "tracking" / "tensorboard", tmp_path / "added" / "tensorboard"):
+    for folder in (result.path / "tracking" / "tensorboard", tmp_path / "added" / "tiny"):
         curves = read_tensorboard(folder).curves
         assert curves["reward/mean"] == pytest.approx(wanted["reward/mean"])
         assert curves["eval/arithmetic/accuracy"] == pytest.approx(wanted["eval/arithmetic/accuracy"])
@@ -257,28 +247,3 @@ def test_a_lone_surrogate_reaches_every_tracker_as_its_escape(monkeypatch: pytes
     assert list(estimates.rows[0]) == [10, "accuracy", 0.5, None, None]
     assert list(answers.rows[0]) == [10, "1", ["\\udc00"], "\\ud83d"]
     assert notice.text == "\\ud83d c"
-
-
-@pytest.mark.parametrize(("trained", "recorded"), [(False, True), (True, False)])
-def test_a_start_with_nothing_left_to_train_waits_longer_for_a_library_that_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool, recorded: bool
-) -> None:
-    monkeypatch.setattr(background, "LONGEST_IMPORT", 0.05)
-    seen: list[Any] = []
-
-    class Slow(Raising):
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda content: seen.append(name)
-
-    def open_slowly(identity: str | None) -> Any:
-        time.sleep(0.3)
-        return Slow()
-
-    monkeypatch.setattr(trackers, "_openers", lambda config, facts: {"fake": open_slowly})
-    facts = RunFacts(name="x", directory=tmp_path, recipe={}, start={}, group=None, tags={})
-    rows = [{"step": 1, "stage": "train", "reward/mean": 0.5}]
-    opened = trackers.open_trackers(TrackingConfig(), facts, earlier=lambda: rows, notice=lambda text: None)
-    if trained:
-        opened.log({"reward/mean": 0.5}, step=2, stage="train")
-    opened.close("done")
-    assert bool(seen) == recorded

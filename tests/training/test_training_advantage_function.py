@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.functional import group_advantages
-from flatpeak.training.advantage_function import Advantages, make_advantages
 from flatpeak.training.config import AdvantageConfig
+from flatpeak.training.reward_tensors import Advantages
+from flatpeak.training.user_functions import make_advantages
 
 VALID = torch.tensor([[True, True, False, True], [True, True, True, True], [False, False, False, False]])
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 0.5], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])

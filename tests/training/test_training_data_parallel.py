@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from flatpeak.distributed.ranks import Ranks
-from flatpeak.training.batch import take
-from flatpeak.training.data_parallel import UNDIVIDED, DataParallel, divide_evenly, filler
+from flatpeak.training.batch import UNDIVIDED, DataParallel, divide_evenly, filler, take
 from support.training import make_batch, tiny_policy
 
 BATCH = make_batch(

@@ -106,7 +106,6 @@ PENALTY = {"strength": 0.1, "step": 5e-3}
         ("float32", "sgd", {}),
         ("bfloat16", "adamw", {}),
         ("bfloat16", "adamw", PENALTY),
-        ("bfloat16", "adamw", {**PENALTY, "scaling": "asam"}),
         ("bfloat16", "adamw_8bit", PENALTY),
         ("bfloat16", "sgd", {}),
         ("adapters", "adamw", {"strength": 0.1, "perturbed": "adapters"}),

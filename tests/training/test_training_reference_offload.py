@@ -17,9 +17,8 @@ from flatpeak.policy.config import LoraConfig as LoraSection
 from flatpeak.policy.config import ModelConfig, ReferenceConfig
 from flatpeak.policy.loading import cast_weights, load_policy
 from flatpeak.policy.model import Policy
-from flatpeak.policy.reference import renewed, snapshot
+from flatpeak.policy.reference import ReferenceResets, renewed, snapshot
 from flatpeak.training.config import KLConfig, TrainingConfig
-from flatpeak.training.reference_resets import ReferenceResets
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Batch
 from support.host_memory import SimulatedHost, simulate_host
@@ -206,9 +205,8 @@ def test_a_checkpoint_brings_an_offloaded_reference_back(hosts: list[SimulatedHo
     policy, again = tiny_policy(), ReferenceResets(rule)
     reference = snapshot(policy)
     reference.offload()
-    tensors = {name.removeprefix("reference."): tensor for name, tensor in saved.items()}
-    assert again.load(1, tensors, reference=reference, policy=policy) is reference
-    assert all(torch.equal(value, saved[f"reference.{name}"]) for name, value in weights(reference).items())
+    assert again.load(1, saved, reference=reference, policy=policy) is reference
+    assert all(torch.equal(value, saved[name]) for name, value in weights(reference).items())
     assert largest_difference(weights(reference), weights(policy)) > 0
     assert all(hosts[-1].holds(weight) for weight in reference.model.parameters())
 

@@ -17,12 +17,11 @@ from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
-from flatpeak.policy.reference import renewed, snapshot
+from flatpeak.policy.reference import ReferenceResets, renewed, snapshot
 from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner, PolicyStatistics
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import optimizer_tensors
-from flatpeak.training.reference_resets import ReferenceResets
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Group, Prompt, SamplingParams
 from support.models import EOS, letter_tokenizer, tiny_model

@@ -161,13 +161,6 @@ def test_the_gradient_is_clipped_once_after_the_penalty() -> None:
         for name, component in regularized.items()
     }
     assert largest_difference(weights(policy), expected) < 1e-12
-    # Clipping g1 first and the sum again would have been another step.
-    clipped_first = gradient_of(policy, batch, strength=0.3, g1_clip=limit)
-    direction = {name: component / norm(clipped_first) for name, component in clipped_first.items()}
-    assert (
-        relative_error({name: component / norm(regularized) for name, component in regularized.items()}, direction)
-        > 0.1
-    )
 
 
 @pytest.mark.parametrize(
@@ -196,20 +189,14 @@ def test_the_second_pass_draws_the_dropout_of_the_first(group_fraction: float) -
     policy = double_qwen2(dropout=0.3)
     batch = off_policy(policy)
     norms = {}
-    for replay in (True, False):
-        for step in (3e-5, 3e-6):
-            given: dict[str, Any] = {
-                "step": step,
-                "group_fraction": group_fraction,
-                "micro_batch_tokens": 15,
-                "replay_randomness": replay,
-            }
-            torch.manual_seed(1)
-            plain = gradient_of(policy, batch, strength=1.0, delay_updates=1, **given)
-            torch.manual_seed(1)
-            norms[replay, step] = norm(penalty_of(policy, batch, plain=plain, **given))
-    assert norms[True, 3e-5] == pytest.approx(norms[True, 3e-6], rel=0.01)
-    assert norms[False, 3e-6] / norms[False, 3e-5] == pytest.approx(10, rel=0.1)
+    for step in (3e-5, 3e-6):
+        given: dict[str, Any] = {"step": step, "group_fraction": group_fraction, "micro_batch_tokens": 15}
+        torch.manual_seed(1)
+        plain = gradient_of(policy, batch, strength=1.0, delay_updates=1, **given)
+        torch.manual_seed(1)
+        norms[step] = norm(penalty_of(policy, batch, plain=plain, **given))
+    # Other masks in the second pass would make the quotient grow as the step shrinks.
+    assert norms[3e-5] == pytest.approx(norms[3e-6], rel=0.01)
 
 
 def test_exact_curvature_sees_the_dropout_of_the_first_pass() -> None:
@@ -235,8 +222,8 @@ def test_exact_curvature_sees_the_dropout_of_the_first_pass() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"difference": "central"}, {"every": 2}, {"group_fraction": 0.4}, {"replay_randomness": False}],
-    ids=["forward", "central", "every second", "some groups", "no replay"],
+    [{}, {"difference": "central"}, {"every": 2}, {"group_fraction": 0.4}],
+    ids=["forward", "central", "every second", "some groups"],
 )
 def test_random_numbers_after_an_update_are_those_without_a_second_pass(settings: dict[str, Any]) -> None:
     policy = double_qwen2(dropout=0.3)

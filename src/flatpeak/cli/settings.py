@@ -18,16 +18,18 @@ def settings(
         str,
         typer.Argument(
             metavar="PREFIX",
-            help="A section or key (rollout, optimizer.learning_rate), or a type (task.type=rows). Default: all.",
+            help="A section or key (rollout, optimizer.learning_rate), or a type (task.type=rows). Default: the common "
+            "settings.",
             show_default=False,
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the settings as one JSON object.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print them as the page docs/settings.md.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print all settings.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all settings as one JSON object.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print all as the page docs/settings.md.")] = False,
 ) -> None:
     """Explain the settings of a recipe: key and default, type, meaning."""
     from flatpeak.config import settings_rendering
-    from flatpeak.config.settings_reference import settings_reference
+    from flatpeak.config.settings_reference import common_settings, settings_reference
 
     if as_json and markdown:
         raise UserError("--json and --markdown are two forms of the same: give one of them")
@@ -36,6 +38,10 @@ def settings(
         typer.echo(settings_rendering.to_json(sections))
     elif markdown:
         typer.echo(settings_rendering.to_markdown(sections))
+    elif not prefix and not everything:
+        common = common_settings()
+        left_out = sum(len(section.settings) for section in sections) - sum(len(one.settings) for one in common)
+        typer.echo(settings_rendering.to_summary(common, left_out=left_out, width=_width()))
     else:
         typer.echo(settings_rendering.to_text(sections, width=_width()))
 

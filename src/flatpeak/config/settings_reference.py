@@ -26,6 +26,28 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.config.schema_types import admits_none, alternatives, elements, literals, models_of, type_in_words
 from flatpeak.errors import UserError, nearest
 
+COMMON: Final = (
+    "run.name", "run.directory", "run.seed", "run.checkpoint_every",
+    "model.path", "model.device", "model.dtype", "model.lora", "model.lora.rank", "model.quantization",
+    "task.type", "prompt.template", "prompt.system", "prompt.user",
+    "rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.top_p", "rollout.max_new_tokens",
+    "rollout.engine", "rollout.staleness",
+    "rewards", "rewards.<name>.type",
+    "advantage.baseline", "advantage.scale",
+    "objective.loss", "objective.ratio", "objective.normalization", "objective.clip_low", "objective.clip_high",
+    "objective.entropy_coefficient", "objective.truncated",
+    "kl.coefficient", "kl.estimator", "reference.reset_every",
+    "gradient_regularization.strength", "gradient_regularization.ratio_mode", "gradient_regularization.step",
+    "gradient_regularization.perturbed", "gradient_regularization.every",
+    "optimizer.name", "optimizer.learning_rate", "optimizer.weight_decay", "optimizer.max_grad_norm",
+    "optimizer.schedule", "optimizer.warmup_steps",
+    "training.steps", "training.epochs_per_rollout", "training.minibatches", "training.micro_batch_tokens",
+    "training.activation_checkpointing", "training.stop_at", "training.dynamic_sampling.max_resamples",
+    "sft.steps", "sft.batch_size", "sft.optimizer.learning_rate",
+    "evaluation.every", "evaluation.size", "evaluation.samples", "evaluation.sharpness",
+    "tracking.wandb", "tracking.tensorboard", "distributed.processes", "distributed.strategy",
+)  # fmt: skip
+"""The settings that most recipes change, in the order of the sections."""
 _TYPE_DESCRIPTION: Final = "The kind of this section, which decides its other keys. Another one replaces it whole."
 _REQUIRED: Final = object()
 """The default of a field that has none."""
@@ -96,6 +118,16 @@ def settings_reference(prefix: str = "") -> list[Section]:
         if any(section.settings for section in sections):
             return [section for section in sections if section.settings]
     raise UserError(_unknown(wanted))
+
+
+def common_settings() -> list[Section]:
+    """The sections of the `COMMON` settings, with these alone."""
+    sections = [
+        replace(section, settings=tuple(one for one in section.settings if one.key in COMMON))
+        for section in settings_reference()
+        if not section.variants
+    ]
+    return [section for section in sections if section.settings]
 
 
 def _types(section: Section, key: str) -> Iterator[str]:

@@ -31,6 +31,23 @@ def to_text(sections: Sequence[Section], *, width: int) -> str:
     return "\n\n".join("\n\n".join(_paragraphs(section, width)) for section in sections)
 
 
+def to_summary(sections: Sequence[Section], *, left_out: int, width: int) -> str:
+    """Each setting with its default, and its values or the first sentence of its meaning; then where there is more."""
+    blocks = []
+    for section in sections:
+        lines = []
+        for setting in section.settings:
+            about = setting.type if setting.values else _first_sentence(setting.description)
+            assignment = setting.key if isinstance(setting.default, dict) else setting.assignment
+            lines += [_wrapped(assignment, width, below=_INDENT), _wrapped(about, width, first=_INDENT, below=_INDENT)]
+        blocks.append("\n".join(lines))
+    more = (
+        f"{left_out} more: `flatpeak settings --all` prints all, `flatpeak settings rollout` a section, "
+        "`flatpeak settings task.type=rows` one of its types, `flatpeak settings kl.estimator` all about one."
+    )
+    return "\n\n".join([*blocks, _wrapped(more, width, below="")])
+
+
 def to_json(sections: Sequence[Section]) -> str:
     """One JSON object, `{"settings": [...]}`: each setting with its section's key and variants."""
     settings = []
@@ -78,6 +95,10 @@ def _wrapped(text: str, width: int, *, below: str, first: str = "") -> str:
     return textwrap.fill(
         text, width, initial_indent=first, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
     )
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.;]) (?=[^\d])", text, maxsplit=1)[0].rstrip(";.") + "."
 
 
 def _description(setting: Setting) -> str:

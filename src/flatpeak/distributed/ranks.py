@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.launch import check_processes
-from flatpeak.errors import DivergedError, LostRankError, ReportedElsewhereError, StoppedError, UserError
-from flatpeak.runs.checkpoints import CheckpointError
+from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, StoppedError, UserError
 from flatpeak.runs.signals import StopSignals
 
 Value = TypeVar("Value")
@@ -117,6 +116,10 @@ class Ranks:
             self._known.append(failed)
             raise failed
         raise earliest[1]
+
+    def stop_signals(self) -> StopSignals:
+        """Stop signals on which all ranks agree."""
+        return StopSignals() if self.size == 1 else SharedStopSignals(self)
 
     def knows(self, error: BaseException) -> bool:
         """Whether all ranks are about to end by this error, so that they still answer each other."""
@@ -212,7 +215,7 @@ def _as_reported(error: Exception, rank: int) -> Exception:
         return type(error)(str(error))
     return ReportedElsewhereError(
         f"rank {rank}: {type(error).__name__}: {error}",
-        saves_nothing=isinstance(error, DivergedError | CheckpointError),
+        saves_nothing=isinstance(error, RunError) and error.saves_nothing,
     )
 
 

@@ -168,8 +168,9 @@ class SharedReward(RewardSet):
         self._ranks.first(self._own.check)
 
     def attach(self, directory: Path, *, stopping: Callable[[], bool]) -> None:
-        """Let components write into a run's directory."""
-        self._own.attach(directory, stopping=stopping)
+        """Let components write into a run's directory, those of the first rank alone."""
+        if self._ranks.is_first:
+            self._own.attach(directory, stopping=stopping)
 
     def measured(self, scores: Scores) -> dict[str, float]:
         """The components' metrics since the last call."""

@@ -1,6 +1,6 @@
-"""The worker process of a sweep, and its handle: runs and prefix steps in turn, each as in a process of its own.
+"""The worker process of a sweep, and its handle: runs jobs one after the other, each as if in a new process.
 
-The worker ends when the sweep's process is gone. Nothing slow is imported before it looks out for that.
+The worker ends when the sweep's process is gone. It starts watching for that before it imports anything slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError, brief
 from flatpeak.experiments.records import prune_checkpoints
-from flatpeak.utils.child_process import ChildProcess, Parent, in_words
+from flatpeak.utils.child_process import ChildProcess, Parent, ending
 from flatpeak.utils.redaction import hide_secrets_of, redact
 from flatpeak.utils.user_code import load_function, user_files
 
@@ -33,7 +33,7 @@ Outcome = dict[str, Any]
 
 
 def serve(parent: Parent) -> None:
-    """Work off the jobs that the sweep sends until it says to quit."""
+    """Run the jobs that the sweep sends until it says to quit."""
     parent.end_with()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -50,17 +50,17 @@ def serve(parent: Parent) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        # Torch's own way out takes seconds, and threads that the user's code has left may never end.
+        # Torch's own exit takes seconds, and threads of the user's code may never end.
         with suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
 
 
 class ProcessState:
-    """The state of a fresh process that a run may change: torch's defaults, environment, modules of the user."""
+    """The state of a new process that a run may change: torch's defaults, environment, the user's modules."""
 
     def __init__(self) -> None:
-        import torch  # here: see above
+        import torch  # imported here: see above
 
         self.seed = torch.initial_seed()
         self._threads = torch.get_num_threads()
@@ -77,7 +77,7 @@ class ProcessState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Begin as a fresh process would, and clear away after."""
+        """A context that starts with the state of a new process and cleans up afterwards."""
         import torch
 
         torch.manual_seed(self.seed)
@@ -104,10 +104,10 @@ class ProcessState:
             switch(value)
 
     def _forget_user_code(self) -> None:
-        """Unload the user's files and the neighbours that they imported: what these keep is no part of another run."""
+        """Unload the user's files and the neighbours that they imported, so that no run sees state of another."""
         files = user_files()
         folders = {Path(file).parent for file in files.values() if "site-packages" not in Path(file).parts}
-        # `module:function` is found in the working directory, or in one that has joined the path.
+        # `module:function` is found in the working directory, or in a directory added to the path.
         searched = {self._directory, *(Path(entry) for entry in sys.path if entry not in self._path)} | folders
         new = {name: module for name, module in sys.modules.items() if name not in self._modules}
         packages = {name for name, module in new.items() if "." not in name and _place(module) in searched}
@@ -120,7 +120,7 @@ class ProcessState:
 
 
 def _place(module: Any) -> Path | None:
-    """The directory that a module or package lies in."""
+    """The directory that contains a module or package."""
     file = getattr(module, "__file__", None)
     if not file:
         return None
@@ -128,7 +128,7 @@ def _place(module: Any) -> Path | None:
 
 
 def run_job(job: Job) -> Outcome:
-    """Run one job, its prints in its own log. Whatever it raises is its outcome."""
+    """Run one job, with its prints in its log. Any exception becomes its outcome."""
     started = time.perf_counter()
     hide_secrets_of(job)
     with _output_in(Path(job["log"])), _stoppable():
@@ -138,22 +138,21 @@ def run_job(job: Job) -> Outcome:
             status, reason = "stopped", None
         except UserError as error:
             status, reason = "failed", brief(error)
-        except BaseException as error:  # SystemExit of the user's code too: it ends a run, never the worker
+        except BaseException as error:  # also SystemExit of the user's code, which ends a run but never the worker
             traceback.print_exc()
             status, reason = "failed", f"{type(error).__name__}: {brief(error)}"
         if reason is not None:
-            # Names of files that are no text have letters that cannot be printed.
+            # File names that are not text contain characters that cannot be printed.
             reason = redact(reason.encode("utf-8", "backslashreplace").decode("utf-8"))
             sys.stderr.write(f"{reason}\n")
     return {"status": status, "reason": reason, "seconds": time.perf_counter() - started}
 
 
 def _train(job: Job) -> bool:
-    """Train, from where an earlier start was left; returns whether a signal stopped it."""
-    from flatpeak.pipeline.lifecycle import RunRequest  # here: all of them load torch
+    """Train, continuing an earlier start; returns whether a signal stopped it."""
+    from flatpeak.pipeline.request import CallerObjects, RunRequest  # imported here because they all load torch
     from flatpeak.pipeline.train import run_stages
     from flatpeak.pipeline.train_reward_model import run_reward_model
-    from flatpeak.pipeline.user_objects import CallerObjects
 
     request = RunRequest(
         recipe=parse_config(job["recipe"]),
@@ -174,7 +173,7 @@ def _train(job: Job) -> bool:
 
 
 def _call(job: Job) -> bool:
-    """Call a function of the user's with the directory that it fills."""
+    """Call a user's function with the directory to fill."""
     directory = Path(job["path"]).absolute()  # the function may change the working directory
     directory.mkdir(parents=True, exist_ok=True)
     load_function(job["call"])(directory, job["seed"], **job["arguments"])
@@ -186,7 +185,7 @@ _CALLS: dict[str, Callable[[Job], bool]] = {"train": _train, "sft": _train, "rew
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Let SIGTERM interrupt what comes before and after a run, which handles signals itself."""
+    """Let SIGTERM interrupt what comes before and after a run; the run handles signals itself."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -200,7 +199,7 @@ def _stoppable() -> Iterator[None]:
 
 
 class _RedactedLines(io.TextIOBase):
-    """A stream that passes text on in whole lines, without secrets: `print` writes each of its arguments by itself."""
+    """A stream that passes on whole lines, without secrets: `print` writes each of its arguments separately."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -208,21 +207,21 @@ class _RedactedLines(io.TextIOBase):
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
-        """Pass on the lines that end here."""
+        """Pass on the lines completed by this text."""
         with self._lock:
             lines, newline, self._begun = (self._begun + text).rpartition("\n")
             self._stream.write(redact(lines) + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Pass on a line that has not ended, too."""
+        """Also pass on an incomplete line."""
         with self._lock:
             begun, self._begun = self._begun, ""
             self._stream.write(redact(begun))
             self._stream.flush()
 
     def fileno(self) -> int:
-        """The descriptor, for what writes to it directly."""
+        """The descriptor, for code that writes to it directly."""
         return self._stream.fileno()
 
 
@@ -230,7 +229,7 @@ class _RedactedLines(io.TextIOBase):
 def _output_in(log: Path) -> Iterator[None]:
     """Append this process's standard output and errors, and those of its children, to a file.
 
-    What Python prints is redacted; a child writes to the file itself.
+    Python's output is redacted; a child writes to the file directly.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     saved = [os.dup(1), os.dup(2)]
@@ -257,7 +256,7 @@ class WorkerProcess:
     """A persistent process that takes one job at a time."""
 
     def __init__(self, index: int, *, log: Path, gpu: str | None = None) -> None:
-        """Start it; `gpu` is the value of CUDA_VISIBLE_DEVICES, None leaves the environment's."""
+        """Start it; `gpu` is the value of CUDA_VISIBLE_DEVICES; None keeps the environment's value."""
         self.index = index
         self.gpu = gpu
         self.log = log
@@ -273,12 +272,12 @@ class WorkerProcess:
         return self._child.process.poll() is None
 
     def send(self, job: Job | None) -> None:
-        """Hand over a job, or None to let the process end; one that is dead already is noticed by `receive`."""
+        """Send a job, or None to let the process end; if it is already dead, `receive` notices."""
         with suppress(OSError):
             self._child.send(job)
 
     def receive(self) -> Outcome | None:
-        """The outcome of the job, None while there is none. EOFError with the reason where the process has died."""
+        """The outcome of the job, or None if there is none yet. EOFError with the reason if the process has died."""
         try:
             waiting = self.is_alive() and not self.connection.poll()
             outcome: Outcome | None = None if waiting else self._child.receive()
@@ -290,9 +289,9 @@ class WorkerProcess:
         """The way in which the process ended."""
         code = self._child.end(5.0)
         if code >= 0:
-            return f"the worker process ended with {in_words(code)} (see {self.log})"
+            return f"the worker process ended with {ending(code)} (see {self.log})"
         hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
-        return f"the worker process was {in_words(code)}{hint}"
+        return f"the worker process was {ending(code)}{hint}"
 
     def interrupt(self) -> None:
         """Ask the run to stop with a checkpoint."""

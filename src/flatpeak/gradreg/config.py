@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -11,11 +12,28 @@ from flatpeak.utils.schema import StrictConfig
 RATIO, CALIBRATED = "ratio:", "calibrated:"
 STRENGTHS = "a number, ratio:0.3 or calibrated:0.3"
 
-Factor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NAMED_SETS = ("blocks", "all", "adapters", "last_layer", "last_block")
 PerturbedSet = Literal["blocks", "all", "adapters", "last_layer", "last_block"] | tuple[str, ...]
 """A named set of parameters, or patterns of their names."""
 RatioMode = Literal["importance", "reuse", "importance_clipped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedBehavior:
+    """Deviations of published code from the penalty it describes, to measure what they do; the defaults have none."""
+
+    g1_clip: float | None = None
+    """Clip g1, the plain gradient, to this norm before the difference is taken."""
+    g2_clip: float | None = None
+    """Clip g2, the gradient at the perturbed weights, to this norm before the difference is taken."""
+    outside: Literal["g1", "g2"] = "g1"
+    """The gradient of parameters that are not perturbed."""
+    replay_randomness: bool = True
+    """Whether the second pass repeats the first pass's dropout masks."""
+
+
+CORRECTED = PublishedBehavior()
+"""The penalty as it is described."""
 
 
 class GradientRegularizationConfig(StrictConfig):
@@ -41,7 +59,7 @@ class GradientRegularizationConfig(StrictConfig):
     perturbed: PerturbedSet = "blocks"
     """The parameters whose gradient is penalized. blocks: those of the repeated blocks. all: all trainable ones.
     adapters: adapters alone. last_layer: the output layer. last_block: the last block. A list: those whose names match
-    one of its patterns (`*.mlp.*`). All others keep g1, unless `outside` is g2."""
+    one of its patterns (`*.mlp.*`). All others keep g1."""
     step: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The size of the perturbation, in the unit of `step_scale`; null: relative, 3e-5 where everything on the way
     through the model is float32; where anything is in half precision 3e-4, and 3e-3 if adapters are perturbed. A check
@@ -56,23 +74,16 @@ class GradientRegularizationConfig(StrictConfig):
     difference: Literal["forward", "central", "exact"] = "forward"
     """forward: error O(step), one more pass. central: O(step^2), two more. exact: double backward through the plain
     model, slow and large; the reference the others are held against."""
-    scaling: Literal["none", "asam"] = "none"
-    """none: gradient and perturbation as they are. asam: measured per |weight| (Kwon et al. 2021, arXiv 2102.11600)."""
     every: Annotated[int, Field(ge=1)] = 1
     """Run the second pass in every n-th update; in between the penalty's component orthogonal to g1 is used again,
     scaled to the norm of the present g1 (LookSAM, Liu et al. 2022, arXiv 2203.02714). 1: in all."""
     group_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The share of a minibatch's groups that the second pass repeats; its g1 is that of the same groups. A minibatch of
     completions is split by prompt too."""
-    depth_scale: tuple[Factor, Factor] = (1.0, 1.0)
-    """The strength's factor at the first and the last block, linear in between; 1 outside the blocks."""
     delay_updates: Annotated[int, Field(ge=0)] = 0
     """The number of updates at the start of RL without regularization."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Updates over which the strength rises linearly from 0, after those of `delay_updates`; 0: none."""
-    step_warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """Updates over which the step rises linearly from 0, after those of `delay_updates`; 0: none. A small step drowns
-    in rounding: watch gradreg/step_consistency. With a warm-up the checks change no step."""
     min_perturbation_kept: Annotated[float, Field(ge=0, le=1)] = 0.3
     """The least cosine of the perturbation, as rounding leaves it, with the intended one. Below it a run is refused at
     its start if `step` is set, and another step is looked for if it is null; later there is a notice, once."""
@@ -83,16 +94,6 @@ class GradientRegularizationConfig(StrictConfig):
     check costs one more pass with difference=forward, and none with central; a search costs two passes for every step
     that it tries, at most nine, and those of the update again; exact needs no check. 0: never, for a step that is meant
     to be long, as SAM's."""
-    g1_clip: Annotated[float, Field(gt=0)] | None = None
-    """Clip g1, the plain gradient, to this norm before the difference is taken, as published code does, which bends the
-    penalty. The update then has the clipped g1 too. null: never."""
-    g2_clip: Annotated[float, Field(gt=0)] | None = None
-    """Clip g2, the gradient at the perturbed weights, to this norm before the difference is taken, as published code
-    does. null: never."""
-    outside: Literal["g1", "g2"] = "g1"
-    """The gradient of parameters that are not perturbed: g1, or g2 as published code leaves it there, unclipped."""
-    replay_randomness: bool = True
-    """Draw the first pass's dropout masks again in the second; published code does not."""
 
     @field_validator("strength")
     @classmethod
@@ -120,16 +121,10 @@ class GradientRegularizationConfig(StrictConfig):
     def _consistent(self) -> GradientRegularizationConfig:
         if self.step_scale != "relative" and self.step is None:
             raise ValueError(f"step_scale={self.step_scale} has no default step: set gradient_regularization.step")
-        if self.difference == "exact" and (self.g2_clip is not None or self.outside == "g2"):
-            raise ValueError("difference=exact has no second gradient: leave out g2_clip and outside")
-        if self.outside == "g2" and self.group_fraction < 1:
-            raise ValueError("outside=g2 leaves g2 of some groups where that of all belongs: set group_fraction=1")
         if self.direction == "random" and self.every > 1:
             raise ValueError(
                 "direction=random draws anew in every update, which leaves nothing to use again: set every=1"
             )
-        if self.direction == "random" and self.scaling == "asam":
-            raise ValueError("direction=random does not depend on the weights: leave out scaling=asam")
         if self.perturbed == ():
             raise ValueError("perturbed is an empty list: name a pattern, or use blocks or all")
         return self
@@ -142,7 +137,7 @@ class GradientRegularizationConfig(StrictConfig):
     @property
     def finds_step(self) -> bool:
         """Whether a check that finds the step inconsistent looks for another."""
-        return self.step is None and self.check_every > 0 and self.step_warmup_updates == 0
+        return self.step is None and self.check_every > 0
 
     @property
     def ratio(self) -> float | None:

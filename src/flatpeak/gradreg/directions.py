@@ -18,41 +18,23 @@ from flatpeak.gradreg.parameters import is_below_float32
 from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.gradreg.shards import DotAccumulator, Gradients, distribute_like, pairwise_dots
 
-ASAM_ETA = 0.01
-"""ASAM's addition to |w|, so that weights at zero can move (Kwon et al. 2021, arXiv 2102.11600)."""
 FLOAT32_STEP, HALF_PRECISION_STEP, ADAPTER_STEP = 3e-5, 3e-4, 3e-3
 """The default relative steps: float32 throughout, half precision somewhere, adapters of a model in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Direction:
-    """The direction d = T^2 g, with T = 1 or ASAM's T = |w| + eta: the penalty is on ||T g||, its gradient is H d.
-
-    Of a random direction, `vector` alone is another.
-    """
+    """The direction d of the perturbation: the gradient g, whose penalty's gradient is H g, or a random one."""
 
     vector: Gradients
-    grad_norm: float
-    """||g||."""
     norm: float
-    """||d||."""
-    scaled_norm: float
-    """||T g||, the norm that is penalized."""
+    """||d||, equal to ||g||."""
 
 
-def perturbation_direction(g1: Gradients, perturbation: Perturbation, *, scaling: str) -> Direction:
-    """The direction of the gradient, or of ASAM's rescaled one."""
-    parameters = perturbation.parameters
-    grads = [g1[p] for p in parameters]
-    if scaling == "none":
-        norm = pairwise_dots([(grads, grads)])[0] ** 0.5
-        return Direction(vector={p: g1[p] for p in parameters}, grad_norm=norm, norm=norm, scaled_norm=norm)
-    scales = [perturbation.master(p).abs().add_(ASAM_ETA) for p in parameters]
-    once = [scale * grad for scale, grad in zip(scales, grads, strict=True)]
-    twice = [scale * scaled_grad for scale, scaled_grad in zip(scales, once, strict=True)]
-    plain, scaled, norm = (total**0.5 for total in pairwise_dots([(a, a) for a in (grads, once, twice)]))
-    vector = dict(zip(parameters, twice, strict=True))
-    return Direction(vector=vector, grad_norm=plain, norm=norm, scaled_norm=scaled)
+def gradient_direction(g1: Gradients) -> Direction:
+    """The direction of the gradient."""
+    grads = list(g1.values())
+    return Direction(vector=g1, norm=pairwise_dots([(grads, grads)])[0] ** 0.5)
 
 
 def random_direction(gradient: Direction, *, seed: int, update: int) -> Direction:
@@ -82,7 +64,7 @@ def step_size(direction: Direction, perturbation: Perturbation, config: Gradient
     if config.step_scale == "absolute":
         return step
     if config.step_scale == "radius":
-        return step / direction.scaled_norm
+        return step / direction.norm
     size = weight_norm(perturbation)
     if size == 0:
         raise UserError("every perturbed parameter is 0, so a relative step is none: set step_scale=radius or absolute")

@@ -9,7 +9,7 @@ from typing import Any
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.gradreg.directions import perturbation_direction, step_size
+from flatpeak.gradreg.directions import gradient_direction, step_size
 from flatpeak.gradreg.guard_messages import (
     NOTICE_BELOW,
     OTHER_STEPS,
@@ -116,7 +116,7 @@ class Guard:
         before = RandomState.now()
         noise = {p: noise_like(p) for p in perturbation.parameters}
         before.restore()
-        direction = perturbation_direction(noise, perturbation, scaling=config.scaling)
+        direction = gradient_direction(noise)
         longest = max(LONGER) if self.config.finds_step else 1.0
         h = longest * step_size(direction, perturbation, config)
         with perturbation.applied(direction.vector, step=h) as fidelity:

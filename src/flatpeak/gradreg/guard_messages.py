@@ -107,14 +107,6 @@ def _fault(
     config: GradientRegularizationConfig,
 ) -> str:
     """The likeliest fault, with the fix."""
-    clips = [name for name in ("g1_clip", "g2_clip") if getattr(config, name) is not None]
-    if len(clips) == 1:
-        return (
-            f"{clips[0]} scales one of the two gradients whose difference is the penalty, which is then mostly their "
-            "unlike lengths: leave it out"
-        )
-    if clips:
-        return "g1_clip and g2_clip scale the two gradients before their difference is taken: leave them out"
     if max((value for value in tried.values() if math.isfinite(value)), default=0.0) < ANOTHER_FUNCTION:
         return (
             "the second pass does not compute the first one's function: let the loss depend on nothing that it "

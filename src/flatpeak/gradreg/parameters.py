@@ -63,17 +63,6 @@ def block_lists(model: nn.Module) -> list[nn.ModuleList]:
     return lists
 
 
-def depth_factors(model: nn.Module, scale: tuple[float, float]) -> dict[nn.Parameter, float]:
-    """The strength's factor of every parameter inside a block: scale[0] at the first, scale[1] at the last."""
-    factors = {}
-    for blocks in block_lists(model):
-        for index, block in enumerate(blocks):
-            depth = index / max(1, len(blocks) - 1)
-            for parameter in block.parameters():
-                factors[parameter] = scale[0] + (scale[1] - scale[0]) * depth
-    return factors
-
-
 def _by_identity(model: nn.Module, perturbed: str) -> Iterator[nn.Parameter]:
     if perturbed == "all":
         yield from model.parameters()

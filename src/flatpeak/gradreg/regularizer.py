@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
 from flatpeak.gradreg.directions import (
     Direction,
     central_difference,
     default_step,
     exact_curvature,
     forward_difference,
-    perturbation_direction,
+    gradient_direction,
     random_direction,
     relative_step,
     step_consistency,
@@ -34,7 +34,6 @@ from flatpeak.gradreg.parameters import (
     check_not_sparse,
     choose_parameters,
     coarsest,
-    depth_factors,
     is_coarser,
     observe_precision,
 )
@@ -68,15 +67,20 @@ class GradientRegularizer:
         seed: int = 0,
         notice: Callable[[str], None] = warnings.warn,
         average: Callable[[Iterable[Tensor]], None] | None = None,
+        behavior: PublishedBehavior = CORRECTED,
     ) -> None:
         """Choose the parameters to perturb; UserError where there are none.
 
         `masters`: the float32 values behind parameters of a lower precision. `compute_dtype`: the type to which the
         forward pass rounds weights (autocast, a sharding policy), where the first pass is not to observe it. `seed`: of
         random directions, equal on every rank. `average` replaces tensors by their means over the ranks, where the
-        caller averages gradients so, and no wrapper does; exact curvature on several ranks needs it.
+        caller averages gradients so, and no wrapper does; exact curvature on several ranks needs it. `behavior`: the
+        deviations of published code, for comparisons.
         """
+        if config.difference == "exact" and behavior != CORRECTED:
+            raise UserError("difference=exact has no second gradient: leave out behavior")
         self.config = config
+        self.behavior = behavior
         self.seed = seed
         self.average = average
         self.trainable = [p for p in model.parameters() if p.requires_grad]
@@ -84,7 +88,6 @@ class GradientRegularizer:
         self.perturbation = Perturbation(model, self.parameters, masters=masters, compute_dtype=compute_dtype)
         self.schedule = StrengthSchedule(config=config)
         self.memory = PenaltyMemory(self.parameters)
-        self.factors = depth_factors(model, config.depth_scale) if config.depth_scale != (1.0, 1.0) else {}
         self.guard = Guard(config, notice=notice)
         self.precision_known = compute_dtype is not None
         """Whether the type was given, or observed in a first pass."""
@@ -190,7 +193,7 @@ class GradientRegularizer:
             backward(rest())
 
         def replayed() -> Iterator[Tensor]:
-            if self.config.replay_randomness:
+            if self.behavior.replay_randomness:
                 before.restore()
             drawn = 0
             for drawn, loss in enumerate(again(), start=1):  # noqa: B007
@@ -215,8 +218,8 @@ class GradientRegularizer:
         final = total = take_gradients(self.trainable)
         try:
             check_not_sparse(self.perturbation.model, {p: total[p] for p in self.parameters if p in total})
-            total = clip_to_norm(total, self.config.g1_clip)
-            base = total if base is None else clip_to_norm(base, self.config.g1_clip)
+            total = clip_to_norm(total, self.behavior.g1_clip)
+            base = total if base is None else clip_to_norm(base, self.behavior.g1_clip)
             g1 = {p: base[p] if p in base else torch.zeros_like(p) for p in self.parameters}
             update = _Update(self, g1, replay)
             report = update.run()
@@ -257,8 +260,8 @@ class _Update:
     def run(self) -> Report:
         """Compute the penalty; anything not finite leaves g1 as it is."""
         owner = self.owner
-        direction = perturbation_direction(self.g1, owner.perturbation, scaling=owner.config.scaling)
-        g1_norm = direction.grad_norm
+        direction = gradient_direction(self.g1)
+        g1_norm = direction.norm
         informative = check_replicas_agree(g1_norm, device=self.device, informative=self.replay.informative)
         if not math.isfinite(g1_norm) or direction.norm == 0:
             return Report(skipped="g1 is zero" if direction.norm == 0 else "g1 is not finite", g1_norm=g1_norm)
@@ -301,21 +304,18 @@ class _Update:
         return collective_device(next(iter(self.g1)))
 
     def _curvature(self, direction: Direction, *, check: bool) -> dict[nn.Parameter, Tensor]:
-        """The penalty's gradient H d, or H d / ||T g||, scaled by depth."""
+        """The penalty's gradient H d, or H d / ||d||."""
         config = self.owner.config
         penalty = self._exact(direction) if config.difference == "exact" else self._difference(direction, check=check)
-        for parameter, gradient in penalty.items():
-            factor = self.owner.factors.get(parameter, 1.0) / (
-                direction.scaled_norm if config.penalty == "norm" else 1.0
-            )
-            if factor != 1.0:
-                gradient.mul_(factor)
+        if config.penalty == "norm":
+            for gradient in penalty.values():
+                gradient.mul_(1.0 / direction.norm)
         return penalty
 
     def _difference(self, direction: Direction, *, check: bool) -> dict[nn.Parameter, Tensor]:
         """The product H d by a difference of gradients; a check runs the pass that otherwise only `central` needs."""
         owner, central = self.owner, self.owner.config.difference == "central"
-        factor = owner.schedule.step_factor * owner.guard.factor
+        factor = owner.guard.factor
         h = factor * step_size(direction, owner.perturbation, owner.config)
         self.step = factor * (owner.config.step or default_step(owner.perturbation))
         start = RandomState.now()
@@ -374,9 +374,9 @@ class _Update:
             raise UserError("the second pass left no gradient: replay has to run all losses of the update backward")
         if second.scale != 1:
             grads = {p: grad * second.scale for p, grad in grads.items()}
-        if owner.config.outside == "g2" and h > 0:
+        if owner.behavior.outside == "g2" and h > 0:
             self.outside = {p: grad for p, grad in grads.items() if p not in self.g1}
-        grads = clip_to_norm(grads, owner.config.g2_clip)
+        grads = clip_to_norm(grads, owner.behavior.g2_clip)
         return {p: grads[p] if p in grads else torch.zeros_like(p) for p in self.g1}, kept
 
     def _exact(self, direction: Direction) -> dict[nn.Parameter, Tensor]:

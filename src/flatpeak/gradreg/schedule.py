@@ -21,8 +21,7 @@ RATIO_BOUND = 2.0
 CALIBRATION_UPDATES = 20
 """Informative updates over which `calibrated:R` tracks the strength before it is frozen."""
 CALIBRATED_FOR = {
-    "strength", "penalty", "direction", "ratio_mode", "kl_in_penalty", "perturbed", "scaling", "depth_scale",
-    "group_fraction", "g1_clip", "g2_clip",
+    "strength", "penalty", "direction", "ratio_mode", "kl_in_penalty", "perturbed", "group_fraction"
 }  # fmt: skip
 """The settings that decide which strength reaches a ratio."""
 
@@ -54,18 +53,14 @@ class StrengthSchedule:
         return (self.updates - self.config.delay_updates - 1) % self.config.every != 0
 
     @property
-    def step_factor(self) -> float:
-        """The step's warm-up factor, in (0, 1]."""
-        return self._ramp(self.config.step_warmup_updates)
-
-    @property
     def frozen(self) -> bool:
         """Whether a calibrated strength is final."""
         return self.config.calibrated and self.tracked >= CALIBRATION_UPDATES
 
     def strength(self, *, grad_norm: float, penalty_norm: float, track: bool = True) -> float:
         """The strength of this update, whose penalty has this norm at strength 1; `track`: move the average."""
-        ramp = self._ramp(self.config.warmup_updates)
+        warmup = self.config.warmup_updates
+        ramp = min(1.0, (self.updates - self.config.delay_updates) / warmup) if warmup else 1.0
         wanted = self.config.ratio
         if wanted is None:
             return ramp * float(self.config.strength)
@@ -97,9 +92,6 @@ class StrengthSchedule:
         if self.config.calibrated and state["calibrated_for"] != _settings(self.config):
             return
         self.log_strength, self.tracked = state["log_strength"], state["tracked"]
-
-    def _ramp(self, length: int) -> float:
-        return min(1.0, (self.updates - self.config.delay_updates) / length) if length else 1.0
 
 
 def _settings(config: GradientRegularizationConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flatpeak.errors import UserError
-from flatpeak.gradreg.config import GradientRegularizationConfig
+from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
 
 PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
 """Published code perturbs every trainable parameter whose name contains none of these."""
@@ -21,24 +21,18 @@ ARGUMENTS = {
     "step": "grad_reg_eps",
     "delay_updates": "grad_reg_warmup",
     "warmup_updates": "grad_reg_strength_warmup",
-    "g1_clip": "grad_reg_g1_clip",
-    "g2_clip": "grad_reg_g2_clip",
     "ratio_mode": "grad_reg_ratio_mode",
     "perturbed": "grad_reg_perturbed",
     "penalty": "grad_reg_penalty",
     "direction": "grad_reg_direction",
     "difference": "grad_reg_difference",
-    "scaling": "grad_reg_scaling",
     "every": "grad_reg_every",
-    "depth_scale": "grad_reg_depth_scale",
     "min_perturbation_kept": "grad_reg_min_perturbation_kept",
     "check_every": "grad_reg_check_every",
 }
 """The argument for each field of GradientRegularizationConfig."""
 SCHEDULERS = ("grad_reg_scheduler", "gradreg_scheduler")
-FIXED_WHEN_PUBLISHED = (
-    "ratio_mode", "perturbed", "penalty", "direction", "difference", "scaling", "every", "depth_scale"
-)  # fmt: skip
+FIXED_WHEN_PUBLISHED = ("ratio_mode", "perturbed", "penalty", "direction", "difference", "every")
 
 Scheduler = Callable[[int], float]
 """The number of optimizer steps taken -> the strength of the next."""
@@ -110,16 +104,9 @@ class GradientRegularizationArguments:
     grad_reg_difference: str = field(
         default="forward", metadata={"help": "forward: one more pass. central: two more, error of second order."}
     )
-    grad_reg_scaling: str = field(
-        default="none", metadata={"help": "asam: measure gradient and step per absolute weight; none: do not."}
-    )
     grad_reg_every: int = field(
         default=1,
         metadata={"help": "Second pass every so many steps; in between the last penalty is used again (LookSAM)."},
-    )
-    grad_reg_depth_scale: list[float] = field(
-        default_factory=lambda: [1.0, 1.0],
-        metadata={"help": "The strength's factor at the first and at the last block, linear in between."},
     )
     grad_reg_min_perturbation_kept: float = field(
         default=0.3,
@@ -187,13 +174,21 @@ class GradientRegularizationArguments:
         values: dict[str, Any] = {name: getattr(self, argument) for name, argument in ARGUMENTS.items()}
         values["strength"] = as_strength(self.grad_reg_strength)
         values["perturbed"] = as_perturbed(self.grad_reg_perturbed)
-        values["depth_scale"] = tuple(self.grad_reg_depth_scale)
         values["step_scale"] = "relative" if self.grad_reg_eps is None else "absolute"
         if self.grad_reg_published:
             values |= self._published(values)
-        else:
-            values["g1_clip"] = values["g2_clip"] = None
         return checked_config(values)
+
+    def grad_reg_published_behavior(self) -> PublishedBehavior:
+        """The deviations of published code where published behavior is configured."""
+        if not self.grad_reg_published:
+            return CORRECTED
+        return PublishedBehavior(
+            g1_clip=PUBLISHED_CLIP if self.grad_reg_g1_clip is None else self.grad_reg_g1_clip,
+            g2_clip=PUBLISHED_CLIP if self.grad_reg_g2_clip is None else self.grad_reg_g2_clip,
+            outside="g2",
+            replay_randomness=False,
+        )
 
     def grad_reg_schedule(self) -> Scheduler | None:
         """The schedule of the strength; None without one."""
@@ -243,11 +238,7 @@ class GradientRegularizationArguments:
         return {
             "step": PUBLISHED_EPS if self.grad_reg_eps is None else self.grad_reg_eps,
             "step_scale": "absolute",
-            "g1_clip": PUBLISHED_CLIP if self.grad_reg_g1_clip is None else self.grad_reg_g1_clip,
-            "g2_clip": PUBLISHED_CLIP if self.grad_reg_g2_clip is None else self.grad_reg_g2_clip,
-            "outside": "g2",
             "perturbed": "all",
-            "replay_randomness": False,
             "check_every": 0,  # what published code computes is no derivative where a clip or dropout comes between
         }
 

@@ -85,6 +85,7 @@ class Session:
                     self.config,
                     compute_dtype=compute_dtype(self.trainer, self.arguments.grad_reg_precision),
                     seed=self.trainer.args.seed,
+                    behavior=self.arguments.grad_reg_published_behavior(),
                     notice=lambda message: self.notice(in_argument_names(message)),
                 )
         return self._regularizer

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from flatpeak.pipeline.components import build_sampler as build_sampler
-    from flatpeak.pipeline.lifecycle import RunResult as RunResult
+    from flatpeak.pipeline.request import RunResult as RunResult
+    from flatpeak.pipeline.rollout_engines import build_sampler as build_sampler
 
-__getattr__ = lazy_names(__name__, {"RunResult": "lifecycle", "build_sampler": "components"})
+__getattr__ = lazy_names(__name__, {"RunResult": "request", "build_sampler": "rollout_engines"})

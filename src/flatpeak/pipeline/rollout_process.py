@@ -18,12 +18,12 @@ from torch import Tensor
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import RunError, brief
-from flatpeak.pipeline.components import build_sampler
+from flatpeak.pipeline.rollout_engines import build_sampler
 from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.ahead import Background, answer_request
-from flatpeak.utils.child_process import ChildProcess, Parent, in_words
+from flatpeak.utils.child_process import ChildProcess, Parent, ending
 
 MEMORY: Final = Path("/dev/shm")
 WEIGHTS: Final = "weights.safetensors"
@@ -84,11 +84,10 @@ class RolloutProcess(Background):
     def _lost(self) -> RunError:
         assert self._child is not None
         assert self._directory is not None
-        code = self._child.end(1.0)
-        end = f"was {in_words(code)}" if code < 0 else f"ended with {in_words(code)}"
+        end = ending(self._child.end(1.0))
         printed = (self._directory / "output.txt").read_text(encoding="utf-8", errors="replace").split("\n")
         last = "; ".join([line.strip() for line in printed if line.strip()][-_LAST_LINES:])
-        return RunError(f"the process that draws rollouts ahead {end}{f' ({last})' if last else ''}; {_FIX}")
+        return RunError(f"the process that draws rollouts ahead died: {end}{f' ({last})' if last else ''}; {_FIX}")
 
 
 _FIX: Final = "go on with --resume, with rollout.staleness=0 if it fails again"

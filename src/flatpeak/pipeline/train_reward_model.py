@@ -15,16 +15,11 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import UserError, brief
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.pipeline.lifecycle import (
-    RecipeSource,
-    RunRequest,
-    RunResult,
-    open_run,
-    resolve_config,
-)
+from flatpeak.pipeline.lifecycle import finish, open_run, training
 from flatpeak.pipeline.progress import first_line, model_line
 from flatpeak.pipeline.prompt_record import make_prompt_record
-from flatpeak.pipeline.resume_point import restore_trainer
+from flatpeak.pipeline.request import RecipeSource, RunRequest, RunResult, resolve_config
+from flatpeak.pipeline.run_start import RunStart, restore_trainer
 from flatpeak.policy.loading import (
     build_tokenizer,
     cast_weights,
@@ -107,9 +102,9 @@ def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any =
         )
         run.progress.say(model_line(components.classifier.model, data=pairs))
         section = resolved.reward_model
-        recorder = run.start(
-            components.evaluator,
-            EvaluationConfig(every=section.evaluate_every, size=section.evaluation_size, metric="accuracy"),
+        start = RunStart(
+            evaluator=components.evaluator,
+            evaluation=EvaluationConfig(every=section.evaluate_every, size=section.evaluation_size, metric="accuracy"),
             record=make_prompt_record(
                 resolved,
                 task=components.evaluator.task,
@@ -117,10 +112,10 @@ def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any =
                 objects=() if model is None else ("model",),
             ),
         )
-        with run.training():
+        with training(run, start) as recorder:
             trainer = components.build_trainer(resolved, recorder)
             trainer.train(first_step=restore_trainer(trainer, checkpoint))
-    return run.result
+        return finish(run, recorder)
 
 
 @dataclass(frozen=True, kw_only=True)

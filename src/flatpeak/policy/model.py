@@ -226,7 +226,7 @@ class Policy:
         if not self.native:
             raise UserError(
                 f"this model is not decoded natively ({self.notice}): sample with "
-                "flatpeak.pipeline.components.PlainSampler(policy, max_rows=64)"
+                "flatpeak.pipeline.rollout_engines.PlainSampler(policy, max_rows=64)"
             )
         self._evaluate()  # adapters whose dropout is at work are not packed
         self._packed = self.kernels.pack(self)

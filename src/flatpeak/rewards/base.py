@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NumberExtraction = Literal["whole", "answer_tag", "gsm8k_strict", "gsm8k_flexible", "last_number", "boxed"]
 ChoiceExtraction = Literal["robust", "letter", "official"]
-MathExtraction = Literal["auto", "any", "boxed"]
+MathExtraction = Literal["auto", "any", "boxed", "r1_zero"]
 
 
 class GradingBudget:

@@ -18,9 +18,16 @@ if TYPE_CHECKING:
     from flatpeak.rewards.base import Scorer
 
 
-class _VerifiedConfig(StrictConfig):
+class MathConfig(StrictConfig):
+    """1 if the last box or answer block is mathematically equal to the gold answer, else 0."""
+
+    type: Literal["math"] = "math"
     weight: float = 1.0
     """Its factor in the total reward; 0: logged only, without a say in training."""
+    extraction: MathExtraction = "auto"
+    """`auto`: the last box or answer block. `boxed`: the last box. `any`: as auto, and where there is neither box nor
+    block `#### x`, or a short text as a whole. `r1_zero`: the last answer block of a completion in the form
+    `</think> <answer>...</answer>`."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
     """Seconds that one answer may take where the rules cannot decide; beyond, it is wrong."""
     workers: Annotated[int, Field(ge=1)] = 2
@@ -29,43 +36,11 @@ class _VerifiedConfig(StrictConfig):
     """Whether an answer has to be worked out as far as the gold answer is: one that leaves operations which the gold
     does not have, or is copied from the question, is wrong."""
 
-    def _build(self, extraction: MathExtraction | Literal["r1_zero", "question_only"]) -> Scorer:
-        from flatpeak.rewards.math import MathReward
-
-        return MathReward(extraction, timeout=self.timeout, workers=self.workers, evaluated=self.evaluated)
-
-
-class MathConfig(_VerifiedConfig):
-    """1 if the last box or answer block is mathematically equal to the gold answer, else 0."""
-
-    type: Literal["math"] = "math"
-    extraction: MathExtraction = "auto"
-    """`auto`: the last box or answer block. `boxed`: the last box. `any`: as auto, and where there is neither box nor
-    block `#### x`, or a short text as a whole."""
-
     def build(self, name: str) -> Scorer:
         """The grader of extracted answers, with worker processes of its own."""
-        return self._build(self.extraction)
+        from flatpeak.rewards.math_reward import MathReward
 
-
-class R1ZeroConfig(_VerifiedConfig):
-    """1 if the answer is right and in the form `</think> <answer>...</answer>`, else 0."""
-
-    type: Literal["r1_zero"] = "r1_zero"
-
-    def build(self, name: str) -> Scorer:
-        """The grader of answers in an answer block, with worker processes of its own."""
-        return self._build("r1_zero")
-
-
-class QuestionOnlyConfig(_VerifiedConfig):
-    """1 if the answer is right and in a box, else 0."""
-
-    type: Literal["question_only"] = "question_only"
-
-    def build(self, name: str) -> Scorer:
-        """The grader of answers in a box, with worker processes of its own."""
-        return self._build("question_only")
+        return MathReward(self.extraction, timeout=self.timeout, workers=self.workers, evaluated=self.evaluated)
 
 
 class SequenceClassifierConfig(StrictConfig):
@@ -278,8 +253,6 @@ RewardConfig = Annotated[
     | CountdownConfig
     | ReasoningGymRewardConfig
     | MathConfig
-    | R1ZeroConfig
-    | QuestionOnlyConfig
     | FunctionConfig
     | JudgeConfig
     | SequenceClassifierConfig,

@@ -55,6 +55,8 @@ _REPLACED = ".replaced-"
 class CheckpointError(RunError):
     """The failure to write a checkpoint; those already there are untouched."""
 
+    saves_nothing = True
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointState:

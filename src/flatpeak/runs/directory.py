@@ -148,8 +148,22 @@ class RunPaths:
             failed = json.loads(self.summary.read_text(encoding="utf-8"))["status"] == "failed"
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        steps = (*checkpoint_steps(self.checkpoints), *checkpoint_steps(self.sft_checkpoints))
-        return failed and not any(steps) and not any(row["stage"] in STAGES for row in read_metrics(self.metrics))
+        trained = any(self.saved_steps) or any(row["stage"] in STAGES for row in read_metrics(self.metrics))
+        return failed and not trained
+
+    @property
+    def saved_steps(self) -> tuple[int, ...]:
+        """The steps of all checkpoints, those of RL and then those of SFT."""
+        return (*checkpoint_steps(self.checkpoints), *checkpoint_steps(self.sft_checkpoints))
+
+    def log_error(self, text: str) -> bool:
+        """Add a traceback to errors.log, without its secrets; returns whether it could be written."""
+        try:
+            with self.errors.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{redact(text).rstrip()}\n\n")
+        except OSError:
+            return False
+        return True
 
 
 class RunDirectory(RunPaths):
@@ -160,8 +174,6 @@ class RunDirectory(RunPaths):
         self._lock = lock
         self.resumed = resumed
         """Whether an earlier start of this run is being continued."""
-        self.checkpoint_texts: Mapping[str, str] = {}
-        """Contents of the files that every checkpoint has beside its model's, by name."""
         self.changed: dict[DigestKind, list[str]] = {}
         """The settings whose code or data is another than when this run was last started."""
 
@@ -225,8 +237,7 @@ class RunDirectory(RunPaths):
             for kind in DIGESTS:
                 before, now = last_digests(manifest, kind), start.get(kind, {})
                 self.changed[kind] = [key for key in now if before.get(key, now[key]) != now[key]]
-            steps = (*checkpoint_steps(self.checkpoints), *checkpoint_steps(self.sft_checkpoints))
-            start |= {"changed": changed, "anew": not any(steps)}
+            start |= {"changed": changed, "anew": not any(self.saved_steps)}
             manifest.setdefault("resumed", []).append(start)
             remove_leftovers(self.checkpoints)
             remove_leftovers(self.sft_checkpoints)
@@ -252,19 +263,10 @@ class RunDirectory(RunPaths):
 
         Returns whether it was deleted.
         """
-        kept = self.resumed or checkpoint_steps(self.checkpoints) or checkpoint_steps(self.sft_checkpoints)
+        kept = self.resumed or bool(self.saved_steps)
         if not kept:
             self._clear()
         return not kept
-
-    def log_error(self, text: str) -> bool:
-        """Add a traceback to errors.log, without its secrets; returns whether it could be written."""
-        try:
-            with self.errors.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{redact(text).rstrip()}\n\n")
-        except OSError:
-            return False
-        return True
 
     def close(self) -> None:
         """Release the lock on the directory."""

@@ -1,19 +1,15 @@
-"""metrics.jsonl, one line a step, with the same metrics for every tracker."""
+"""metrics.jsonl, one line a step."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from flatpeak.runs.files import LineWriter, Row, read_lines
 from flatpeak.runs.notices import warn
-
-if TYPE_CHECKING:
-    from flatpeak.protocols import Tracker
 
 STAGES = ("sft", "train")
 """The stages that take steps, in their order; rows of evaluations stand between theirs."""
@@ -22,43 +18,32 @@ STAGES = ("sft", "train")
 class MetricsWriter:
     """A writer of rows `{"step": n, "stage": "train", "reward/mean": 0.5, ...}`, each on disk before `write` returns.
 
-    A log is worth less than the run: where the disk is full or a tracker fails, `notice` is called once and training
-    continues. NaN and infinities are written as null, which is what JSON has.
+    A log is worth less than the run: where the disk is full, `notice` is called once and training continues. NaN and
+    infinities are written as null, which is what JSON has.
     """
 
-    def __init__(self, path: Path, *, trackers: Sequence[Tracker] = (), notice: Callable[[str], None] = warn) -> None:
+    def __init__(self, path: Path, *, notice: Callable[[str], None] = warn) -> None:
         self.path = path
-        self._trackers = tuple(trackers)
         self._notice = notice
-        self._noticed: set[str] = set()
+        self._noticed = False
         self._lines = LineWriter(path)
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Append one row, and pass the metrics to every tracker."""
+        """Append the row of a step."""
         row = {"step": step, "stage": stage} | {name: _json_number(value) for name, value in metrics.items()}
         try:
             self._lines.write(row)
         except OSError as error:
-            self._notice_once("file", f"{self.path}: {error.strerror}; metrics are lost until there is room again")
-        for tracker in self._trackers:
-            try:
-                tracker.log(metrics, step=step, stage=stage)
-            # A tracker is foreign code over a network: whatever it raises, training continues.
-            except Exception as error:
-                name = type(tracker).__name__
-                self._notice_once(name, f"{name} failed ({error}); metrics are still in {self.path}")
-
-    def _notice_once(self, key: str, text: str) -> None:
-        if key not in self._noticed:
-            self._noticed.add(key)
-            self._notice(text)
+            if not self._noticed:
+                self._noticed = True
+                self._notice(f"{self.path}: {error.strerror}; metrics are lost until there is room again")
 
     def sync(self) -> None:
         """Force the rows to the disk."""
         self._lines.sync()
 
     def close(self) -> None:
-        """Close the file; the trackers stay open for the report, which comes after the last row."""
+        """Close the file, whose rows are all written."""
         self._lines.close()
 
     def __enter__(self) -> MetricsWriter:

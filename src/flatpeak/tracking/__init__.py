@@ -1,4 +1,4 @@
-"""Trackers: Weights & Biases, TensorBoard, trackio and MLflow, each behind a queue of its own."""
+"""Trackers: Weights & Biases, TensorBoard, trackio and MLflow, written to by one thread."""
 
 from typing import TYPE_CHECKING
 

@@ -27,6 +27,11 @@ class RunFacts:
     group: str | None
     tags: Mapping[str, str]
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the run that holds the ids of its trackers and, unless a recipe says otherwise, their files."""
+        return self.directory / "tracking"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow:
@@ -70,19 +75,15 @@ Content = MetricRow | Table | NoticeRow | Report
 
 
 class Backend(Protocol):
-    """A tracker's library, opened for one run. Every method may raise, and none is called by two threads."""
+    """A tracker's library, opened for one run. Every method may raise, and is called by one thread."""
 
     identity: str
     """The id by which a later start continues the run."""
     message: str | None
     """Something that the user should know, once."""
-    interval: float
-    """Seconds between two batches."""
-    rows_first: bool
-    """Whether a batch may hold rows that come after a table, which makes batches larger; not where steps must rise."""
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
-        """Record metrics, whole or not at all; at most `BATCH_METRICS` of them but for a larger single row."""
+        """Record rows of metrics."""
         ...
 
     def log_table(self, table: Table) -> None:

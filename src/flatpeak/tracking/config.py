@@ -104,8 +104,3 @@ class TrackingConfig(StrictConfig):
                     f"tracking.tags.{name}: a tag's name and value have 1 to {_LONGEST_TAG} characters together"
                 )
         return value
-
-    @property
-    def chosen(self) -> bool:
-        """Whether any tracker is configured."""
-        return any(getattr(self, name) is not None for name in ("wandb", "tensorboard", "trackio", "mlflow"))

@@ -19,18 +19,20 @@ from typing import Any
 # the terminal.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+# The other trackers wait while this one does: a server that is away costs them seconds, and not minutes.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from flatpeak.tracking.backend import MetricRow, NoticeRow, RunFacts, Table
-from flatpeak.tracking.background import BATCH_METRICS
 from flatpeak.tracking.config import MlflowConfig
 
 _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
-_PER_REQUEST = 100
-"""Parameters, or tags, that one request may have."""
+_METRICS, _PARAMETERS = 1000, 100
+"""Metrics, and parameters or tags, that one request may have."""
 _LONGEST_VALUE = 500
 _STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -39,9 +41,6 @@ class MlflowBackend:
     """A run of MLflow, which a resumed start goes on with."""
 
     message: str | None = None
-    # A request costs about as much as ten rows of metrics.
-    rows_first = True
-    interval = 10.0
 
     def __init__(self, config: MlflowConfig, facts: RunFacts, identity: str | None) -> None:
         uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
@@ -62,15 +61,15 @@ class MlflowBackend:
             self._client.log_dict(identity, dict(facts.start), f"start_{int(time.time())}.json")
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
-        """Log all rows in one request, or a row that is too large for one in several."""
+        """Log the rows in as few requests as may be."""
         now = int(1000 * time.time())
         metrics = [
             Metric(metric_name(name), float(value), now, row.step)
             for row in rows
             for name, value in row.metrics.items()
         ]
-        for start in range(0, len(metrics), BATCH_METRICS):
-            self._client.log_batch(self.identity, metrics=metrics[start : start + BATCH_METRICS], synchronous=True)
+        for begin in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self.identity, metrics=metrics[begin : begin + _METRICS], synchronous=True)
 
     def log_table(self, table: Table) -> None:
         """Log a table as JSON, in the layout that MLflow shows as a table."""
@@ -117,10 +116,10 @@ class MlflowBackend:
         start = {key: facts.start[key] for key in ("versions", "commit", "hardware") if key in facts.start}
         tags = [*facts.tags.items(), *((name, str(value)) for name, value in _flat(start))]
         params = [Param(metric_name(name), str(value)[:_LONGEST_VALUE]) for name, value in _flat(facts.recipe)]
-        for begin in range(0, len(params), _PER_REQUEST):
-            self._client.log_batch(self.identity, params=params[begin : begin + _PER_REQUEST], synchronous=True)
+        for begin in range(0, len(params), _PARAMETERS):
+            self._client.log_batch(self.identity, params=params[begin : begin + _PARAMETERS], synchronous=True)
         named = [RunTag(metric_name(name), str(value)[:_LONGEST_VALUE]) for name, value in tags]
-        self._client.log_batch(self.identity, tags=named[:_PER_REQUEST], synchronous=True)
+        self._client.log_batch(self.identity, tags=named[:_PARAMETERS], synchronous=True)
         self._client.log_dict(self.identity, dict(facts.recipe), "recipe.json")
         self._client.log_dict(self.identity, dict(facts.start), "start.json")
 

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from flatpeak.tracking.backend import MetricRow, NoticeRow, RunFacts, Table, check_writable
@@ -26,11 +24,9 @@ class TensorBoardBackend:
     """The event files of a run; every start adds one of its own."""
 
     message: str | None = None
-    rows_first = False
-    interval = 1.0
 
-    def __init__(self, config: TensorBoardConfig, facts: RunFacts, identity: str | None, *, folder: Path) -> None:
-        own = Path(config.directory) / facts.name if config.directory else folder / "tensorboard"
+    def __init__(self, config: TensorBoardConfig, facts: RunFacts, identity: str | None) -> None:
+        own = Path(config.directory) / facts.name if config.directory else facts.folder / "tensorboard"
         if identity is not None:
             own = own.with_name(identity)
             own.mkdir(parents=True, exist_ok=True)
@@ -59,32 +55,23 @@ class TensorBoardBackend:
     def log_table(self, table: Table) -> None:
         """Add a table in Markdown."""
         self._add_text(table.name, table.as_markdown(), step=table.step)
-        self._flush()
 
     def log_notice(self, notice: NoticeRow) -> None:
         """Add a notice as text."""
         self._add_text("notices", notice.text, step=notice.step)
-        self._flush()
 
     def log_report(self, path: Path) -> None:
         """Add the place of the report: event files hold no pages."""
         self._add_text("report", f"`{path}`", step=0)
-        self._flush()
 
     def finish(self, status: str) -> None:
         """Add how the run ended, and close the file."""
         self._add_text("status", status, step=0)
-        self._flush()
         self._file.close()
 
     def _add_text(self, tag: str, text: str, *, step: int) -> None:
-        tensor = TensorProto(
-            dtype=DT_STRING,
-            string_val=[text.encode("utf-8", "replace")],
-            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
-        )
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        self._add(Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)]), step=step)
+        self._add(text_pb(tag, text), step=step)
+        self._flush()
 
     def _add(self, summary: Summary, *, step: int) -> None:
         self._write(Event(wall_time=time.time(), step=step, summary=summary))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -11,20 +10,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flatpeak.tracking.backend import Backend, MetricRow, NoticeRow, Report, RunFacts, Table
-from flatpeak.tracking.background import LONGEST_END, BackgroundTracker, Entry
+from flatpeak.tracking.backend import Backend, Content, MetricRow, NoticeRow, Report, RunFacts, Table
+from flatpeak.tracking.background import TrackedRun, TrackerThread
 from flatpeak.tracking.config import MlflowConfig, TensorBoardConfig, TrackingConfig, TrackioConfig, WandbConfig
 from flatpeak.utils.redaction import redact
 from flatpeak.utils.schema import StrictConfig
 
-FOLDER = "tracking"
-"""The folder of a run that holds the state of its trackers and, unless a recipe says otherwise, their files."""
+LONGEST_END = 30.0
+"""Seconds that a run waits for its trackers at its end."""
 INTERRUPTED_END = 5.0
-"""Seconds that a run which was stopped waits for its trackers in all."""
-SENDING_END = 300.0
-"""Seconds that a start with nothing left to train, which only sends what is missing, waits for its trackers in all."""
-COMPLETIONS, METRICS, EVALUATION = 0, 1, 2
-"""The order of what belongs to one step."""
+"""Seconds that it waits where it was stopped."""
 
 
 class Steps:
@@ -49,33 +44,34 @@ class Trackers:
     def __init__(
         self,
         config: TrackingConfig,
-        trackers: Sequence[BackgroundTracker] = (),
+        runs: Sequence[TrackedRun] = (),
         *,
         steps: Steps | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
-        self.parts = tuple(trackers)
-        """Each tracker behind its own queue."""
+        self._thread = TrackerThread(runs) if runs else None
         self._steps = steps or Steps()
         self._notice = notice
         self._step = 0
-        self._trained = False
-        self._closed = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is not recorded yet."""
+        return self._thread is not None and self._thread.pending
 
     def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
         """Record a row of metrics.jsonl."""
-        if not self.parts:
+        if self._thread is None:
             return
-        self._trained = True
         self._step = self._steps.number(stage, step)
-        self._offer(_metric_entry(metrics, step=self._step, stage=stage))
-        self._give_notices()
+        self._offer(_metric_row(metrics, step=self._step))
+        self._give_notices(self._thread)
 
     def wants_completions(self, step: int) -> bool:
         """Whether this step of RL gets a table of completions."""
         every = self._config.completions_every
-        return bool(self.parts and every and step % every == 0)
+        return bool(self._thread and every and step % every == 0)
 
     def log_completions(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
         """Record a table of the first completions of a step of RL, rows as in the rollouts' files."""
@@ -95,11 +91,11 @@ class Trackers:
                 ]
             ),
         )
-        self._offer(Entry(content=table, position=(number, COMPLETIONS)))
+        self._offer(table)
 
     def log_evaluation(self, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """Record an evaluation's table of results, as the summary has them, and the first answers."""
-        if not self.parts:
+        if self._thread is None:
             return
         number = self._steps.number("eval", step)
         intervals = results["intervals"]
@@ -116,41 +112,31 @@ class Trackers:
             (f"answers/{results['task']}", ("step", "id", "gold", "text"), redact(first_answers, prose=True)),
         )
         for name, columns, rows in tables:
-            table = Table(name=name, step=number, columns=columns, rows=_encodable(rows))
-            self._offer(Entry(content=table, position=(number, EVALUATION)))
+            self._offer(Table(name=name, step=number, columns=columns, rows=_encodable(rows)))
 
     def log_notice(self, text: str) -> None:
         """Record a notice that the run has given."""
-        self._offer(Entry(content=NoticeRow(step=self._step, text=_encodable(text))))
+        self._offer(NoticeRow(step=self._step, text=_encodable(text)))
 
     def log_report(self, path: Path) -> None:
         """Record the report page."""
         if path.is_file():
-            self._offer(Entry(content=Report(path=path)))
+            self._offer(Report(path=path))
 
     def close(self, status: str) -> None:
-        """Let every tracker write what it has, all at the same time, and give their last notices."""
-        if self._closed:
-            return
-        self._closed = True
-        only_sends = status == "done" and not self._trained
-        longest = INTERRUPTED_END if status == "stopped" else SENDING_END if only_sends else LONGEST_END
-        for tracker in self.parts:
-            tracker.begin_closing(status)
-        started = time.monotonic()
-        for tracker in self.parts:
-            left = max(0.0, longest - (time.monotonic() - started))
-            tracker.wait_closed(longest=left, opening=left if only_sends else None)
-        self._give_notices()
+        """Let the trackers record what they have and end, and give their last notices; harmless when called twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close(status, longest=INTERRUPTED_END if status == "stopped" else LONGEST_END)
+            self._give_notices(thread)
 
-    def _offer(self, entry: Entry) -> None:
-        for tracker in self.parts:
-            tracker.offer(entry)
+    def _offer(self, content: Content) -> None:
+        if self._thread is not None:
+            self._thread.offer(content)
 
-    def _give_notices(self) -> None:
-        for tracker in self.parts:
-            for text in tracker.messages():
-                self._notice(text)
+    def _give_notices(self, thread: TrackerThread) -> None:
+        for text in thread.messages():
+            self._notice(text)
 
 
 def open_trackers(
@@ -165,19 +151,22 @@ def open_trackers(
     if not openers:
         return Trackers(config)
     steps = Steps()
-    entries = []
+    rows = []
     for row in earlier():
         metrics = {name: value for name, value in row.items() if name not in ("step", "stage") and value is not None}
-        entries.append(_metric_entry(metrics, step=steps.number(row["stage"], row["step"]), stage=row["stage"]))
-    folder = facts.directory / FOLDER
+        rows.append(_metric_row(metrics, step=steps.number(row["stage"], row["step"])))
     destinations = {name: _destination(section) for name, section in config if isinstance(section, StrictConfig)}
-    trackers = [
-        BackgroundTracker(
-            name, opener, state=folder / f"{name}.json", destination=destinations.get(name, ""), earlier=entries
+    runs = [
+        TrackedRun(
+            name=name,
+            open_backend=opener,
+            state=facts.folder / f"{name}.json",
+            destination=destinations.get(name, ""),
+            earlier=rows,
         )
         for name, opener in openers.items()
     ]
-    return Trackers(config, trackers, steps=steps, notice=notice)
+    return Trackers(config, runs, steps=steps, notice=notice)
 
 
 def _destination(section: StrictConfig) -> str:
@@ -185,12 +174,10 @@ def _destination(section: StrictConfig) -> str:
     return blake2b(section.model_dump_json(exclude={"mode"}).encode(), digest_size=8).hexdigest()
 
 
-def _metric_entry(metrics: Mapping[str, float], *, step: int, stage: str) -> Entry:
+def _metric_row(metrics: Mapping[str, float], *, step: int) -> MetricRow:
     """The finite metrics of a row: what is null in metrics.jsonl is left out."""
     finite = {name: number for name, value in metrics.items() if math.isfinite(number := float(value))}
-    return Entry(
-        content=MetricRow(step=step, metrics=finite), position=(step, EVALUATION if stage == "eval" else METRICS)
-    )
+    return MetricRow(step=step, metrics=finite)
 
 
 def _encodable(value: Any) -> Any:
@@ -203,38 +190,27 @@ def _encodable(value: Any) -> Any:
 
 
 def _openers(config: TrackingConfig, facts: RunFacts) -> dict[str, Callable[[str | None], Backend]]:
-    openers: dict[str, Callable[[str | None], Backend]] = {}
-    if config.wandb is not None:
-        openers["wandb"] = partial(_open_wandb, config.wandb, facts)
-    if config.tensorboard is not None:
-        openers["tensorboard"] = partial(_open_tensorboard, config.tensorboard, facts)
-    if config.trackio is not None:
-        openers["trackio"] = partial(_open_trackio, config.trackio, facts)
-    if config.mlflow is not None:
-        openers["mlflow"] = partial(_open_mlflow, config.mlflow, facts)
-    return openers
+    sections = {name: section for name, section in config if isinstance(section, StrictConfig)}
+    return {name: partial(_open_backend, section, facts) for name, section in sections.items()}
 
 
-# Each is called in its tracker's thread, so that the seconds of an import are not the run's.
-def _open_wandb(config: WandbConfig, facts: RunFacts, identity: str | None) -> Backend:
-    from flatpeak.tracking.wandb_backend import WandbBackend
+def _open_backend(section: StrictConfig, facts: RunFacts, identity: str | None) -> Backend:
+    """Open a tracker, in the thread of the trackers: the seconds of an import are not the run's."""
+    match section:
+        case WandbConfig():
+            from flatpeak.tracking.wandb_backend import WandbBackend
 
-    return WandbBackend(config, facts, identity, folder=facts.directory / FOLDER)
+            return WandbBackend(section, facts, identity)
+        case TensorBoardConfig():
+            from flatpeak.tracking.tensorboard_backend import TensorBoardBackend
 
+            return TensorBoardBackend(section, facts, identity)
+        case TrackioConfig():
+            from flatpeak.tracking.trackio_backend import TrackioBackend
 
-def _open_tensorboard(config: TensorBoardConfig, facts: RunFacts, identity: str | None) -> Backend:
-    from flatpeak.tracking.tensorboard_backend import TensorBoardBackend
+            return TrackioBackend(section, facts, identity)
+        case MlflowConfig():
+            from flatpeak.tracking.mlflow_backend import MlflowBackend
 
-    return TensorBoardBackend(config, facts, identity, folder=facts.directory / FOLDER)
-
-
-def _open_trackio(config: TrackioConfig, facts: RunFacts, identity: str | None) -> Backend:
-    from flatpeak.tracking.trackio_backend import TrackioBackend
-
-    return TrackioBackend(config, facts, identity)
-
-
-def _open_mlflow(config: MlflowConfig, facts: RunFacts, identity: str | None) -> Backend:
-    from flatpeak.tracking.mlflow_backend import MlflowBackend
-
-    return MlflowBackend(config, facts, identity)
+            return MlflowBackend(section, facts, identity)
+    raise AssertionError(section)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,9 @@ class TrackioBackend:
     """A run in trackio's store.
 
     `trackio.log` prints to the standard output and keeps errors to itself; what it would write goes to the store here,
-    and an error is raised. The id of an entry is made of its place in the run, so that none is stored twice; that of an
-    evaluation also of its results, since a step may have two, of fewer and of more questions.
+    and an error is raised.
     """
 
-    rows_first = True
-    interval = 1.0
     message: str | None = None
 
     def __init__(self, config: TrackioConfig, facts: RunFacts, identity: str | None) -> None:
@@ -45,15 +41,14 @@ class TrackioBackend:
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         """Add a row for each, in one transaction."""
         self._check()
-        ids = [_row_id(row) for row in rows]
-        self._write([dict(row.metrics) for row in rows], [row.step for row in rows], ids)
+        self._write([dict(row.metrics) for row in rows], [row.step for row in rows])
 
     def log_table(self, table: Table) -> None:
         """Add a table under its name."""
         self._check()
         content = TrackioTable(columns=list(table.columns), data=[list(row) for row in table.rows])
         value = content._to_dict(project=self._project, run=self._name, step=table.step)
-        self._write([{table.name: value}], [table.step], [f"{table.name}-{table.step}-{_digest(table.rows)}"])
+        self._write([{table.name: value}], [table.step])
 
     def log_notice(self, notice: NoticeRow) -> None:
         """Add a notice as an alert."""
@@ -87,7 +82,7 @@ class TrackioBackend:
         if not self._store.exists():
             raise FileNotFoundError(f"{self._store} is gone")
 
-    def _write(self, values: Sequence[dict[str, Any]], steps: Sequence[int], ids: Sequence[str]) -> None:
+    def _write(self, values: Sequence[dict[str, Any]], steps: Sequence[int]) -> None:
         """Store rows, the first time with the configuration, which the library stores with rows alone."""
         SQLiteStorage.bulk_log(
             self._project,
@@ -95,7 +90,6 @@ class TrackioBackend:
             list(values),
             steps=list(steps),
             config=None if self._described else self._config,
-            log_ids=[f"{self.identity}-{name}" for name in ids],
             run_id=self.identity,
         )
         self._described = True
@@ -110,17 +104,3 @@ class TrackioBackend:
             steps=[step],
             run_id=self.identity,
         )
-
-
-def _row_id(row: MetricRow) -> str:
-    first = min(row.metrics, default="")
-    place = f"metrics-{row.step}-{first}"
-    if not first.startswith("eval/"):
-        return place
-    return (
-        f"{place}-{_digest(sorted((name, value) for name, value in row.metrics.items() if name.startswith('eval/')))}"
-    )
-
-
-def _digest(content: Any) -> str:
-    return blake2b(repr(content).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()

@@ -14,26 +14,22 @@ from urllib.parse import urlsplit
 import wandb
 
 from flatpeak.tracking.backend import MetricRow, NoticeRow, RunFacts, Table, check_writable
-from flatpeak.tracking.background import LONGEST_IMPORT
 from flatpeak.tracking.config import WandbConfig
 
 REACH = 3.0
 """Seconds to wait for an answer of the server."""
-OPENING = LONGEST_IMPORT
+OPENING = 30.0
 """Seconds to wait for a server that takes a run and does not answer: the library has the process wait as long, so that
-more than the end of a run waits would hold up the process alone. The run opens it again later."""
+more than the end of a run waits would hold up the process alone."""
 _LONGEST_NAME = 128
 
 
 class WandbBackend:
     """A run of Weights & Biases, of which a resumed start is another part."""
 
-    rows_first = False
-    interval = 1.0
-
-    def __init__(self, config: WandbConfig, facts: RunFacts, identity: str | None, *, folder: Path) -> None:
+    def __init__(self, config: WandbConfig, facts: RunFacts, identity: str | None) -> None:
         self.identity = identity or uuid.uuid4().hex[:12]
-        directory = Path(config.directory) if config.directory else folder
+        directory = Path(config.directory) if config.directory else facts.folder
         directory.mkdir(parents=True, exist_ok=True)
         mode, reason = _mode(config)
         self._run = wandb.init(

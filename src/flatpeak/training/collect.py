@@ -68,11 +68,11 @@ def collect(
         prompts = take_prompts(phase.prompts, cursor, wanted)
         cursor, drawn = cursor + wanted, drawn + wanted
         started = time.perf_counter()
-        graded = _graded(sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget)
-        groups, scores = graded.groups, graded.scores
+        scored = roll_out(sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget)
+        groups, scores = scored.groups, scored.scores
         timed_out.update({name: sum(map(sum, flags)) for name, flags in scores.timed_out.items()})
-        rollout_seconds += graded.sampled_at - started
-        reward_seconds += time.perf_counter() - graded.sampled_at
+        rollout_seconds += scored.sampled_at - started
+        reward_seconds += time.perf_counter() - scored.sampled_at
         accuracies.extend(_known(scores.parts.get(phase.accuracy or "", ())))
         informative = has_signal(groups, scores) if max_resamples else [True] * len(groups)
         for index, group in enumerate(groups):
@@ -114,14 +114,14 @@ def failures(reward: RewardSet) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Graded:
+class _Scored:
     groups: list[Group]
     scores: Scores
     sampled_at: float
     """Time at which the last group was sampled."""
 
 
-def _graded(
+def roll_out(
     sampler: Sampler,
     reward: RewardSet,
     prompts: Sequence[Prompt],
@@ -129,7 +129,7 @@ def _graded(
     *,
     seed: int,
     budget: GradingBudget | None,
-) -> _Graded:
+) -> _Scored:
     """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can."""
     grading = reward.grading()
     sampled: dict[int, Group] = {}
@@ -140,7 +140,7 @@ def _graded(
             grading.add(index, group)
     sampled_at = time.perf_counter()
     groups = [sampled[index] for index in range(len(prompts))]
-    return _Graded(groups=groups, scores=reward.finish(groups, grading, budget=budget), sampled_at=sampled_at)
+    return _Scored(groups=groups, scores=reward.finish(groups, grading, budget=budget), sampled_at=sampled_at)
 
 
 def _known(scores: Sequence[Sequence[Score]]) -> list[float]:

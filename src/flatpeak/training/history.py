@@ -1,13 +1,17 @@
-"""The history of a run: its evaluations, and the best checkpoint among them."""
+"""The history of a run, and the state at the end of its last step: what a checkpoint is made of."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from flatpeak.evaluation.result import without_verdicts
+from flatpeak.runs.summary import StageEvaluation
+from flatpeak.training.optimizer import BaseLearner
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,6 +28,15 @@ class History:
     last_step: int = 0
     seconds: float = 0.0
     """Wall time of SFT and RL, their evaluations and checkpoints included."""
+
+    @property
+    def stage_evaluations(self) -> tuple[StageEvaluation, ...]:
+        """The evaluations as a summary has them."""
+        internal = ("choice", "reward")
+        return tuple(
+            StageEvaluation(**{key: value for key, value in row.items() if key not in internal})
+            for row in self.evaluations
+        )
 
     def copy(self) -> History:
         """Copy the present state; evaluations are replaced in the list, never changed."""
@@ -76,3 +89,63 @@ class History:
 def _rl_step(row: Mapping[str, Any]) -> int:
     """The step of RL of an evaluation; the model before RL is at step 0."""
     return int(row["step"]) if row["stage"] == "train" else 0
+
+
+class Stage(Protocol):
+    """A part of a run that takes steps and can be saved."""
+
+    name: str
+
+    @property
+    def learner(self) -> BaseLearner[Any, Any]:
+        """The optimizer and the model that it trains."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Everything but weights and learner that the next step depends on, as JSON."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that it depends on and is in tensors, but the policy's weights."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedStep:
+    """State at the end of a step, without its tensors: it can be saved until an update changes these.
+
+    The state is taken at once because sampling moves what decides the order of work, and an evaluation may fail
+    halfway.
+    """
+
+    stage: Stage
+    step: int
+    evaluated: bool
+    """Whether the evaluation that was due after the step, if one was, is in the history."""
+    state: Mapping[str, Any]
+    learner_state: Mapping[str, Any]
+    history: History
+    updates: int
+    """The learner's updates so far."""
+
+    @classmethod
+    def capture(cls, stage: Stage, step: int, *, evaluated: bool, history: History) -> CompletedStep:
+        """Capture the present state of a stage."""
+        return cls(
+            stage=stage,
+            step=step,
+            evaluated=evaluated,
+            state=stage.state(),
+            learner_state=stage.learner.state(),
+            history=history.copy(),
+            updates=stage.learner.updates,
+        )
+
+    def intact(self, *, interrupted: bool) -> bool:
+        """Whether weights and optimizer are still as the step left them.
+
+        An error in an update is raised before the optimizer steps, once perturbed weights are put back. An interrupt
+        may have come while they were.
+        """
+        learner = self.stage.learner
+        return learner.updates == self.updates and not (interrupted and learner.updating)

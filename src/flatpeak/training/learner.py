@@ -17,12 +17,12 @@ from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.shards import full_tensor
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import SavesModel
+from flatpeak.training.batch import UNDIVIDED, DataParallel, micro_batches
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.data_parallel import UNDIVIDED, DataParallel
 from flatpeak.training.objective import Objective, TokenStatistics, with_old_logprobs
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics
-from flatpeak.training.peak_memory import PeakMemory
 from flatpeak.types import Batch, PackedCompletions
+from flatpeak.utils.peak_memory import PeakMemory
 
 ABSURD_GAP = 1.0
 """Nats per token: another dtype or an older version is far below, another template or model above."""
@@ -121,8 +121,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def losses(self, minibatch: Batch, statistics: PolicyStatistics) -> Iterator[Tensor]:
         """The weighted loss of each micro-batch, to be backpropagated before the next is drawn."""
-        for micro_batch in self.micro_batches(minibatch):
-            logprobs_T, entropy_T = self.token_logprobs(micro_batch)
+        for micro_batch, logprobs_T, entropy_T in self.forward(minibatch):
             loss_T, tokens = self.objective(logprobs_T, entropy_T, with_old_logprobs(micro_batch, logprobs_T))
             loss = weighted_sum(loss_T, micro_batch)
             yield self.parallel.scale(loss)
@@ -147,20 +146,20 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         torch.nn.utils.clip_grads_with_norm_(weights, self.largest_norm, norm)
         return norm
 
-    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        """For every pass of an update; gradients are averaged over the ranks after the last one's backward pass.
+    def forward(self, batch: Batch) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+        """Each micro-batch with the policy's log-probabilities and entropies, the same way in every pass of an update.
 
-        The plain model, which exact curvature goes through, pads.
+        Gradients are averaged over the ranks after the last one's backward pass. The plain model, which exact curvature
+        goes through, pads.
         """
-        padded = not self.policy.native or self.twice_differentiable
-        yield from self.parallel.micro_batches(batch, self.micro_batch_tokens, padded=padded)
+        exact = self.twice_differentiable
+        padded = not self.policy.native or exact
+        for micro_batch in micro_batches(batch, self.micro_batch_tokens, padded=padded, parallel=self.parallel):
+            yield (
+                micro_batch,
+                *self.policy.token_logprobs(micro_batch, temperature=self.temperature, twice_differentiable=exact),
+            )
         self.parallel.average_gradients(self.policy.parameters())
-
-    def token_logprobs(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
-        """The policy's log-probabilities and entropies, the same way in every pass of an update."""
-        return self.policy.token_logprobs(
-            micro_batch, temperature=self.temperature, twice_differentiable=self.twice_differentiable
-        )
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
         """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
@@ -217,7 +216,7 @@ def score(
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
     scores, padded = [], twice_differentiable or not policy.native
     with policy.on_device():
-        for micro_batch in parallel.micro_batches(batch, micro_batch_tokens, padded=padded):
+        for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded, parallel=parallel):
             with policy.scoring():
                 logprobs_T, _ = policy.token_logprobs(
                     micro_batch, temperature=temperature, twice_differentiable=twice_differentiable
@@ -237,22 +236,18 @@ def uses_trainer_logprobs(learner: Learner) -> bool:
 
 def score_minibatches(
     learner: Learner, minibatches: Iterable[Batch], *, reference: Policy | None
-) -> Iterator[tuple[Batch, ...]]:
+) -> list[tuple[Batch, ...]]:
     """The step's minibatches of all epochs, each in the subsets that an update takes, with old and reference log-probs.
 
-    Where the trainer's own are the old ones, those of the first minibatch are left to the update itself, whose pass
-    computes them anyway; all others are computed before the first is yielded, while no weight has changed.
+    The old ones are the trainer's own. Those of the first minibatch are left to the update itself, whose pass computes
+    them anyway; all others are computed here, while no weight has changed.
     """
-    if not uses_trainer_logprobs(learner):
-        yield from map(learner.divide, minibatches)
-        return
     divided = [learner.divide(minibatch) for minibatch in minibatches]
     with nullcontext() if reference is None else reference.on_device():  # once for all of them
-        scored = [
+        return [
             tuple(_scored(learner, batch, reference=reference, first=index == 0) for batch in batches)
             for index, batches in enumerate(divided)
         ]
-    yield from scored
 
 
 def _scored(learner: Learner, batch: Batch, *, reference: Policy | None, first: bool) -> Batch:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatpeak import functional as F
-from flatpeak.functional.losses import POLICY_LOSSES, PolicyLoss, TokenFunction
+from flatpeak.functional.losses import POLICY_LOSSES, PolicyLoss
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 
@@ -52,7 +52,7 @@ class Objective:
     config: ObjectiveConfig
     kl: KLConfig
     own_loss: PolicyLoss | None = None
-    """The loss of the user's that `config.loss` names, where it is none of flatpeak's; see `loss_function`."""
+    """The loss of the user's that `config.loss` names, where it is none of flatpeak's; see `user_functions`."""
 
     @property
     def loss(self) -> PolicyLoss:
@@ -102,21 +102,20 @@ class Objective:
         """Whether the policy loss has importance weights for what the sampler drew."""
         return self.config.sampler_correction.enabled
 
-    def policy_loss(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
-        """The term of the loss that the advantages drive, the sampler corrected."""
-        return self.corrected(self._of_tokens(self.loss.value, logprobs_T, batch), batch)
+    def policy_loss(self, logprobs_T: Tensor, batch: Batch, *, curvature: bool = False) -> Tensor:
+        """The term of the loss that the advantages drive, the sampler corrected.
 
-    def policy_loss_with_curvature(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
-        """The same gradient, from a loss whose second derivative is the curvature that belongs to it."""
-        return self.corrected(self._of_tokens(self.loss.with_curvature or self.loss.value, logprobs_T, batch), batch)
+        With `curvature` the same gradient, from a loss whose second derivative is the curvature that belongs to it.
+        """
+        function = self.loss.value
+        if curvature and self.loss.with_curvature is not None:
+            function = self.loss.with_curvature
+        loss_T = function(logprobs_T, self.ratio(logprobs_T, batch), _advantages_T(batch), self.config)
+        return self.corrected(loss_T, batch)
 
     def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The tokens whose policy gradient the clip takes away (or, for CISPO, caps)."""
-        return self._of_tokens(self.loss.clipped, logprobs_T, batch)
-
-    def _of_tokens(self, function: TokenFunction, logprobs_T: Tensor, batch: Batch) -> Tensor:
-        advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
-        return function(logprobs_T, self.ratio(logprobs_T, batch), advantages_T, self.config)
+        return self.loss.clipped(logprobs_T, self.ratio(logprobs_T, batch), _advantages_T(batch), self.config)
 
     def corrected(self, loss_T: Tensor, batch: Batch) -> Tensor:
         """w_T * loss_T with the importance weights of what the sampler drew; loss_T itself without a correction.
@@ -193,6 +192,10 @@ class Objective:
 def with_old_logprobs(batch: Batch, logprobs_T: Tensor) -> Batch:
     """The batch with these as old log-probabilities, detached, where it has none."""
     return batch if batch.old_logprobs_T is not None else replace(batch, old_logprobs_T=logprobs_T.detach())
+
+
+def _advantages_T(batch: Batch) -> Tensor:
+    return batch.advantages_N.index_select(0, batch.sequence_T)
 
 
 def _old(batch: Batch) -> Tensor:

@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from flatpeak.errors import DIVERGED, DivergedError
+from flatpeak.errors import DIVERGED, DivergedError, UserError
 from flatpeak.gradreg.shards import distribute_like, full_tensor, gathered
 from flatpeak.protocols import SavesModel
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.local_shards import LocalShard, adamw_8bit
-from flatpeak.training.master_weights import PREFIX, MasterWeights
+from flatpeak.training.master_weights import BLOCK, PREFIX, LocalShard, MasterWeights
 from flatpeak.utils.host_memory import HostMemory
 
 _Value = TypeVar("_Value")
@@ -26,6 +26,8 @@ BUCKET_SIZE = 2**25
 """Weights whose states `optimizer.offload` has on the device at a time; a larger weight is a bucket by itself."""
 SMALLEST_OFFLOADED = 4096
 """Bytes below which a state stays on the device: step counts, and the tables that all 8-bit states share."""
+SMALLEST_QUANTIZED = 4096
+"""Elements below which a weight's 8-bit moments stay in float32."""
 
 
 def build_optimizer(
@@ -47,6 +49,51 @@ def build_optimizer(
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def adamw_8bit(
+    parameters: Sequence[Tensor], config: OptimizerConfig, shards: Mapping[int, LocalShard]
+) -> torch.optim.Optimizer:
+    """AdamW with blockwise quantized moments (Dettmers et al. 2022, arXiv 2110.02861); tensors of fewer than 4,096
+    elements keep theirs in float32. `shards` are those of the parameters that are parts, by position."""
+    try:
+        from bitsandbytes.optim import AdamW8bit  # here, because bitsandbytes is an extra
+    except ImportError as error:
+        raise UserError("optimizer.name=adamw_8bit needs bitsandbytes: pip install bitsandbytes") from error
+
+    class ShardAdamW8bit(AdamW8bit):
+        """It quantizes a part if the whole weight is large, and skips a rank's empty part."""
+
+        def get_config(self, gindex: int, pindex: int, group: Any) -> dict[str, Any]:
+            settings: dict[str, Any] = super().get_config(gindex, pindex, group)
+            quantized = shards[pindex].weight.numel() >= SMALLEST_QUANTIZED if pindex in shards else None
+            return settings if quantized is None else settings | {"min_8bit_size": 0 if quantized else math.inf}
+
+        def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+            if p.numel():
+                super().update_step(group, p, gindex, pindex)
+            else:
+                self.state[p]["step"] += 1
+
+    kind = ShardAdamW8bit if shards else AdamW8bit
+    optimizer: torch.optim.Optimizer = kind(
+        parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+    return optimizer
+
+
+def check_blocks(weights: Mapping[str, nn.Parameter], config: OptimizerConfig, *, where: str) -> None:
+    """UserError for 8-bit moments of a weight that is cut within a block: they would depend on the number of parts."""
+    if config.name != "adamw_8bit":
+        return
+    for name, weight in weights.items():
+        if not (isinstance(weight, DTensor) and weight.requires_grad and weight.numel() >= SMALLEST_QUANTIZED):
+            continue
+        if not LocalShard(weight).begins_blocks:
+            raise UserError(
+                f"{where}.name=adamw_8bit: {name} of {' x '.join(map(str, weight.shape))} is cut within a block of "
+                f"{BLOCK} elements with one scale: shard over another number of processes, or use {where}.name=adamw"
+            )
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
@@ -259,7 +306,12 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         statistics.skipped = not bool(torch.isfinite(grad_norm))
         if not statistics.skipped:
             self.updates += 1
-            self._step()
+            if self.host is not None:
+                step_in_buckets(self.optimizer, self.masters, self.host)
+            else:
+                self.masters.take_gradients()
+                self.optimizer.step()
+                self.masters.write()
         self.updating = False
         return statistics
 
@@ -271,14 +323,6 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
     def largest_norm(self) -> float:
         """The norm to which gradients are clipped, which may be infinite."""
         return self.config.max_grad_norm or float("inf")
-
-    def _step(self) -> None:
-        if self.host is not None:
-            step_in_buckets(self.optimizer, self.masters, self.host)
-            return
-        self.masters.take_gradients()
-        self.optimizer.step()
-        self.masters.write()
 
     def zero_grad(self) -> None:
         """Clear all gradients, the weights' and the masters'."""

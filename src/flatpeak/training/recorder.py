@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.evaluation.config import EvaluationConfig, is_verdict
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.evaluation.result import Evaluation, no_accuracy
-from flatpeak.protocols import Progress, SavesModel, Tracker
+from flatpeak.protocols import Progress, SavesModel
 from flatpeak.runs.checkpoints import (
     BEST,
     LAST,
@@ -26,22 +27,22 @@ from flatpeak.runs.checkpoints import (
     write_checkpoint,
 )
 from flatpeak.runs.config import RunSectionConfig
-from flatpeak.runs.directory import RunDirectory
+from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.files import fsync_path
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.runs.notices import NoticeLog
 from flatpeak.runs.rollout_log import RolloutLog, rollout_rows, write_answers
 from flatpeak.runs.signals import StopSignals
-from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, Status, write_summary
+from flatpeak.runs.summary import EvaluationStage, RunSummary, Status, write_summary
+from flatpeak.tracking.trackers import Trackers
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.completed_step import CompletedStep, Stage
 from flatpeak.training.diagnostics import (
     LogprobGapMonitor,
     MissingRewardMonitor,
     SkippedUpdateMonitor,
     ZeroAdvantageMonitor,
 )
-from flatpeak.training.history import History
+from flatpeak.training.history import CompletedStep, History, Stage
 from flatpeak.training.optimizer import check_finite
 
 SAMPLER_STATE = "sampler"
@@ -53,7 +54,7 @@ class Recorder:
 
     def __init__(
         self,
-        run: RunDirectory,
+        run: RunPaths,
         *,
         config: RunSectionConfig,
         evaluation: EvaluationConfig,
@@ -61,10 +62,11 @@ class Recorder:
         stop: StopSignals,
         progress: Progress,
         notices: NoticeLog,
+        trackers: Trackers,
         history: History,
+        texts: Mapping[str, str],
         zero_advantages: ZeroAdvantageMonitor | None = None,
         evaluated: bool = True,
-        tracker: Tracker | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.run = run
@@ -75,9 +77,11 @@ class Recorder:
         self.stop = stop
         self.progress = progress
         self.notices = notices
+        self.trackers = trackers
         self.history = history
-        self.tracker = tracker
-        self.metrics = MetricsWriter(run.metrics, trackers=[tracker] if tracker else [], notice=progress.notice)
+        self.texts = texts
+        """Contents of the files that every checkpoint has beside its model's, by name."""
+        self.status: Status = "running"
         self.rollout_log = RolloutLog(run.rollouts, notice=progress.notice)
         self.missing_rewards = MissingRewardMonitor(progress.notice)
         self.zero_advantages = zero_advantages
@@ -89,6 +93,10 @@ class Recorder:
         """The last step, as long as no checkpoint has it."""
         self.logprob_gaps = LogprobGapMonitor(progress.notice)
         self._since = time.perf_counter()
+        self._open_metrics()
+
+    def _open_metrics(self) -> None:
+        self.metrics = MetricsWriter(self.run.metrics, notice=self.progress.notice)
 
     @property
     def stopped(self) -> bool:
@@ -99,23 +107,23 @@ class Recorder:
         """Date notices by this step, until the next one begins."""
         self.notices.begin_step(stage.name, step)
 
-    def record(self, stage: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Log one step's metrics and show them."""
-        self.metrics.write(step, stage, metrics)
-        self.progress.update(stage, step=step, total=total, metrics=metrics)
-
     def complete(
         self, stage: Stage, step: int, total: int, metrics: Mapping[str, float], *, evaluation_due: bool
     ) -> None:
         """Log and show a completed step. It can be saved from here on, whatever happens before the next update."""
         self.stop.agree()
-        self.metrics.write(step, stage.name, metrics)
+        self._log(stage.name, step, metrics)
         self.logprob_gaps.observe(metrics)
         if stage.name == "train" and self.config.log_rollouts_every:
             self.rollout_log.announce_size(step, total=total, every=self.config.log_rollouts_every)
         self.evaluated = not evaluation_due
         self._completed = self._capture(stage, step)
         self.progress.update(stage.name, step=step, total=total, metrics=metrics)
+
+    def _log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a row of metrics, and send it to the trackers."""
+        self.metrics.write(step, stage, metrics)
+        self.trackers.log(metrics, step=step, stage=stage)
 
     def _capture(self, stage: Stage, step: int) -> CompletedStep:
         return CompletedStep.capture(stage, step, evaluated=self.evaluated, history=self.history)
@@ -125,17 +133,20 @@ class Recorder:
         skipped.check(stage, step, limit=limit, at_end=at_end, notice=self.progress.notice)
 
     def rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
-        """Log every completion of a step, where `run.log_rollouts_every` asks for it, and announce steps without
-        signal."""
+        """Log the completions of a step, where they are asked for, and announce steps without signal."""
         self.missing_rewards.observe(rollouts)
         if self.zero_advantages is not None:
             self.zero_advantages.observe(rollouts, advantages_PG)
+        self._log_rollouts(step, rollouts, advantages_PG)
+
+    def _log_rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
+        """Write every completion of a step as `run.log_rollouts_every` says, and send some to the trackers."""
         every = self.config.log_rollouts_every
-        if self.ranks.is_first and every and step % every == 0:
+        if every and step % every == 0:
             self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
-        if self.tracker is not None and self.tracker.wants_completions(step):
+        if self.trackers.wants_completions(step):
             rows = rollout_rows(rollouts.groups, rollouts.scores, advantages_PG.tolist())
-            self.tracker.log_completions(rows, step=step)
+            self.trackers.log_completions(rows, step=step)
 
     def begin(self, stage: Stage, *, goal: float | None = None) -> bool:
         """Evaluate and save the model before the first step of RL: it is the first candidate for the best checkpoint.
@@ -169,20 +180,23 @@ class Recorder:
         started = time.perf_counter()
         evaluation = self._without_graded_accuracy(self.evaluator.evaluate(size=size, robustness=robustness))
         seconds = time.perf_counter() - started
-        compared = evaluation.first(self._compared_size)
+        # Every evaluation answers so many questions, the first ones: by these checkpoints are compared.
+        sizes = [size for size in (self.evaluation.size, self.evaluation.final_size) if size is not None]
+        compared = evaluation.first(min(sizes, default=None))
         own = compared.mean(self.metric), compared.mean("reward") if "reward" in compared.values else math.nan
         # The first rank's: where letters are ranked, ranks may round apart, and all have to save the same steps.
         choice, reward = self.ranks.first(lambda: own)
         results = evaluation.as_dict()
         self.history.add({"stage": stage, "step": step, **results, "choice": choice, "reward": reward})
-        self._write_rows(f"{stage}_{step:06d}", evaluation.rows)
+        self._log_answers(f"{stage}_{step:06d}", evaluation.rows)
         perturbed = [row for one in evaluation.robustness.values() for row in one.rows]
         if perturbed:
-            self._write_rows(f"{stage}_{step:06d}_perturbed", perturbed)
+            self._log_answers(f"{stage}_{step:06d}_perturbed", perturbed)
         named = {f"eval/{evaluation.task}/{name}": value for name, value in results["metrics"].items()}
-        self.record("eval", step, step, {**named, "time/eval": seconds})
-        if self.tracker is not None:
-            self.tracker.log_evaluation({"task": evaluation.task, **results}, evaluation.rows, step=step)
+        metrics = {**named, "time/eval": seconds}
+        self._log("eval", step, metrics)
+        self.progress.update("eval", step=step, total=step, metrics=metrics)
+        self.trackers.log_evaluation({"task": evaluation.task, **results}, evaluation.rows, step=step)
         if stage == "train":
             self.history.consider(step, choice)
         return choice
@@ -199,9 +213,7 @@ class Recorder:
             self.history.end_accuracy(chose=chose)
         return evaluation.without_verdicts() if self.history.graded else evaluation
 
-    def _write_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if not self.ranks.is_first:
-            return
+    def _log_answers(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         path = self.run.evaluations / f"{name}.jsonl"
         try:
             write_answers(path, rows)
@@ -238,12 +250,6 @@ class Recorder:
     def _large_size(self) -> int | None:
         return self.evaluation.final_size or self.evaluation.size
 
-    @property
-    def _compared_size(self) -> int | None:
-        """Number of questions that every evaluation answers: the first ones, by which checkpoints are compared."""
-        sizes = [size for size in (self.evaluation.size, self.evaluation.final_size) if size is not None]
-        return min(sizes, default=None)
-
     def checkpoint_if_due(self, stage: Stage, step: int, *, last: bool) -> None:
         """Save every `run.checkpoint_every` steps, at the end, on a signal, and where a new best was found."""
         every = self.config.checkpoint_every
@@ -273,11 +279,7 @@ class Recorder:
         history = replace(done.history.copy(), last_step=step, seconds=self.history.seconds)
         tensors = stage.tensors()
         with stage.learner.whole() as save_model:
-
-            def write() -> None:
-                self._write(done, history, save_model=save_model, tensors=tensors)
-
-            self.ranks.first(write)
+            self.ranks.first(partial(self._write, done, history, save_model=save_model, tensors=tensors))
         self.history = history  # only now: a summary names steps that are on disk
         self._completed = None
 
@@ -301,7 +303,7 @@ class Recorder:
                 "native": stage.learner.native,  # a probe decides anew in a resumed run, and of kernels a self-test
                 "kernels": stage.learner.kernels,
             },
-            texts=self.run.checkpoint_texts,
+            texts=self.texts,
         )
         link_checkpoint(parent, LAST, path)
         if stage.name == "train" and history.best_step == step:
@@ -333,29 +335,34 @@ class Recorder:
             link_checkpoint(self.run.checkpoints, BEST, self.run.checkpoints / checkpoint_name(self.history.best_step))
         return self.history
 
-    def summarize(self, status: Status) -> RunSummary:
-        """Write summary.json and return its content."""
-        self._count_time()
-        summary = RunSummary(
+    @property
+    def summary(self) -> RunSummary:
+        """The state of the run."""
+        return RunSummary(
             name=self.config.name,
-            status=status,
+            status=self.status,
             metric=self.metric,
             best_step=self.history.best_step,
             last_step=self.history.last_step,
-            evaluations=tuple(
-                StageEvaluation(**{k: v for k, v in row.items() if k not in ("choice", "reward")})
-                for row in self.history.evaluations
-            ),
+            evaluations=self.history.stage_evaluations,
             checkpoints=tuple(checkpoint_name(step) for step in checkpoint_steps(self.run.checkpoints)),
             wall_seconds=self.history.seconds,
             signal=self.stop.signal,
             ended_by=self.ended_by,
         )
+
+    def summarize(self, status: Status) -> RunSummary:
+        """Write summary.json and return its content."""
+        self.status = status
+        self._count_time()
+        self._write_summary(self.summary)
+        return self.summary
+
+    def _write_summary(self, summary: RunSummary) -> None:
         try:
             write_summary(self.run.summary, summary)
         except OSError as error:
             self.progress.notice(f"{self.run.summary}: {error.strerror}; it is not up to date")
-        return summary
 
     def close(self) -> None:
         """Close the metrics file."""
@@ -365,3 +372,25 @@ class Recorder:
         now = time.perf_counter()
         self.history.seconds += now - self._since
         self._since = now
+
+
+class NullRecorder(Recorder):
+    """The recorder of a rank that is not the first: it decides and saves as the first one's, and writes no log."""
+
+    def _open_metrics(self) -> None:
+        """Open no file of metrics."""
+
+    def _log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write no row of metrics."""
+
+    def _log_rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
+        """Write no completions of a step."""
+
+    def _log_answers(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write no answers of an evaluation."""
+
+    def _write_summary(self, summary: RunSummary) -> None:
+        """Write no summary of the run."""
+
+    def close(self) -> None:
+        """Close nothing, since nothing is open."""

@@ -55,7 +55,7 @@ def second_pass_loss(
 ) -> Tensor:
     """The loss of every token in the second pass. KL and entropy terms are evaluated as they are written."""
     if mode == "importance_clipped":
-        loss_T = objective.policy_loss_with_curvature(logprobs_T, batch)
+        loss_T = objective.policy_loss(logprobs_T, batch, curvature=True)
     else:
         loss_T = F.frozen_policy_loss(logprobs_T, first.coefficients_T)
         if mode == "importance":
@@ -140,8 +140,7 @@ class RegularizedLearner(Learner):
 
     def first_pass(self, batch: Batch, statistics: PolicyStatistics, recorded: list[FirstPass]) -> Iterator[Tensor]:
         """The losses of the plain update; appends to `recorded` the results that the second pass needs."""
-        for micro_batch in self.micro_batches(batch):
-            logprobs_T, entropy_T = self.token_logprobs(micro_batch)
+        for micro_batch, logprobs_T, entropy_T in self.forward(batch):
             micro_batch = with_old_logprobs(micro_batch, logprobs_T)
             loss_T, tokens = self.penalized(logprobs_T, entropy_T, micro_batch)
             recorded.append(record_first_pass(self.penalized, logprobs_T, micro_batch))
@@ -153,9 +152,8 @@ class RegularizedLearner(Learner):
     def second_pass(self, batch: Batch, recorded: list[FirstPass]) -> Iterator[Tensor]:
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
-        with without_gradients(self.outside if config.outside == "g1" else ()):
-            for micro_batch, first in zip(self.micro_batches(batch), recorded, strict=True):
-                logprobs_T, entropy_T = self.token_logprobs(micro_batch)
+        with without_gradients(self.outside):
+            for (micro_batch, logprobs_T, entropy_T), first in zip(self.forward(batch), recorded, strict=True):
                 micro_batch = with_old_logprobs(micro_batch, first.logprobs_T)
                 loss_T = second_pass_loss(
                     self.penalized, first, logprobs_T, entropy_T, micro_batch, mode=config.ratio_mode
@@ -164,8 +162,7 @@ class RegularizedLearner(Learner):
 
     def other_losses(self, batch: Batch, statistics: PolicyStatistics) -> Iterator[Tensor]:
         """The KL and entropy terms by themselves, where the penalty is to leave them out."""
-        for micro_batch in self.micro_batches(batch):
-            logprobs_T, entropy_T = self.token_logprobs(micro_batch)
+        for micro_batch, logprobs_T, entropy_T in self.forward(batch):
             others_T = self.objective.other_terms(logprobs_T, entropy_T, with_old_logprobs(micro_batch, logprobs_T))
             if others_T is None:
                 return

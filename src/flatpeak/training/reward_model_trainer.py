@@ -1,13 +1,13 @@
-"""Training of a reward model on preference pairs: `train_step` is the algorithm box, `train` repeats it.
+"""Training of a reward model on preference pairs: `train_step` is the algorithm box.
 
 A reward model has one number per text, two texts per pair, and no policy, so that batches, loss and micro-batches are
-its own. The update, the stream of data and the recorder are those of all training.
+its own. The loop, the update, the stream of data and the recorder are those of all training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,10 +29,10 @@ from flatpeak.rewards.sequence_classifier import CHAT, Classifier, Spread, Wordi
 from flatpeak.tasks.preferences import PreferencePair
 from flatpeak.training.config import RewardModelConfig
 from flatpeak.training.curriculum import Stream
-from flatpeak.training.diagnostics import SkippedUpdateMonitor
 from flatpeak.training.learner import token_budget
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics, learning_rate
 from flatpeak.training.recorder import Recorder
+from flatpeak.training.stage import StageTrainer
 from flatpeak.training.step_metrics import Clock
 
 if TYPE_CHECKING:
@@ -227,10 +227,11 @@ class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
             yield [pairs[index] for index in batch]
 
 
-class RewardModelTrainer:
+class RewardModelTrainer(StageTrainer):
     """Trainer of a reward model: the preferred one of two answers gets the higher score."""
 
-    name = "train"
+    title = "reward_model"
+    learner: PreferenceLearner
 
     def __init__(
         self,
@@ -241,42 +242,19 @@ class RewardModelTrainer:
         max_skipped_updates: int,
         recorder: Recorder,
     ) -> None:
+        super().__init__(
+            steps=config.steps, seed=stream.seed, recorder=recorder, max_skipped_updates=max_skipped_updates
+        )
         self.learner = learner
         self.stream = stream
         self.config = config
-        self.max_skipped_updates = max_skipped_updates
-        self.recorder = recorder
-        self.skipped = SkippedUpdateMonitor()
-
-    def train(self, *, first_step: int = 1) -> None:
-        """Step, record, evaluate, save: until the steps are done or a signal asks to stop."""
-        total = self.config.steps
-        if first_step == 1:
-            self.recorder.begin(self)
-        elif not self.recorder.evaluated:
-            self.evaluate_and_save(first_step - 1)
-        for step in range(first_step, total + 1):
-            if self.recorder.stopped:
-                break
-            self.recorder.begin_step(self, step)
-            metrics = self.train_step(step)
-            due = self.recorder.evaluation_due(step, total=total)
-            self.recorder.complete(self, step, total, metrics, evaluation_due=due)
-            self.evaluate_and_save(step)
-
-    def evaluate_and_save(self, step: int) -> None:
-        """Evaluate and save where it is due."""
-        last, limit = step == self.config.steps, self.max_skipped_updates
-        self.recorder.check_skipped("reward_model", step, self.skipped, limit=limit, at_end=last)
-        self.recorder.evaluate_if_due("train", step, total=self.config.steps, goal=None)
-        self.recorder.checkpoint_if_due(self, step, last=last)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Draw a batch of pairs and raise the chosen answers' scores over the rejected ones'."""
         clock = Clock()
         size = self.config.batch_size
         pairs = [pair for _, pair in self.stream.take((step - 1) * size, size)]
-        rate = learning_rate(self.config.optimizer, step=step, total_steps=self.config.steps)
+        rate = learning_rate(self.config.optimizer, step=step, total_steps=self.steps)
         update = self.learner.update(pairs, rate=rate)
         self.skipped.observe([update.skipped])
         return {
@@ -289,16 +267,3 @@ class RewardModelTrainer:
             "optimizer/skipped": float(update.skipped),
             "time/step": clock.seconds(),
         }
-
-    def state(self) -> dict[str, Any]:
-        """The counts alone: all that the next step depends on is in weights, optimizer and step."""
-        return {"skipped_updates": self.skipped.state()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The learner's tensors, for a checkpoint."""
-        return self.learner.tensors()
-
-    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Continue from a checkpoint; the model is the one saved there already."""
-        self.learner.load(state["learner"], tensors)
-        self.skipped = SkippedUpdateMonitor.of(state["stage"]["skipped_updates"])

@@ -1,18 +1,21 @@
-"""From scores to the rewards that advantages are computed from: missing scores, truncation, KL in the reward."""
+"""From scores to rewards, and from rewards to advantages: missing scores, truncation, KL in the reward, baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError
-from flatpeak.training.config import ObjectiveConfig
+from flatpeak.functional.advantages import group_advantages
+from flatpeak.training.config import AdvantageConfig, ObjectiveConfig
 from flatpeak.training.objective import KL_ESTIMATORS
 from flatpeak.types import Group, PackedCompletions, Scores
 
+AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
+"""(rewards_PG, valid_PG) -> advantages_PG."""
 LARGEST_REWARD = 1e12
 """Bound of a total reward's size: the squares of larger ones overflow float32 when a group is standardized."""
 
@@ -85,3 +88,28 @@ def kl_penalty_N(completions: PackedCompletions, logprobs_T: Tensor, *, estimato
     kl_T = KL_ESTIMATORS[estimator](logprobs_T, completions.reference_logprobs_T).float()
     zeros_N = torch.zeros(len(completions.lengths_N), device=kl_T.device)
     return coefficient * zeros_N.index_add(0, completions.sequence_T, kl_T)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advantages:
+    """The function from a step's rewards to its advantages."""
+
+    config: AdvantageConfig
+    own: AdvantageFunction | None = None
+    """The user's function in place of baseline and scale; see `user_functions`."""
+
+    def __call__(self, rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
+        """Advantages [P, G], 0 where `valid_PG` is False; UserError for what a function of the user's returns."""
+        config = self.config
+        if self.own is not None:
+            return self.own(rewards_PG, valid_PG)
+        return group_advantages(
+            rewards_PG, baseline=config.baseline, scale=config.scale, eps=config.eps, valid_PG=valid_PG
+        )
+
+    def compare_groups(self, group_size: int) -> bool:
+        """Whether a group with fewer than two rewards is missing, and one of equal rewards teaches nothing.
+
+        A function of the user's is taken to compare the completions of a group wherever there are several.
+        """
+        return group_size > 1 if self.own is not None else self.config.baseline != "none"

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
-from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
 from flatpeak.training.curriculum import Stream
-from flatpeak.training.diagnostics import SkippedUpdateMonitor
-from flatpeak.training.learner import Learner, seeded
+from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
+from flatpeak.training.stage import StageTrainer
 from flatpeak.training.step_metrics import Clock, policy_metrics
 from flatpeak.types import Batch, Prompt
 from flatpeak.utils.control_tokens import TextEncoder
@@ -60,10 +58,11 @@ def demonstrations(
     return fitting, len(encoded) - len(fitting)
 
 
-class SFTTrainer:
+class SFTTrainer(StageTrainer):
     """Trainer that imitates demonstrations, by their likelihood."""
 
-    name = "sft"
+    name = title = "sft"
+    learner: Learner
 
     def __init__(
         self,
@@ -77,6 +76,9 @@ class SFTTrainer:
         sampler: Sampler,
         recorder: Recorder,
     ) -> None:
+        super().__init__(
+            steps=config.steps, seed=stream.seed, recorder=recorder, max_skipped_updates=max_skipped_updates
+        )
         self.learner = Learner(
             policy,
             LIKELIHOOD,
@@ -94,38 +96,10 @@ class SFTTrainer:
         """Measures the pass rate that `sft.stop_at` is compared with."""
         self.sampler = sampler
         """The sampler of `check` and of evaluations, whose state checkpoints keep."""
-        self.recorder = recorder
-        self.max_skipped_updates = max_skipped_updates
-        self.skipped = SkippedUpdateMonitor()
-        self.finished = False
 
-    def train(self, *, first_step: int = 1) -> None:
-        """Step until the steps are done, the check passes, or a signal asks to stop."""
-        if first_step == 1:
-            self.recorder.evaluate_start(size=self.recorder.evaluation.size)
-        elif not self.recorder.evaluated:
-            self.evaluate_and_save(first_step - 1)
-        for step in range(first_step, self.config.steps + 1):
-            if self.finished or self.recorder.stopped:
-                break
-            self.recorder.begin_step(self, step)
-            with seeded(derive_seed(self.stream.seed, "dropout", step)):
-                metrics = self.train_step(step)
-            self.learner.zero_grad()
-            due = step == self.config.steps or self.check_due(step)
-            self.recorder.complete(self, step, self.config.steps, metrics, evaluation_due=due)
-            self.evaluate_and_save(step)
-
-    def evaluate_and_save(self, step: int) -> None:
-        """Check and evaluate where it is due, and save. Raises RunError where too many updates were skipped."""
-        last, limit = step == self.config.steps, self.max_skipped_updates
-        self.recorder.check_skipped(self.name, step, self.skipped, limit=limit, at_end=last)
-        if not self.recorder.stopped:  # else there is time for the checkpoint alone
-            self.finished = last or self.good_enough(step)
-            if self.finished:
-                self.recorder.evaluate_after_sft(step)
-            self.recorder.evaluated = True
-        self.recorder.checkpoint_if_due(self, step, last=self.finished)
+    def begin(self) -> None:
+        """Evaluate the model before the first step; it is not saved, since nothing has changed it."""
+        self.recorder.evaluate_start(size=self.recorder.evaluation.size)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Raise the likelihood of one batch of demonstrations."""
@@ -133,7 +107,7 @@ class SFTTrainer:
         size = self.config.batch_size
         drawn = [item for _, item in self.stream.take((step - 1) * size, size)]
         batch = demonstration_batch(drawn, self.config, longest=self.longest, device=self.learner.policy.device)
-        rate = learning_rate(self.learner.config, step=step, total_steps=self.config.steps)
+        rate = learning_rate(self.learner.config, step=step, total_steps=self.steps)
         update = self.learner.update(batch, rate=rate)
         self.skipped.observe([update.skipped])
         policy = policy_metrics([update])
@@ -158,22 +132,23 @@ class SFTTrainer:
         own = self.check.evaluate().pass_rate
         return self.recorder.ranks.first(lambda: own) >= goal
 
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the step is the last one, or checked."""
+        return step == self.steps or self.check_due(step)
+
+    def evaluate(self, step: int) -> bool:
+        """Check where it is due, and evaluate at the end; returns whether the step was the last one."""
+        if self.recorder.stopped:  # there is time for the checkpoint alone
+            return False
+        finished = step == self.steps or self.good_enough(step)
+        if finished:
+            self.recorder.evaluate_after_sft(step)
+        self.recorder.evaluated = True
+        return finished
+
     def state(self) -> dict[str, Any]:
         """Whether SFT is over, and counts; the data's order follows from the step."""
-        return {
-            "finished": self.finished,
-            "skipped_updates": self.skipped.state(),
-            SAMPLER_STATE: self.sampler.state(),
-        }
-
-    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Continue from a checkpoint; the policy is the one saved there already."""
-        self.learner.load(state["learner"], tensors)
-        self.skipped = SkippedUpdateMonitor.of(state["stage"]["skipped_updates"])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The learner's tensors, for a checkpoint."""
-        return self.learner.tensors()
+        return {"finished": self.finished, **super().state(), SAMPLER_STATE: self.sampler.state()}
 
 
 def demonstration_batch(

@@ -1,10 +1,12 @@
-"""GRPO and its relatives: `train_step` is the paper's algorithm box, `train` repeats it."""
+"""GRPO and its relatives: `train_step` is the paper's algorithm box, which `StageTrainer.train` repeats."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,24 +14,25 @@ from torch import Tensor
 
 from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
+from flatpeak.policy.reference import ReferenceResets
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.advantage_function import Advantages
 from flatpeak.training.batch import collate, minibatches, take
 from flatpeak.training.collect import Rollouts, collect, rollout_seed
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
-from flatpeak.training.diagnostics import SequenceWeightMonitor, SkippedUpdateMonitor
-from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, seeded, uses_trainer_logprobs
-from flatpeak.training.optimizer import learning_rate, split_prefix
+from flatpeak.training.diagnostics import SequenceWeightMonitor
+from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, uses_trainer_logprobs
+from flatpeak.training.optimizer import learning_rate, split_prefix, with_prefix
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
-from flatpeak.training.reference_resets import PREFIX, ReferenceResets
-from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
+from flatpeak.training.reward_tensors import Advantages, RewardTensors, informative, kl_penalty_N, reward_tensors
+from flatpeak.training.stage import StageTrainer
 from flatpeak.training.step_metrics import Clock, kl_metrics, staleness_metrics, step_metrics
-from flatpeak.training.stop_condition import STATE as STOP_WHEN
-from flatpeak.training.stop_condition import StopCondition
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
+
+REFERENCE = "reference."
+"""Prefix of the reference's tensors in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +45,10 @@ class TrainerConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
 
-class Trainer:
+class Trainer(StageTrainer):
     """Trainer of a policy by reinforcement learning."""
 
-    name = "train"
+    learner: Learner
 
     def __init__(
         self,
@@ -58,59 +61,41 @@ class Trainer:
         config: TrainerConfig,
         recorder: Recorder,
     ) -> None:
+        training = config.training
+        super().__init__(
+            steps=training.steps,
+            seed=config.seed,
+            recorder=recorder,
+            max_skipped_updates=training.max_skipped_updates,
+            goal=training.stop_at,
+            stop_when=training.stop_when,
+        )
         self.learner = learner
         self.group_advantages = advantages
         self.sampler = sampler
         self.phases = phases
         self.reference = reference
         self.config = config
-        self.recorder = recorder
+        self.reward_tensors = partial(
+            reward_tensors,
+            config=learner.objective.config,
+            max_new_tokens=config.rollout.max_new_tokens,
+            group_baseline=advantages.compare_groups(config.rollout.group_size),
+        )
         self.progression = Progression.start(phases)
         self.resets = ReferenceResets(config.reference)
-        self.reached = False
-        """Whether `training.stop_at` is reached."""
-        self.condition = StopCondition(config.training.stop_when)
-        self.skipped = SkippedUpdateMonitor()
         self.sequence_weights = SequenceWeightMonitor(learner.objective.config.sampler_correction)
 
-    def train(self, *, first_step: int = 1) -> None:
-        """Step, record, evaluate, save: until the steps are done, the goal is reached, or a signal asks to stop."""
-        config = self.config.training
-        if first_step == 1:
-            self.reached = self.recorder.begin(self, goal=config.stop_at)
-        elif not self.recorder.evaluated:
-            self.evaluate_and_save(first_step - 1)
-        for step in range(first_step, config.steps + 1):
-            if self.reached or self.condition.met or self.recorder.stopped:
-                break
-            self.recorder.begin_step(self, step)
-            with seeded(derive_seed(self.config.seed, "dropout", step)):
-                metrics = self.train_step(step)
-            self.learner.zero_grad()  # evaluation and the next rollouts can have the memory
-            self.condition.observe(step, metrics, notice=self.recorder.progress.notice)
-            self.sequence_weights.observe(metrics, notice=self.recorder.progress.notice)
-            due = self.recorder.evaluation_due(step, total=self.last_step(step))
-            self.recorder.complete(self, step, config.steps, metrics, evaluation_due=due)
-            self.evaluate_and_save(step)
-        self.recorder.ended_by = None if self.recorder.stopped else self.ended_by()
-
-    def evaluate_and_save(self, step: int) -> None:
-        """Evaluate and save where it is due. Raises RunError where too many updates were skipped."""
-        config = self.config.training
-        last = step == self.last_step(step)
-        self.recorder.check_skipped(self.name, step, self.skipped, limit=config.max_skipped_updates, at_end=last)
-        self.reached = self.recorder.evaluate_if_due("train", step, total=self.last_step(step), goal=config.stop_at)
-        self.recorder.checkpoint_if_due(self, step, last=self.reached or last)
-
-    def last_step(self, step: int) -> int:
-        """The last step of the run, as far as is known after a step."""
-        return step if self.condition.met else self.config.training.steps
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Read a step's metrics, which may end the stage, and which say what a cap takes from the weights."""
+        super().observe(step, metrics)
+        self.sequence_weights.observe(metrics, notice=self.recorder.progress.notice)
 
     def ended_by(self) -> str | None:
         """The condition that ended the run, in words; None where its steps did."""
-        if self.condition.met or not self.reached:
+        if self.condition.met or not self.finished:
             return self.condition.reason
-        return f"training.stop_at={self.config.training.stop_at:g} was reached"
+        return f"training.stop_at={self.goal:g} was reached"
 
     def train_step(self, step: int) -> dict[str, float]:
         """Sample groups, score them, improve the policy."""
@@ -120,11 +105,10 @@ class Trainer:
         completions = self.pack(rollouts.groups, rewards)
         advantages_PG = self.advantages(rewards, completions)
 
-        rate = learning_rate(self.learner.config, step=step, total_steps=self.config.training.steps)
+        rate = learning_rate(self.learner.config, step=step, total_steps=self.steps)
         minibatches = self.minibatches(step, completions, rewards, advantages_PG)
-        scored = score_minibatches(self.learner, minibatches, reference=self.reference)
         with self.learner.memory.phase("update"), self.next_rollouts(step + 1):
-            updates = [self.learner.update(*batches, rate=rate) for batches in scored]
+            updates = [self.learner.update(*batches, rate=rate) for batches in minibatches]
 
         metrics = step_metrics(rollouts, rewards, updates, clock=clock, learning_rate=rate)
         metrics |= self.kl_metrics(completions)
@@ -151,7 +135,7 @@ class Trainer:
 
     def next_rollouts(self, step: int) -> AbstractContextManager[None]:
         """A context in which a later step's groups are drawn by the policy as it is on entry, where the sampler can."""
-        if step > self.config.training.steps:
+        if step > self.steps:
             return nullcontext()
         rollout, progression = self.config.rollout, self.progression
         # Where the curriculum moves on before that step, these prompts are not asked for, and nothing of them is used.
@@ -165,23 +149,13 @@ class Trainer:
 
     def step_seed(self, step: int) -> int:
         """The seed of all that a step samples."""
-        return derive_seed(self.config.seed, "step", step)
+        return derive_seed(self.seed, "step", step)
 
     def has_signal(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
         """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them."""
         rewards = self.reward_tensors(groups, scores)
         signal_P = informative(rewards.rewards_PG, rewards.valid_PG) & rewards.trained_PG.any(dim=1)
         return [bool(signal) for signal in signal_P]
-
-    def reward_tensors(self, groups: Sequence[Group], scores: Scores) -> RewardTensors:
-        """Scores as tensors, truncated completions treated as the objective says."""
-        return reward_tensors(
-            groups,
-            scores,
-            self.learner.objective.config,
-            max_new_tokens=self.config.rollout.max_new_tokens,
-            group_baseline=self.group_advantages.compare_groups(self.config.rollout.group_size),
-        )
 
     def pack(self, groups: Sequence[Group], rewards: RewardTensors) -> PackedCompletions:
         """The completions with a reward, scored once by the reference, if one is kept: it serves every epoch.
@@ -205,14 +179,17 @@ class Trainer:
 
     def minibatches(
         self, step: int, completions: PackedCompletions, rewards: RewardTensors, advantages_PG: Tensor
-    ) -> Iterator[Batch]:
-        """The minibatches of every epoch in their order, without the completions that are masked out of the loss."""
+    ) -> Iterator[tuple[Batch, ...]]:
+        """The minibatches of every epoch in their order, without the completions that are masked out of the loss.
+
+        Each is whole, or in the subsets of an update where those are scored by the trainer beforehand.
+        """
         trained_N = rewards.trained_PG[rewards.valid_PG]
         if not bool(trained_N.all()):
             completions = take(completions, torch.nonzero(trained_N)[:, 0])
         by_minibatch = uses_trainer_logprobs(self.learner)
-        for epoch in range(self.config.training.epochs_per_rollout):
-            yield from minibatches(
+        epochs = (
+            minibatches(
                 completions,
                 self.config.training.minibatches,
                 advantages_N=advantages_PG[rewards.trained_PG].to(completions.lengths_N.device),
@@ -220,9 +197,15 @@ class Trainer:
                 of=self.config.training.minibatch_of,
                 normalization=self.learner.objective.config.normalization,
                 max_tokens=self.config.rollout.max_new_tokens,
-                seed=derive_seed(self.config.seed, "minibatches", step, epoch),
+                seed=derive_seed(self.seed, "minibatches", step, epoch),
                 all_tokens=self.learner.objective.needs_all_tokens,
             )
+            for epoch in range(self.config.training.epochs_per_rollout)
+        )
+        if by_minibatch:
+            yield from score_minibatches(self.learner, chain.from_iterable(epochs), reference=self.reference)
+        else:
+            yield from ((minibatch,) for minibatch in chain.from_iterable(epochs))
 
     def kl_metrics(self, completions: PackedCompletions) -> dict[str, float]:
         """The KL over all sampled tokens, where the log-probabilities at hand can be compared.
@@ -244,7 +227,10 @@ class Trainer:
         self.skipped.observe(update.skipped for update in updates)
         self.recorder.rollouts(step, rollouts, advantages_PG)
         self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
-        self.reference = self.resets.after_step(step, metrics, reference=self.reference, learner=self.learner)
+        policy, optimizer = self.learner.policy, self.learner.optimizer
+        self.reference = self.resets.after_step(
+            step, metrics, reference=self.reference, policy=policy, optimizer=optimizer
+        )
         staleness = staleness_metrics(rollouts.groups, version=step - 1)
         # The first rank's: conditions on them, also on times, then hold on all ranks or on none.
         own = {**metrics, **staleness, **self.resets.metrics(), **self.learner.memory.metrics()}
@@ -252,28 +238,25 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """The position in curriculum and data; steps derive all their randomness from their number."""
-        return asdict(self.progression) | {
-            "reached": self.reached,
+        return {
+            **asdict(self.progression),
+            "reached": self.finished,
             "resets": self.resets.count,
-            "skipped_updates": self.skipped.state(),
-            **self.condition.state(),
+            **super().state(),
             SAMPLER_STATE: self.sampler.state(),
         }
 
     def tensors(self) -> dict[str, Tensor]:
         """The learner's tensors, and the reference's once it was reset."""
-        return self.learner.tensors() | self.resets.tensors(self.reference)
+        return super().tensors() | with_prefix(REFERENCE, self.resets.tensors(self.reference))
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint; the policy is the one saved there already."""
-        reference, others = split_prefix(PREFIX, tensors)
-        self.learner.load(state["learner"], others)
-        progression = dict(state["stage"])
-        self.reached = progression.pop("reached") and self.recorder.history.reached(self.config.training.stop_at)
-        self.skipped = SkippedUpdateMonitor.of(progression.pop("skipped_updates"))
-        self.condition.load(progression.pop(STOP_WHEN, None))
-        progression.pop(SAMPLER_STATE)  # loaded by the pipeline, whatever the stage
+        reference, others = split_prefix(REFERENCE, tensors)
+        super().load(state, others)
+        stage = state["stage"]
+        self.finished = stage["reached"] and self.recorder.history.reached(self.goal)
         self.reference = self.resets.load(
-            progression.pop("resets"), reference, reference=self.reference, policy=self.learner.policy
+            stage["resets"], reference, reference=self.reference, policy=self.learner.policy
         )
-        self.progression = Progression(**progression)
+        self.progression = Progression(phase=stage["phase"], phase_steps=stage["phase_steps"], cursors=stage["cursors"])

@@ -130,7 +130,7 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def in_words(code: int) -> str:
+def ending(code: int) -> str:
     """The exit code of a process, or the signal that minus the code stands for."""
     if code >= 0:
         return f"exit code {code}"

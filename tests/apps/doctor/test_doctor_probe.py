@@ -47,7 +47,7 @@ TRIES = "yield attempt('gpu', 'torch cannot use it', 'mend it')"
     ("code", "text"),
     [
         ("raise KeyError('x')", "torch cannot use it: KeyError: 'x'"),
-        ("os.write(2, b'Illegal\\n'); os.abort()", "torch cannot use it: its process was killed by SIGABRT Illegal"),
+        ("os.write(2, b'Illegal\\n'); os.abort()", "torch cannot use it: killed by SIGABRT Illegal"),
         ("sys.stderr.write('a\\nno GPU\\n'); sys.exit(3)", "torch cannot use it: exit code 3 no GPU"),
     ],
 )

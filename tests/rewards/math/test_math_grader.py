@@ -286,7 +286,7 @@ def test_the_grader_and_its_workers_load_neither_torch_nor_sympy_here() -> None:
     code = (
         "import sys\n"
         "from flatpeak.rewards.math.grader import MathGrader\n"
-        "from flatpeak.rewards.math.math_reward import MathReward\n"
+        "from flatpeak.rewards.math_reward import MathReward\n"
         "with MathGrader() as grader:\n"
         "    print(grader.compare([(r'\\sum_{k=1}^{3} k', '6')]))\n"
         "print([name for name in ('torch', 'sympy', 'math_verify') if name in sys.modules])\n"

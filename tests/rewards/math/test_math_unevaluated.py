@@ -17,9 +17,9 @@ from test_math_grade_command import rows, run
 from flatpeak.config.load import load_recipe
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
-from flatpeak.rewards.math.math_reward import question_only_reward, r1_zero_reward
 from flatpeak.rewards.math.syntax_tree import OverLimitError
 from flatpeak.rewards.math.unevaluated import is_evaluated, only_evaluated
+from flatpeak.rewards.math_reward import question_only_reward, r1_zero_reward
 from flatpeak.rewards.reward_set import build_reward
 from flatpeak.types import Completion, Group, Prompt
 from support.math_cases import CASES, grade
@@ -553,22 +553,22 @@ def test_a_long_question_is_searched_in_little_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("type", "frame"),
+    ("extraction", "frame"),
     [
-        ("math", r"a</think> \boxed{{{}}}"),
+        ("auto", r"a</think> \boxed{{{}}}"),
         ("r1_zero", "a</think> <answer>{}</answer>"),
-        ("question_only", r"a</think> \boxed{{{}}}"),
+        ("boxed", r"a</think> \boxed{{{}}}"),
     ],
 )
 def test_the_mathematical_rewards_refuse_where_a_recipe_asks_for_it(
-    group: Callable[..., Group], type: str, frame: str
+    group: Callable[..., Group], extraction: str, frame: str
 ) -> None:
     texts = [frame.format(answer) for answer in ("18", r"2\cdot9", r"\sum_{k=1}^{10^9} 1", "19")]
     asked = group(*texts, text="How many? <think>")
-    strict = build_reward({"right": config(type=type, evaluated=True)})
+    strict = build_reward({"right": config(type="math", extraction=extraction, evaluated=True)})
     assert strict([asked]).total == [[1.0, 0.0, 0.0, 0.0]]
     assert strict.failures == {}
-    loose = build_reward({"right": config(type=type)})
+    loose = build_reward({"right": config(type="math", extraction=extraction)})
     assert loose([group(*texts[:2], text="How many? <think>")]).total == [[1.0, 1.0]]
     for reward in (strict, loose):
         reward.close()
@@ -649,7 +649,7 @@ def test_training_recipes_ask_for_results_and_a_published_protocol_for_values() 
         asked[name] = load_recipe(f"flatpeak:{name}")["rewards"]["correctness"]["evaluated"]
     assert asked.pop("math_qwen_24gb") is asked.pop("math_qwen_80gb") is False
     assert set(asked.values()) == {True}
-    assert [config(type=type).evaluated for type in ("math", "r1_zero", "question_only", "number")] == [False] * 4
+    assert [config(type=type).evaluated for type in ("math", "number")] == [False] * 2
 
 
 def test_the_examples_of_the_page_are_refused_as_it_says() -> None:

@@ -1,4 +1,4 @@
-"""A check's findings, and the process of its own that each check has, because what it tries may crash or hang."""
+"""A check's findings, and the separate process of each check, because what it tries may crash or hang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from flatpeak.errors import brief
-from flatpeak.utils.child_process import ChildProcess, Parent, in_words
+from flatpeak.utils.child_process import ChildProcess, Parent, ending
 
 TORCH_PAGE: Final = "https://pytorch.org/get-started/locally"
 """The page with the builds of torch."""
@@ -26,7 +26,7 @@ ENDING: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SECONDS: Final = 180.0
 """The longest that a process may take: from a cold disk, or on a busy machine, imports take a minute or two."""
 AFTER_KILL: Final = 1.0
-"""Seconds for a killed process to go: one that waits in a driver never does, and is left behind."""
+"""Seconds to wait for a killed process; a process that waits in a driver never ends, and is left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,19 @@ class Finding:
     attempt: becomes a problem if what follows raises, crashes or hangs; not part of a report."""
     text: str
     fix: str | None = None
-    """The package, page or variable that mends it; every problem has one."""
+    """The package, page or variable that fixes it; every problem has a fix."""
 
 
 Check = Callable[..., Iterable[Finding]]
 
 
 def ok(check: str, text: str) -> Finding:
-    """The finding that all is well."""
+    """The finding that everything is fine."""
     return Finding(check=check, status="ok", text=text)
 
 
 def note(check: str, text: str, fix: str | None = None) -> Finding:
-    """The finding of something that keeps nothing from working."""
+    """A finding that does not keep anything from working."""
     return Finding(check=check, status="note", text=text, fix=fix)
 
 
@@ -63,7 +63,7 @@ def problem(check: str, text: str, fix: str) -> Finding:
 
 
 def attempt(check: str, text: str, fix: str) -> Finding:
-    """The finding that becomes a problem if what follows raises, crashes or hangs."""
+    """A finding that becomes a problem if what follows raises, crashes or hangs."""
     return Finding(check=check, status="attempt", text=text, fix=fix)
 
 
@@ -79,7 +79,7 @@ def failed(attempted: Finding, why: BaseException | str) -> Finding:
 
 
 class Probe:
-    """A check in a process of its own, at most SECONDS long; it ends itself where the doctor was killed."""
+    """A check in a separate process, for at most SECONDS; it ends itself if the doctor is killed."""
 
     def __init__(self, check: Check, environment: Mapping[str, str]) -> None:
         """Start the process of the check."""
@@ -96,7 +96,7 @@ class Probe:
         )
 
     def findings(self) -> Iterator[Finding]:
-        """The findings of the check, after its end; one more where its process crashed or hung."""
+        """The findings of the check, after its end; one more if its process crashed or hung."""
         try:
             output, errors = self._child.process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired as late:
@@ -107,7 +107,7 @@ class Probe:
         for line in output.splitlines():
             try:
                 finding = Finding(**json.loads(line))
-            except (ValueError, TypeError):  # what was printed before the check began, or a line that a kill cut
+            except (ValueError, TypeError):  # printed before the check began, or a line truncated by a kill
                 continue
             if finding.status == "attempt":
                 attempted = finding
@@ -116,11 +116,10 @@ class Probe:
         if code is None:
             yield failed(attempted, f"it did not answer within {SECONDS:.0f} s")
         elif code != 0:
-            ending = f"its process was {in_words(code)}" if code < 0 else in_words(code)
-            yield failed(attempted, " ".join([ending, _last_line(errors)]))
+            yield failed(attempted, f"{ending(code)} {_last_line(errors)}".strip())
 
     def kill(self) -> None:
-        """Kill the process with all that it started, and wait until they are gone."""
+        """Kill the process and its children, and wait until they are gone."""
         deadline = time.monotonic() + AFTER_KILL
         with suppress(ProcessLookupError, PermissionError):  # macOS: a group of ended processes
             while time.monotonic() < deadline:
@@ -130,7 +129,7 @@ class Probe:
 
 
 def _directory(check: Check) -> str | None:
-    """None, the working directory; if it is gone, where libraries still load, for all but the check that reports it."""
+    """None for the working directory. If it is gone, one where libraries load, except for the check that reports it."""
     try:
         Path.cwd()
     except OSError:
@@ -150,10 +149,10 @@ def _last_line(written: bytes) -> str:
 
 
 def run_check(_: Parent | None, module: str, name: str) -> None:
-    """Run a check in this process, and write its findings as lines; libraries print to standard error."""
+    """Run a check in this process and write its findings as lines; libraries print to standard error."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # blocked while the doctor starts processes
     signal.alarm(int(SECONDS) + 2)
-    gc.disable()  # of the seconds that imports take, a fifth
+    gc.disable()  # saves a fifth of the time that imports take
     channel = os.dup(1)
     os.dup2(2, 1)
     attempted = _whole(name)
@@ -164,7 +163,7 @@ def run_check(_: Parent | None, module: str, name: str) -> None:
             _send(finding, channel)
     except Exception as error:
         _send(failed(attempted, error), channel)
-    os._exit(0)  # threads and exit handlers of libraries have had their chance to hang
+    os._exit(0)  # threads and exit handlers of libraries could still hang
 
 
 def _send(finding: Finding, channel: int) -> None:

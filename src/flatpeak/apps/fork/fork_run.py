@@ -15,10 +15,9 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.lifecycle import RunResult
+from flatpeak.pipeline.request import CallerObjects, RunResult
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.train import train
-from flatpeak.pipeline.user_objects import CallerObjects
 from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
 from flatpeak.runs.directory import RunPaths, check_no_secret_missing

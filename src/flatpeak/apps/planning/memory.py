@@ -41,7 +41,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.parameters import choose_parameters
-from flatpeak.pipeline.train import keeps_own_reference
+from flatpeak.pipeline.policies import keeps_own_reference
 from flatpeak.policy.config import ModelConfig
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import token_budget
@@ -329,7 +329,7 @@ def regularization_bytes(
     """
     perturbed = choose_parameters(model.modules, config)
     gradients = FLOAT32 * sum(parameter.numel() for parameter in perturbed)
-    copies = (config.direction == "random" or config.scaling == "asam") + (config.every > 1)
+    copies = (config.direction == "random") + (config.every > 1)
     if config.difference != "exact":
         copies += config.difference == "central" or bool(config.check_every)
     in_pass = inventory.gradients + sum(p.nbytes for p in perturbed) + gradients * copies

@@ -1,4 +1,4 @@
-"""Grading of mathematical answers: extraction, reading by rules, comparison with a gold answer, and rewards."""
+"""Grading of mathematical answers: extraction, reading by rules, comparison with a gold answer."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,6 @@ from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from flatpeak.rewards.math.grader import MathGrader as MathGrader
-    from flatpeak.rewards.math.math_reward import MathReward as MathReward
     from flatpeak.rewards.math.rule_grader import read_number as read_number
 
-__getattr__ = lazy_names(__name__, {"MathGrader": "grader", "MathReward": "math_reward", "read_number": "rule_grader"})
+__getattr__ = lazy_names(__name__, {"MathGrader": "grader", "read_number": "rule_grader"})

@@ -28,6 +28,7 @@ from flatpeak.rewards.math.syntax_tree import (
     UndefinedError,
     mpmath,
     precise,
+    symbols_in,
 )
 
 Symbols = Callable[[str], Any]
@@ -59,7 +60,7 @@ class Expression:
     @cached_property
     def letters(self) -> frozenset[str]:
         """The symbols other than constants."""
-        return frozenset(_symbols(self.node) - _CONSTANTS)
+        return frozenset(symbols_in(self.node) - _CONSTANTS)
 
     @cached_property
     def infinity(self) -> int:
@@ -209,10 +210,6 @@ def _evaluate(node: Node, operations: Operations, number: Any, symbol: Symbols) 
     return operations[node.kind](*(_evaluate(each, operations, number, symbol) for each in node.args))
 
 
-def _symbols(node: Node) -> set[str]:
-    return {node.name} if node.kind == "symbol" else set().union(*(_symbols(each) for each in node.args))
-
-
 def _has_large_numbers(node: Node) -> bool:
     if node.kind == "number":
         return abs(node.number) > _LARGE or 0 < abs(node.number) < Fraction(1, _LARGE)
@@ -280,7 +277,7 @@ def absorbs(node: Node) -> bool:
 
     Rounding errors of 0, which shrink with the precision, do not count.
     """
-    return _Absorption(lettered=_has_letters(node)).occurs(node, inside=False)
+    return _Absorption(lettered=not symbols_in(node) <= _CONSTANTS).occurs(node, inside=False)
 
 
 class _Absorption:
@@ -307,33 +304,20 @@ class _Absorption:
         return any(self.occurs(each, inside=below) for each in node.args)
 
 
-def _has_letters(node: Node) -> bool:
-    return node.name not in _CONSTANTS if node.kind == "symbol" else any(map(_has_letters, node.args))
-
-
 def _values(node: Node) -> _ValuePair | None:
     """The value at both precisions; None with letters or without a value."""
-    if _has_letters(node):
+    if not symbols_in(node) <= _CONSTANTS:
         return None
     library, values = mpmath(), []
     for digits in _DIGITS:
         with library.workdps(digits):
             try:
-                values.append(_evaluate_absorbed(node))
-            except (UndefinedError, OverLimitError, ArithmeticError, ValueError, KeyError):
+                values.append(_evaluate(node, precise(), _mp_number, _mp_symbol(point=0)))
+            except (UndefinedError, OverLimitError, InexactError, ArithmeticError, ValueError):
                 return None
     coarse, fine = values
     # A value that differs between the precisions is a rounding error of 0.
     return (coarse, fine) if fine and abs(coarse - fine) <= abs(fine) / 2 else None
-
-
-def _evaluate_absorbed(node: Node) -> Any:
-    library = mpmath()
-    if node.kind == "number":
-        return library.mpf(node.number.numerator) / node.number.denominator
-    if node.kind == "symbol":
-        return {"i": library.mpc(0, 1), "e": +library.mp.e, "pi": +library.mp.pi}[node.name]
-    return precise()[node.kind](*map(_evaluate_absorbed, node.args))
 
 
 def _tiny(values: _ValuePair | None) -> bool:

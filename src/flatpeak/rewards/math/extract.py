@@ -35,9 +35,11 @@ def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None
     (`-\\boxed{5}`) and with the boxes that a comma, `and` or `or` joins to it, or in the last complete `<answer>`
     block, whichever comes later, after the thinking (no answer if that is not closed); a box in a block counts. With
     `boxed`, blocks do not count. With `any`, a text without boxes and blocks, even begun ones, has its answer behind
-    the last `####` on that line, else is the answer as a whole, if it is short. More than `MAX_BOXES` boxes are an
-    OverLimitError.
+    the last `####` on that line, else is the answer as a whole, if it is short. With `r1_zero`, a text without
+    `</think> <answer>` has no answer, else it is in its last block. More than `MAX_BOXES` boxes are an OverLimitError.
     """
+    if extraction == "r1_zero":
+        return block_answer(text) if "</think> <answer>" in text and "</answer>" in text else None
     text = after_thinking(text)
     box, block = _last_box(text), last_block(text) if extraction != "boxed" else None
     if box is not None and (block is None or box[0] > block[0]):

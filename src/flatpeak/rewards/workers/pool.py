@@ -19,7 +19,7 @@ from flatpeak.errors import UserError
 from flatpeak.rewards.workers import process as processes
 from flatpeak.rewards.workers.process import WorkerError as WorkerError
 from flatpeak.rewards.workers.worker import ForkServer, add_loaded
-from flatpeak.utils.child_process import in_words, kill_group
+from flatpeak.utils.child_process import ending, kill_group
 from flatpeak.utils.user_code import user_files
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ class _Worker:
             pipe = self._pipe or self._start()
         except (EOFError, OSError) as error:
             ended = self.discard()
-            reason = error if ended is None else in_words(ended)
+            reason = error if ended is None else ending(ended)
             raise WorkerError("died", f"a worker process did not start: {reason}") from error
         if code not in self._loaded:
             sources = (sys.path, user_files())
@@ -216,7 +216,7 @@ class _Worker:
             if late or ended == -signal.SIGALRM:  # its own timer: on a machine too busy to look in time, it comes first
                 answers.append(WorkerError("timeout", f"no answer from a worker process within {seconds:g} s"))
             else:
-                answers.append(WorkerError("died", f"a worker process died: {in_words(ended or 0)}"))
+                answers.append(WorkerError("died", f"a worker process died: {ending(ended or 0)}"))
         return answers
 
     def _start(self) -> Connection:

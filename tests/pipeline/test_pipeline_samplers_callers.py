@@ -10,7 +10,7 @@ import pytest
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.components import PlainSampler, build_sampler
+from flatpeak.pipeline.rollout_engines import PlainSampler, build_sampler
 from flatpeak.pipeline.samplers import CheckedSampler
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 

@@ -1,33 +1,81 @@
-"""Objects of a Python caller, the algorithm that a recipe and its caller describe, and digests of users' code.
+"""The request of a run, its recipe and the objects of a Python caller, and the result.
 
 A recipe cannot name a task, a reward or a sampler from Python: config.yaml has what they replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from flatpeak.config.load import Settings
+from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
+from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.functional.losses import PolicyLoss
 from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
 from flatpeak.pipeline.samplers import SamplerFactory
-from flatpeak.protocols import SamplerLike, Task
+from flatpeak.policy.config import ModelConfig
+from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rewards.functions import function_name
 from flatpeak.runs.manifest import flatten
-from flatpeak.training.advantage_function import Advantages, make_advantages
-from flatpeak.training.loss_function import make_objective
+from flatpeak.runs.summary import RunSummary
 from flatpeak.training.objective import Objective
+from flatpeak.training.reward_tensors import Advantages
+from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.utils.user_code import FROM_PYTHON, REFERENCES, file_digest, source_digest
 
+RecipeSource = RunConfig | Mapping[str, Any] | str | Path
+"""A checked recipe, the mapping of one, or the path or name of one."""
 _FUNCTIONS: Final = {"loss": "objective.loss", "advantage": "advantage.function"}
 """The settings in whose place a caller gives functions."""
 _SECTIONS: Final = {"task": "task", "reward": "rewards"}
 """The sections in whose place a caller gives objects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """The recipe of a run and the way to start it, as a Python caller gives them."""
+
+    recipe: RecipeSource
+    settings: Settings | None
+    progress: Progress | bool | None
+    resume: bool
+    overwrite: bool
+    command: Sequence[str] | None
+    report: bool = True
+    """Whether the report page is written at the end, which takes a second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The directory, the summary and the exit code of a run that has ended."""
+
+    path: Path
+    """The run directory."""
+    summary: RunSummary
+    """The content of summary.json."""
+    report: Path
+    """The report page; `flatpeak report` writes that of a sweep's run."""
+    exit_code: int
+    """0 when done; 130 or 143 when a signal stopped it, with a valid checkpoint left."""
+    stopped_rank: int | None = None
+    """Of several processes the one that alone got that signal."""
+
+    @property
+    def best(self) -> Path:
+        """The best checkpoint, which `from_pretrained` loads; after SFT alone its last one."""
+        best = self.path / "checkpoints" / "best"
+        return best if best.exists() else self.path / "checkpoints" / "sft" / "last"
+
+
+def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> RunConfig:
+    """The checked configuration of a recipe, changed by `settings`."""
+    if not isinstance(recipe, RunConfig):
+        return parse_config(read_recipe(recipe, settings or ()))
+    return parse_config(apply_settings(recipe.model_dump(mode="json"), settings)) if settings else recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +111,26 @@ class CallerObjects:
             return {**(settings or {}), **named}
         written = [settings] if isinstance(settings, str) else settings
         return [*written, *(f"{key}={name}" for key, name in named.items())]
+
+
+def without_model_source(config: RunConfig, objects: CallerObjects, request: RunRequest) -> tuple[RunConfig, list[str]]:
+    """The configuration for a caller's own model, if there is one, and the notices of settings that it replaces.
+
+    A model that this call names beside it, in a mapping or in settings, is a UserError. One that comes from a shared
+    recipe, given by its name, resolved before or extended, is left out.
+    """
+    settings = list(explicit_settings(config.model, *(name for name in ModelConfig.model_fields if name != "dropout")))
+    if objects.model is None or not settings:
+        return config, []
+    recipe = request.recipe
+    section = apply_settings(recipe if isinstance(recipe, Mapping) else {}, request.settings or ()).get("model", {})
+    contradicted = [name for name in settings if not isinstance(section, Mapping) or name in section]
+    keys = ", ".join(f"model.{name}" for name in contradicted or settings)
+    if contradicted:
+        raise UserError(f"{keys} beside train(model=...), which brings the model: leave {keys} out of the recipe")
+    named = str(recipe) if isinstance(recipe, str | Path) else "the recipe"
+    without = config.model_copy(update={"model": ModelConfig(dropout=config.model.dropout)})
+    return without, [f"{keys} of {named} not used: train(model=...) brings the model"]
 
 
 def check_given_again(checkpoint: Path | None, config: RunConfig, objects: CallerObjects) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from flatpeak.errors import UserError
-from flatpeak.pipeline.components import PlainSampler
+from flatpeak.pipeline.rollout_engines import PlainSampler
 from flatpeak.policy import model as policy_model
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine

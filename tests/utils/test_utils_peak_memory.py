@@ -13,7 +13,7 @@ from flatpeak.policy.loading import cast_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import snapshot
 from flatpeak.training.config import KLConfig, TrainingConfig
-from flatpeak.training.peak_memory import GIB, DevicePeak, PeakMemory, ProcessPeak
+from flatpeak.utils.peak_memory import GIB, DevicePeak, PeakMemory, ProcessPeak
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import make_regularized_trainer
 

@@ -10,7 +10,7 @@ import pytest
 
 import flatpeak
 from flatpeak.config.load import parse_config
-from flatpeak.pipeline.data_digests import data_digests
+from flatpeak.pipeline.run_data import data_digests
 from flatpeak.runs.notices import read_notices
 from support.runs import speed_up_runs, tiny_recipe
 

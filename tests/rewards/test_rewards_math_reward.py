@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.math import grader as math_grader
 from flatpeak.rewards.math.grader import MathGrader, Symbolic
-from flatpeak.rewards.math.math_reward import MathReward, question_only_reward, r1_zero_reward
+from flatpeak.rewards.math_reward import MathReward, question_only_reward, r1_zero_reward
 from flatpeak.rewards.reward_set import build_reward
 from flatpeak.types import Completion, Group, Prompt
 from support import worker_functions
@@ -185,12 +185,12 @@ def test_without_a_verdict_the_form_is_left_and_the_answer_wrong_unless_the_gold
 
 
 @pytest.mark.parametrize(
-    ("type", "right", "wrong"),
+    ("extraction", "right", "wrong"),
     [
         ("r1_zero", "a</think> <answer>18</answer>", r"a</think> \boxed{18}"),
-        ("question_only", r"a</think> \boxed{18}", "a</think> <answer>18</answer>"),
+        ("boxed", r"a</think> \boxed{18}", "a</think> <answer>18</answer>"),
     ],
 )
-def test_both_are_rewards_of_a_recipe(group: Callable[..., Group], type: str, right: str, wrong: str) -> None:
-    reward = build_reward({"right": config(type=type, weight=2.0)})
+def test_both_are_rewards_of_a_recipe(group: Callable[..., Group], extraction: str, right: str, wrong: str) -> None:
+    reward = build_reward({"right": config(type="math", extraction=extraction, weight=2.0)})
     assert reward([group(right, wrong, text="How many? <think>")]).total == [[2.0, 0.0]]

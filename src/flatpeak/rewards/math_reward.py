@@ -1,12 +1,12 @@
-"""The mathematical rewards of a recipe, and the r1_zero and question_only rewards of a single response."""
+"""The mathematical reward of a recipe, and the r1_zero and question_only rewards of a single response."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from flatpeak.rewards.base import ComponentScores, MathExtraction, Scorer
-from flatpeak.rewards.math.extract import block_answer, extract_answer, gold_answer
+from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extract_or_none, score_of
 from flatpeak.rewards.math.rule_grader import normalized
 from flatpeak.rewards.math.syntax_tree import OverLimitError
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 def r1_zero_answer(response: str) -> str | None:
     """The answer in the last answer block of a response in the r1_zero form; None in another form, or if blank."""
-    if "</think> <answer>" not in response or "</answer>" not in response:
-        return None
     try:
-        return _unless_blank(block_answer(response))
+        return _unless_blank(extract_answer(response, "r1_zero"))
     except OverLimitError:
         return None
 
@@ -79,7 +77,7 @@ class MathReward(Scorer):
 
     def __init__(
         self,
-        extraction: MathExtraction | Literal["r1_zero", "question_only"] = "auto",
+        extraction: MathExtraction = "auto",
         *,
         timeout: float = 2.0,
         workers: int = 2,
@@ -97,7 +95,7 @@ class MathReward(Scorer):
     def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> ComponentScores:
         """The scores of all groups; completions beyond the budget have run out of time."""
         pairs = [
-            (self._extract(judged_text(completion, group.prompt)), group.prompt.example.gold)
+            (extract_or_none(judged_text(completion, group.prompt), self._extraction), group.prompt.example.gold)
             for group in groups
             for completion in group.completions
         ]
@@ -121,20 +119,13 @@ class MathReward(Scorer):
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The extracted answer in one spelling for majority votes, or None."""
-        answer = self._extract(judged_text(completion, prompt))
+        answer = extract_or_none(judged_text(completion, prompt), self._extraction)
         if answer is None or not answer.strip():
             return None
         example = prompt.example
         if self._evaluated and not is_evaluated(answer, gold_answer(example.gold), example.question):
             return "".join(answer.split())[:256]  # a vote apart from that of its value, which may be right
         return normalized(answer)
-
-    def _extract(self, text: str) -> str | None:
-        if self._extraction == "r1_zero":
-            return r1_zero_answer(text)
-        if self._extraction == "question_only":
-            return question_only_answer(text)
-        return extract_or_none(text, self._extraction)
 
     def close(self) -> None:
         """Stop the grader's workers."""

@@ -1,18 +1,137 @@
-"""The condition of `training.stop_when`: its window, its threshold, what a checkpoint keeps of it, and bad settings."""
+"""The loop of a stage, and the condition of `training.stop_when`: window, threshold, checkpoints, and bad settings."""
 
 from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from flatpeak.training.config import StopWhenConfig
-from flatpeak.training.stop_condition import STATE, StopCondition
+from flatpeak.training.stage import STOP_WHEN, StageTrainer, StopCondition
 
 NAN = math.nan
+
+
+class Calls:
+    """A recorder that notes what the loop asks of it; evaluations are due after every second step."""
+
+    def __init__(self, *, reached_at: int | None = None, stop_after: int | None = None, evaluated: bool = True) -> None:
+        self.made: list[tuple[Any, ...]] = []
+        self.reached_at = reached_at
+        self.stop_after = stop_after
+        self.evaluated = evaluated
+        self.stopped = False
+        self.ended_by: str | None = "unset"
+        self.progress = SimpleNamespace(notice=lambda text: None)
+
+    def begin(self, stage: StageTrainer, *, goal: float | None) -> bool:
+        self.made.append(("begin", goal))
+        return self.reached_at == 0
+
+    def begin_step(self, stage: StageTrainer, step: int) -> None:
+        self.made.append(("step", step))
+
+    def evaluation_due(self, step: int, *, total: int) -> bool:
+        return step == total or step % 2 == 0
+
+    def complete(self, stage: StageTrainer, step: int, total: int, metrics: Any, *, evaluation_due: bool) -> None:
+        self.made.append(("complete", step, evaluation_due))
+        self.stopped = step == self.stop_after
+
+    def check_skipped(self, title: str, step: int, skipped: Any, *, limit: int, at_end: bool) -> None:
+        self.made.append(("check", title, step, limit, at_end))
+
+    def evaluate_if_due(self, name: str, step: int, *, total: int, goal: float | None) -> bool:
+        return step == self.reached_at
+
+    def checkpoint_if_due(self, stage: StageTrainer, step: int, *, last: bool) -> None:
+        self.made.append(("save", step, last))
+
+    def steps(self) -> list[int]:
+        return [call[1] for call in self.made if call[0] == "step"]
+
+
+class Scripted(StageTrainer):
+    """Steps that draw a number."""
+
+    def __init__(self, recorder: Calls, *, steps: int = 4, stop_when: StopWhenConfig | None = None) -> None:
+        super().__init__(
+            steps=steps,
+            seed=3,
+            recorder=recorder,  # type: ignore[arg-type]
+            max_skipped_updates=7,
+            goal=0.5,
+            stop_when=stop_when,
+        )
+        self.learner = SimpleNamespace(zero_grad=lambda: None)  # type: ignore[assignment]
+        self.drawn: dict[int, float] = {}
+
+    def train_step(self, step: int) -> dict[str, float]:
+        self.drawn[step] = float(torch.rand(()))
+        return {"reward/mean": float(step)}
+
+
+def test_a_stage_begins_steps_checks_and_saves_in_this_order() -> None:
+    calls = Calls()
+    Scripted(calls, steps=2).train()
+    assert calls.made == [
+        ("begin", 0.5),
+        ("step", 1),
+        ("complete", 1, False),
+        ("check", "train", 1, 7, False),
+        ("save", 1, False),
+        ("step", 2),
+        ("complete", 2, True),
+        ("check", "train", 2, 7, True),
+        ("save", 2, True),
+    ]
+    assert calls.ended_by is None
+
+
+@pytest.mark.parametrize(
+    ("calls", "steps"),
+    [
+        (Calls(), [1, 2, 3, 4]),
+        (Calls(reached_at=0), []),
+        (Calls(reached_at=2), [1, 2]),
+        (Calls(stop_after=3), [1, 2, 3]),
+    ],
+    ids=["all", "reached before", "reached", "signal"],
+)
+def test_a_stage_ends_by_its_steps_its_goal_or_a_signal(calls: Calls, steps: list[int]) -> None:
+    Scripted(calls).train()
+    assert calls.steps() == steps
+
+
+def test_a_condition_that_is_met_makes_its_step_the_last_one() -> None:
+    calls = Calls()
+    Scripted(calls, stop_when=StopWhenConfig(metric="reward/mean", above=2.5)).train()
+    assert calls.made[-4:] == [("step", 3), ("complete", 3, True), ("check", "train", 3, 7, True), ("save", 3, True)]
+
+
+@pytest.mark.parametrize(("evaluated", "first"), [(True, ("step", 3)), (False, ("check", "train", 2, 7, False))])
+def test_a_resumed_stage_makes_up_for_the_evaluation_that_was_due(evaluated: bool, first: tuple[Any, ...]) -> None:
+    calls = Calls(evaluated=evaluated)
+    Scripted(calls).train(first_step=3)
+    assert calls.made[0] == first
+    assert calls.steps() == [3, 4]
+
+
+def test_random_numbers_of_a_step_follow_from_its_number_and_the_callers_stay() -> None:
+    whole, resumed = Scripted(Calls()), Scripted(Calls())
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    whole.train()
+    assert torch.equal(torch.rand(2), expected)
+    resumed.train(first_step=3)
+    assert {step: whole.drawn[step] for step in (3, 4)} == resumed.drawn
+    assert len(set(whole.drawn.values())) == 4
 
 
 def condition(**settings: Any) -> StopCondition:
@@ -85,7 +204,7 @@ def test_a_restored_condition_is_met_after_the_same_step(saved_after: int) -> No
     first = condition(above=0.5, window=3)
     assert observe(first, values[:saved_after])[0] is None
     second = condition(above=0.5, window=3)
-    second.load(json.loads(json.dumps(first.state()))[STATE])
+    second.load(json.loads(json.dumps(first.state()))[STOP_WHEN])
     last, notices = observe(second, values[saved_after:], first=saved_after + 1)
     assert last == 6
     assert len(notices) == 1
@@ -95,7 +214,7 @@ def test_a_condition_that_was_met_stays_met() -> None:
     first = condition(above=0.5)
     observe(first, [0.75])
     second = condition(above=0.5)
-    second.load(first.state()[STATE])
+    second.load(first.state()[STOP_WHEN])
     assert second.reason == first.reason is not None
 
 
@@ -109,7 +228,7 @@ def test_another_threshold_or_window_goes_on_with_the_values_and_decides_anew() 
         condition(above=0.5, window=4),
     )
     for changed in (higher, shorter, longer):
-        changed.load(first.state()[STATE])
+        changed.load(first.state()[STOP_WHEN])
         assert not changed.met
     assert (higher.values, shorter.values, longer.values) == ([0.5, 0.6, 0.7], [0.6, 0.7], [0.5, 0.6, 0.7])
     assert observe(higher, [0.6], first=4)[0] == 4  # 1.9 / 3
@@ -121,7 +240,7 @@ def test_of_another_metric_nothing_is_known_before_a_fork() -> None:
     first = condition(metric="reward/mean", above=-1.0, window=2)
     observe(first, [0.0, 0.0])
     second = condition(above=0.5, window=2)
-    second.load(first.state()[STATE])
+    second.load(first.state()[STOP_WHEN])
     assert (second.values, second.met) == ([], False)
     second.load(None)  # a checkpoint of a run without the setting
     assert second.values == []

@@ -1,0 +1,206 @@
+"""The data of a run: its tasks, their prompts, the demonstrations of SFT, and digests of the files of all these."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from flatpeak.config.run_config import RunConfig
+from flatpeak.errors import UserError
+from flatpeak.pipeline.evaluators import longest_prompt
+from flatpeak.policy.model import Policy
+from flatpeak.protocols import Progress, Task
+from flatpeak.rollout.randomness import derive_seed
+from flatpeak.runs.manifest import flatten
+from flatpeak.tasks.config import build_task
+from flatpeak.tasks.custom import check_task
+from flatpeak.tasks.prompts import build_prompts
+from flatpeak.training.curriculum import Stream
+from flatpeak.training.sft import Demonstration, demonstrations
+from flatpeak.types import Example, Prompt
+from flatpeak.utils.control_tokens import notice_of_control_tokens
+from flatpeak.utils.huggingface import notice_of_unknown_characters
+
+_SECTIONS: Final = {"task", "curriculum", "prompt", "rewards", "reward_model"}
+_SETTINGS: Final = ("path", "test_path", "math500_path", "hub", "rubric", "template")
+"""The last components of the settings that may name a file; arguments of the user's functions may too."""
+_SPLITS: Final = (
+    *("train", "test", "dev", "val", "auxiliary_train", "data", "math500"),
+    *("biology", "chemistry", "physics", "Dr_SCI"),
+)
+"""Beginnings of the names of files and folders that tasks read in a directory."""
+_ENDINGS: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".zip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTasks:
+    """The task of a run, and the first one of its curriculum."""
+
+    main: Task
+    first: Task | None
+
+    @property
+    def examples(self) -> list[Example]:
+        """The examples whose texts the tokenizer of a new model is made of."""
+        return [*self.main.train, *self.main.test, *(self.first.train if self.first else ())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The prompts and demonstrations of a run."""
+
+    main: Stream[Prompt]
+    first: Stream[Prompt] | None
+    """Those of the curriculum's first task."""
+    check: tuple[Prompt, ...]
+    """Training prompts that are set aside for `sft.stop_at`."""
+    test: tuple[Prompt, ...]
+    demonstrations: Stream[Demonstration]
+
+
+def open_tasks(config: RunConfig, own: Task | None = None) -> RunTasks:
+    """The recipe's tasks; `own` is the caller's in place of the main one."""
+    main = check_task(own, where="task") if own else build_task(config.task)
+    return RunTasks(main=main, first=build_task(config.curriculum.task) if config.curriculum else None)
+
+
+def make_data(config: RunConfig, tasks: RunTasks, policy: Policy, progress: Progress) -> RunData:
+    """The prompts and demonstrations for this policy, with notices of those that do not fit."""
+    name = tasks.main.name
+    train, test = (
+        make_prompts(config, examples, policy, progress, split=f"{name} {split}")
+        for examples, split in ((tasks.main.train, "train"), (tasks.main.test, "test"))
+    )
+    check_size = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
+    check_sft_split(check_size, train)
+    main, first = _stream(train, config, "main"), None
+    demonstrated = train[check_size:]
+    if config.curriculum and tasks.first:
+        first_train = make_prompts(config, tasks.first.train, policy, progress, split=f"{tasks.first.name} train")
+        first = _stream(first_train, config, "first")
+        demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
+    return RunData(
+        main=main,
+        first=first,
+        check=train[:check_size],
+        test=test,
+        demonstrations=_demonstrations(config, demonstrated, policy, progress),
+    )
+
+
+def make_prompts(
+    config: RunConfig, examples: Iterable[Example], policy: Policy, progress: Progress, *, split: str
+) -> tuple[Prompt, ...]:
+    """The prompts of examples, with notices of those that do not fit, or that the tokenizer does not spell."""
+    limit = longest_prompt(config, policy.context_length)
+    built = build_prompts(tuple(examples), policy.tokenizer, config.prompt, max_tokens=limit)
+    if built.dropped or built.truncated:
+        progress.notice(f"{split}: {built.dropped} overlong prompts dropped, {built.truncated} shortened")
+    if built.fewer_shots:
+        progress.notice(
+            f"{split}: {built.fewer_shots} of {len(built.prompts)} prompts have fewer worked examples, to fit"
+        )
+    unknown = notice_of_unknown_characters([prompt.text for prompt in built.prompts], policy.tokenizer)
+    if unknown is not None:
+        progress.notice(f"{split}: {unknown}")
+    asked = ("".join((e.preamble, *e.shots, e.question)) for e in (prompt.example for prompt in built.prompts))
+    spelled = notice_of_control_tokens(asked, policy.tokenizer, what="questions")
+    if spelled is not None:
+        progress.notice(f"{split}: {spelled}")
+    return built.prompts
+
+
+def check_sft_split(check_size: int, train: Sequence[Prompt]) -> None:
+    """UserError where the SFT check would take every training row."""
+    if check_size and check_size >= len(train):
+        raise UserError(
+            f"sft.check_size={check_size} sets all {len(train)} training rows aside for sft.stop_at: "
+            "lower sft.check_size"
+        )
+
+
+def _stream(prompts: tuple[Prompt, ...], config: RunConfig, name: str) -> Stream[Prompt]:
+    if not prompts:
+        raise UserError("the task has no training prompts left: check task and prompt.overlong")
+    return Stream(items=prompts, seed=derive_seed(config.run.seed, "prompts", name))
+
+
+def _demonstrations(
+    config: RunConfig, prompts: Sequence[Prompt], policy: Policy, progress: Progress
+) -> Stream[Demonstration]:
+    fitting: list[Demonstration] = []
+    if config.sft.steps:
+        fitting, dropped = demonstrations(prompts, policy, max_tokens=policy.context_length)
+        rationales = (prompt.example.rationale for prompt in prompts if prompt.example.rationale)
+        spelled = notice_of_control_tokens(rationales, policy.tokenizer, what="rationales")
+        if spelled is not None:
+            progress.notice(spelled)
+        if dropped:
+            progress.notice(_notice_of_overlong(dropped, left=len(fitting), context=policy.context_length))
+        elif not fitting:
+            raise UserError(
+                "sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0"
+            )
+    return Stream(items=fitting, seed=derive_seed(config.run.seed, "demonstrations"))
+
+
+def _notice_of_overlong(dropped: int, *, left: int, context: int | None) -> str:
+    """The notice of demonstrations that exceed the context; UserError where all do."""
+    total = dropped + left
+    if not left:
+        raise UserError(
+            f"none of the {total} demonstrations fits into the model's context of {context} tokens: shorten questions "
+            "or rationales, take a model with a longer context, or set sft.steps=0"
+        )
+    return (
+        f"sft: {dropped} of {total} demonstrations dropped: question and rationale exceed the model's context of "
+        f"{context} tokens"
+    )
+
+
+def data_digests(config: RunConfig) -> dict[str, str]:
+    """The start of the SHA-256 of each file, or of a task's directory, by its setting: rows, rubrics, templates.
+
+    Files are read in pieces; a gigabyte takes about a second.
+    """
+    recipe = flatten(config.model_dump(mode="json", include=_SECTIONS))
+    named = {key: value for key, value in recipe.items() if isinstance(value, str) and _may_name_data(key)}
+    digests = {
+        key: _digest(value, in_task=key.startswith(("task.", "curriculum.task."))) for key, value in named.items()
+    }
+    return {key: digest for key, digest in digests.items() if digest is not None}
+
+
+def _may_name_data(key: str) -> bool:
+    return key.rpartition(".")[2] in _SETTINGS or ".arguments." in key
+
+
+def _digest(name: str, *, in_task: bool) -> str | None:
+    """The digest of what a setting names; None where that is no file, nor a directory of a task's data."""
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            return _digest_of_files([path], path.parent)
+        return _digest_of_files(_data_files(path), path) if in_task and path.is_dir() else None
+    except (OSError, ValueError):  # a name that is too long or holds a NUL; a file that cannot be read
+        return None
+
+
+def _data_files(directory: Path) -> Iterator[Path]:
+    """The files that a task may read in a directory, and not a run or an environment that lies beside them."""
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(_SPLITS):
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            yield from (file for file in files if file.suffix in _ENDINGS and file.is_file())
+
+
+def _digest_of_files(files: Iterable[Path], root: Path) -> str:
+    whole = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        whole.update(f"{path.relative_to(root).as_posix()}\n{digest}\n".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()[:16]
